@@ -1,0 +1,43 @@
+# The commands of a checkout. They need make and Python 3.11 or newer; everything else goes into $(VENV).
+#
+#   PYTHON=python3.12     the interpreter of a new environment (default: the first that will do)
+#   TORCH_INDEX_URL=...   one more package index to take torch from (see CONTRIBUTING.md)
+#   ARGS="..."            for `make demo`: what follows `meshwright train`
+#   PYTEST_ARGS="..."     for `make test`: what follows `pytest`
+
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+SETUP = sh scripts/setup.sh "$(VENV)"
+
+.PHONY: help demo test setup clean
+
+help:
+	@echo "make demo    set up the core and train a small model over four processes"
+	@echo "make test    set up for development, then lint, import contract, types, wheel and tests"
+	@echo "make setup   set up with every extra"
+	@echo "make clean   remove the environment, builds and caches (never runs/)"
+
+demo:
+	@$(SETUP)
+	"$(BIN)/meshwright" train $(ARGS)
+
+# The quick checks come first; pytest comes last, so that its closing lines close the output.
+test:
+	@$(SETUP) dev,hf,track
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/lint-imports"
+	"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+	"$(BIN)/python" scripts/check_wheel.py
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $$(nvidia-smi -L >/dev/null 2>&1 || echo --ignore=tests/gpu) $(PYTEST_ARGS)
+
+setup:
+	@$(SETUP) all
+
+clean:
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,42 @@
+"""Time of a fresh process: ``import meshwright``, ``meshwright --help`` and ``meshwright train --help``.
+
+    python benchmarks/startup.py [repeats]
+
+The goal for each is 0.3 s; the line "python" is what an empty interpreter costs and is part of the others. On a busy
+machine the processor time says more than the wall time.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+COMMANDS = {
+    "python": ["-c", ""],
+    "import meshwright": ["-c", "import meshwright"],
+    "meshwright --help": ["-m", "meshwright", "--help"],
+    "meshwright train --help": ["-m", "meshwright", "train", "--help"],
+}
+
+
+def seconds(arguments: list[str]) -> tuple[float, float]:
+    """Wall and processor time of one process, in seconds."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(repeats: int = 9) -> None:
+    for name, arguments in COMMANDS.items():
+        seconds(arguments)  # compiles and warms the disk cache
+        wall, processor = zip(*(seconds(arguments) for _ in range(repeats)), strict=True)
+        medians = f"median {statistics.median(wall):.3f} s   processor {statistics.median(processor):.3f} s"
+        print(f"{name:<24} {medians}   best {min(wall):.3f} s   of {repeats}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))

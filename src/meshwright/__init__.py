@@ -1,0 +1,80 @@
+"""meshwright: facts about a model, a cluster and a batch become a Plan; the plan is applied, stepped and saved.
+
+Importing this package imports neither torch nor any part of meshwright; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint import load, save
+    from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, UnsupportedError
+    from meshwright.distributed.parallel_model import ParallelModel, StepLoss, StepResult
+    from meshwright.distributed.parallelize import parallelize
+    from meshwright.planning.build import plan
+    from meshwright.planning.layout import Layout
+    from meshwright.planning.plan import Plan
+    from meshwright.planning.techniques import Precision, Techniques
+    from meshwright.training.config import Config
+    from meshwright.training.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "IntegrityError",
+    "Layout",
+    "MeshwrightError",
+    "MissingExtraError",
+    "ParallelModel",
+    "Plan",
+    "Precision",
+    "StepLoss",
+    "StepResult",
+    "Techniques",
+    "Trainer",
+    "UnsupportedError",
+    "__version__",
+    "load",
+    "parallelize",
+    "plan",
+    "save",
+]
+
+# A name of this table must never be the name of a submodule of this package: importing the submodule would hide it.
+_HOME = {
+    "Config": "meshwright.training.config",
+    "ConfigError": "meshwright.core.errors",
+    "IntegrityError": "meshwright.core.errors",
+    "Layout": "meshwright.planning.layout",
+    "MeshwrightError": "meshwright.core.errors",
+    "MissingExtraError": "meshwright.core.errors",
+    "ParallelModel": "meshwright.distributed.parallel_model",
+    "Plan": "meshwright.planning.plan",
+    "Precision": "meshwright.planning.techniques",
+    "StepLoss": "meshwright.distributed.parallel_model",
+    "StepResult": "meshwright.distributed.parallel_model",
+    "Techniques": "meshwright.planning.techniques",
+    "Trainer": "meshwright.training.trainer",
+    "UnsupportedError": "meshwright.core.errors",
+    "load": "meshwright.checkpoint",
+    "parallelize": "meshwright.distributed.parallelize",
+    "plan": "meshwright.planning.build",
+    "save": "meshwright.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

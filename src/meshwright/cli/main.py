@@ -1,0 +1,66 @@
+"""``meshwright <verb>``: finds the verb, runs it, and turns errors into a sentence and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+from meshwright.core.errors import MeshwrightError, nearest
+
+VERBS = {
+    "train": ("meshwright.cli.train:run", "train a model from a config, or continue a run"),
+    "plan": ("meshwright.cli.plan:run", "show what a config becomes on its mesh, without starting it"),
+    "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
+    "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
+}
+"""Verb -> (module:function, what it does)."""
+
+_WIDTH = max(map(len, VERBS))
+USAGE = f"""usage: meshwright <verb> [config.toml] [--any.key=value ...]
+
+{chr(10).join(f"  {verb:<{_WIDTH}}  {does}" for verb, (_, does) in VERBS.items())}
+
+'meshwright <verb> --help' lists every key. MESHWRIGHT_DEBUG=1 shows the traceback of an error."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        argv: the words after the program's name; those of the process when None.
+
+    Returns:
+        The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 1 anything else. A wrong flag and a verb's --help
+        leave by SystemExit (2 and 0) instead.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if argv[0] == "--version":
+        from meshwright import __version__
+
+        print(f"meshwright {__version__}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        print(f"meshwright: unknown verb '{verb}'.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}.", file=sys.stderr)
+        return 2
+    return _run(VERBS[verb][0], rest)
+
+
+def _run(target: str, argv: list[str]) -> int:
+    module, _, function = target.partition(":")
+    try:
+        return getattr(import_module(module), function)(argv)
+    except MeshwrightError as error:
+        if os.environ.get("MESHWRIGHT_DEBUG"):
+            import traceback
+
+            traceback.print_exc()
+        print(f"meshwright: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return 130

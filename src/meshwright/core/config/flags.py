@@ -1,0 +1,140 @@
+"""Flags over a config: ``--any.key=value`` or ``--any.key value``, with the names and the docs of the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_args, get_origin
+
+from meshwright.core.config.read import from_dict, plain
+from meshwright.core.config.schema import field_types, is_section, join, section_of
+from meshwright.core.config.words import toml_value
+from meshwright.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str, description: str) -> T:
+    """Read command-line flags over ``default``.
+
+    Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and ``none``
+    are written as in TOML; a list of text takes all its items after one flag; a list of tables takes one TOML value
+    (``--optimizer.overrides='[{pattern = "norm"}]'``).
+
+    Args:
+        cls: a dataclass.
+        args: the words after the program's name.
+        default: what the flags change; ``cls()`` when None.
+        prog: the program's name in help and errors.
+        description: the first lines of the help.
+
+    Raises:
+        ConfigError: the flag of a list stands there twice.
+        SystemExit: 0 after ``--help``; 2 for an unknown flag or a value of the wrong type, told on standard error.
+    """
+    import tyro
+
+    flags = [_spelling(arg) for arg in args]
+    _refuse_repeated_lists(cls, flags, "")
+    start = _with_sections(cls() if default is None else default, flags, "")
+    return tyro.cli(
+        cls,
+        args=list(args),
+        default=start,
+        prog=prog,
+        description=description,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        registry=_registry(),
+    )
+
+
+def _spelling(arg: str) -> str:
+    return arg.partition("=")[0].replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else arg
+
+
+def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
+    """Of a flag that stands there twice the last one counts; for a list that would lose items without a word."""
+    for name, annotation in field_types(cls).items():
+        flag = f"--{join(prefix, name)}"
+        if section := section_of(annotation):
+            _refuse_repeated_lists(section, flags, join(prefix, name))
+        elif get_origin(annotation) is tuple and flags.count(flag) > 1:
+            raise ConfigError(f"{flag} is given {flags.count(flag)} times; give all items after one: {flag} first second")
+
+
+def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
+    """``config`` with each absent optional section that a flag speaks about made from its defaults.
+
+    tyro would offer an ``X | None`` that is None as a subcommand; given a value, its keys are flags like any other. For
+    --help every section exists, since every key is told there.
+    """
+    changes = {}
+    for name, annotation in field_types(type(config)).items():
+        section, value, key = section_of(annotation), getattr(config, name), join(prefix, name)
+        if section is None:
+            continue
+        if value is None and any(flag in ("-h", "--help") or flag.startswith(f"--{key}.") for flag in flags):
+            value = section()
+        if value is not None:
+            changes[name] = _with_sections(value, flags, key)
+    return dataclasses.replace(config, **changes)
+
+
+def _registry():
+    """Our spellings of the values that TOML and Python write differently."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def bool_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type is not bool:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{true,false}",
+            choices=("true", "false", "True", "False"),
+            instance_from_str=lambda args: args[0].lower() == "true",
+            is_instance=lambda value: isinstance(value, bool),
+            str_from_instance=lambda value: [toml_value(value)],
+        )
+
+    @registry.primitive_rule
+    def none_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type is not type(None):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{none}",
+            choices=("none", "None"),
+            instance_from_str=lambda args: None,
+            is_instance=lambda value: value is None,
+            str_from_instance=lambda value: ["none"],
+        )
+
+    @registry.primitive_rule
+    def rows_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if get_origin(info.type) is not tuple or not is_section(get_args(info.type)[0]):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="TOML",
+            instance_from_str=lambda args: _rows(info.type, args[0]),
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [_inline(value)],
+        )
+
+    return registry
+
+
+def _rows(annotation: Any, text: str) -> Any:
+    """An array of tables from TOML text. Raises ValueError: not TOML, or not such tables."""
+    import tomllib
+
+    holder = dataclasses.make_dataclass("Flag", [("value", annotation)])
+    return from_dict(holder, tomllib.loads(f"value = {text}"), where="flag").value
+
+
+def _inline(rows: tuple) -> str:
+    return toml_value([{key: value for key, value in plain(row).items() if value is not None} for row in rows])

@@ -1,0 +1,192 @@
+"""A dict becomes a dataclass, strictly: nothing is ignored, nothing is guessed, and an error says what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from meshwright.core.config.schema import default_of, field_types, is_section, item_types, join, row_of, section_of, sections, union_arms
+from meshwright.core.config.words import kind_words, shown, type_words
+from meshwright.core.errors import ConfigError, MeshwrightError, nearest
+
+T = TypeVar("T")
+_NO = object()
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "config", lines: Mapping[str, int] | None = None) -> T:
+    """Build a dataclass from nested dicts and lists.
+
+    A whole number serves where a number is wanted; true and false are not numbers, and numbers are not true or false.
+
+    Args:
+        cls: a dataclass; its fields may be bool, int, float, str, Literal, an Enum, a dataclass, ``tuple[T, ...]``,
+            ``tuple[A, B]``, ``list[T]``, ``dict[str, T]``, or unions of these.
+        data: its values; keys left out take their defaults; an instance of a section's class serves as that section.
+        where: what the data is called in errors: a file name, or "layout".
+        lines: dotted key -> line number in the file ``where`` (rows as ``overrides[0].pattern``).
+
+    Raises:
+        ConfigError: an unknown or missing key, a value of the wrong type, or a ValueError of the dataclass itself.
+    """
+    return _Reader(cls, where, lines or {}).section(cls, data, "")
+
+
+def to_dict(instance: Any) -> dict[str, Any]:
+    """The dataclass as nested dicts, lists and scalars; ``from_dict`` gives it back."""
+    return {f.name: plain(getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init}
+
+
+def plain(value: Any) -> Any:
+    """A field's value without dataclasses, tuples and enums."""
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+@dataclass(frozen=True)
+class _Reader:
+    root: type
+    where: str
+    lines: Mapping[str, int]
+
+    def section(self, cls: type, data: Any, key: str) -> Any:
+        if isinstance(data, cls):
+            return data
+        if not isinstance(data, Mapping):
+            raise self._mismatch(cls, data, key)
+        types = field_types(cls)
+        for name in data:
+            if name not in types:
+                raise self._unknown(cls, str(name), key)
+        for field in dataclasses.fields(cls):
+            if field.init and field.name not in data and default_of(field) is dataclasses.MISSING:
+                wanted = type_words(types[field.name])
+                raise ConfigError(f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default.")
+        made = {name: self._value(types[name], value, join(key, name)) for name, value in data.items()}
+        try:
+            return cls(**made)
+        except MeshwrightError:
+            raise
+        except ValueError as error:  # a rule of the class itself
+            raise ConfigError(f"{self._at(key)}: {error}") from error
+
+    def _value(self, wanted: Any, value: Any, key: str) -> Any:
+        for arm in sorted(union_arms(wanted), key=lambda arm: arm is float):  # int | float: 3 stays a whole number
+            found = self._arm(arm, value, key)
+            if found is not _NO:
+                return found
+        raise self._mismatch(wanted, value, key)
+
+    def _arm(self, arm: Any, value: Any, key: str) -> Any:
+        """``value`` as this member of the union, or ``_NO``."""
+        origin, args = get_origin(arm), get_args(arm)
+        if is_section(arm):
+            return self.section(arm, value, key) if isinstance(value, (Mapping, arm)) else _NO
+        if origin is Literal:
+            return next((choice for choice in args if type(choice) is type(value) and choice == value), _NO)
+        if origin in (tuple, list):
+            types = item_types(arm, len(value)) if isinstance(value, (tuple, list)) else None
+            if types is None:
+                return _NO
+            return origin(self._value(wanted, item, f"{key}[{i}]") for i, (wanted, item) in enumerate(zip(types, value, strict=True)))
+        if origin is dict:
+            if not isinstance(value, Mapping):
+                return _NO
+            return {str(name): self._value(args[1], item, join(key, str(name))) for name, item in value.items()}
+        return value if arm is Any else _scalar(arm, value, key)
+
+    def _at(self, key: str) -> str:
+        """The place of ``key``, or of the nearest table around it whose line is known."""
+        while key and key not in self.lines:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        return f"{self.where}:{self.lines[key]}" if key else self.where
+
+    def _mismatch(self, wanted: Any, value: Any, key: str) -> ConfigError:
+        name = f"{key} = {shown(value)}" if key else shown(value)
+        return ConfigError(f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{_hint(wanted, value, key)}")
+
+    def _unknown(self, cls: type, name: str, prefix: str) -> ConfigError:
+        title = f"Keys of [{prefix}]" if prefix else "Keys here"
+        keys = ", ".join(field_types(cls))
+        repair = _right_place(self.root, cls, name, prefix)
+        return ConfigError(f"{self._at(join(prefix, name))}: unknown key '{join(prefix, name)}'.{repair} {title}: {keys}.")
+
+
+def _scalar(arm: Any, value: Any, key: str) -> Any:
+    if arm is float:
+        return _as_float(value) if type(value) in (int, float) else _NO
+    if arm in (bool, int, type(None)):
+        return value if type(value) is arm else _NO
+    if arm is str:
+        return str(value) if isinstance(value, str) else _NO
+    if isinstance(arm, type) and issubclass(arm, enum.Enum):
+        return next((member for member in arm if value is member or value == member.value), _NO)
+    raise TypeError(f"{key}: a config field cannot have the type {arm}")
+
+
+def _as_float(value: int | float) -> Any:
+    try:
+        return float(value)
+    except OverflowError:
+        return _NO
+
+
+def _hint(wanted: Any, value: Any, key: str) -> str:
+    leaf = key.rpartition(".")[2]
+    members = union_arms(wanted)
+    if isinstance(value, str):
+        if any(get_origin(arm) in (tuple, list) and str in get_args(arm) for arm in members):
+            return f" Write: {leaf} = [{shown(value)}]"
+        if any(_reads_as(arm, value) for arm in members):
+            return f" Write it without quotes: {leaf} = {value.strip().lower()}"
+        return nearest(value, [choice for arm in members for choice in _choices(arm)])
+    if type(None) in members and value is None:
+        return ""
+    if any(row_of(arm) for arm in members):
+        return f" Write each as a table: [[{key}]]"
+    return ""
+
+
+def _reads_as(arm: Any, text: str) -> bool:
+    if arm is bool:
+        return text.strip().lower() in ("true", "false")
+    if arm in (int, float):
+        try:
+            arm(text)
+        except ValueError:
+            return False
+        return True
+    return False
+
+
+def _choices(arm: Any) -> list[str]:
+    if get_origin(arm) is Literal:
+        return [choice for choice in get_args(arm) if isinstance(choice, str)]
+    return [str(member.value) for member in arm] if isinstance(arm, type) and issubclass(arm, enum.Enum) else []
+
+
+def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
+    """Where an unknown key was meant to go: the same name in another section, else the closest spelling, here first."""
+    prefix = re.sub(r"\[\d+\]", "[]", prefix)
+    tree = list(sections(root))
+    homes = [join(path, name) for path, section in tree if section is not cls and name in field_types(section)]
+    if homes:
+        return f" It belongs elsewhere: {' or '.join(homes)}."
+    scored = []
+    for path, section in tree:
+        for choice, annotation in field_types(section).items():
+            ratio = difflib.SequenceMatcher(None, name.lower(), choice).ratio()
+            here = path == prefix
+            is_table = section_of(annotation) is not None
+            scored.append((ratio + 0.1 * here - 0.05 * is_table, here, join(path, choice)))
+    score, _, best = max(scored, key=lambda entry: entry[:2])
+    return f" Did you mean '{best}'?" if score >= 0.6 else ""

@@ -1,0 +1,126 @@
+"""What a tree of dataclasses says about itself: types, keys, and the docs below its fields."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name -> resolved annotation, in field order; only what the constructor takes."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def union_arms(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; any other annotation is its own only member."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def is_section(annotation: Any) -> bool:
+    """True for a dataclass type: a table of its own in TOML."""
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def section_of(annotation: Any) -> type | None:
+    """The dataclass ``X`` behind ``X`` or ``X | None``."""
+    return next((arm for arm in union_arms(annotation) if is_section(arm)), None)
+
+
+def row_of(annotation: Any) -> type | None:
+    """The dataclass ``X`` behind ``tuple[X, ...]``: an array of tables in TOML."""
+    for arm in union_arms(annotation):
+        if get_origin(arm) in (tuple, list) and not is_fixed(arm) and is_section(get_args(arm)[0]):
+            return get_args(arm)[0]
+    return None
+
+
+def is_fixed(annotation: Any) -> bool:
+    """True for ``tuple[A, B]``, whose items have a type each; False for ``tuple[T, ...]`` and ``list[T]``."""
+    return get_origin(annotation) is tuple and Ellipsis not in get_args(annotation)
+
+
+def item_types(annotation: Any, length: int) -> tuple[Any, ...] | None:
+    """The types of the items of a tuple or list of that length; None when it cannot have that length."""
+    args = get_args(annotation)
+    if is_fixed(annotation):
+        return args if len(args) == length else None
+    return (args[0],) * length
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The value a field has when its key is left out (``dataclasses.MISSING`` when it is required)."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Every (dotted prefix, dataclass) of the tree, the root first; rows of an array of tables as ``key[]``."""
+    yield prefix, cls
+    for name, annotation in field_types(cls).items():
+        if section := section_of(annotation):
+            yield from sections(section, join(prefix, name))
+        elif row := row_of(annotation):
+            yield from sections(row, join(prefix, name) + "[]")
+
+
+def public_keys(cls: type) -> list[str]:
+    """Every key a user can set, dotted, in field order; a key of an array of tables is spelt ``overrides[].pattern``."""
+    keys = []
+    for name, annotation in field_types(cls).items():
+        section, row = section_of(annotation), row_of(annotation)
+        if section:
+            keys += [join(name, key) for key in public_keys(section)]
+        elif row:
+            keys += [join(f"{name}[]", key) for key in public_keys(row)]
+        else:
+            keys.append(name)
+    return keys
+
+
+def field_doc(cls: type, name: str) -> str:
+    """The doc of a field: the string literal that stands below it in the source, on one line; "" when there is none.
+
+    Args:
+        cls: a dataclass.
+        name: a field of it, or a dotted key as ``public_keys`` spells it.
+
+    Raises:
+        KeyError: the dataclass has no such field.
+    """
+    head, _, rest = name.partition(".")
+    head = head.removesuffix("[]")
+    annotation = field_types(cls)[head]
+    if rest:
+        inner = section_of(annotation) or row_of(annotation)
+        if inner is None:
+            raise KeyError(name)
+        return field_doc(inner, rest)
+    return next((docs[head] for base in cls.__mro__ if head in (docs := _docs(base))), "")
+
+
+@cache
+def _docs(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # built-in, or made without a source file
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for statement, below in zip(body, body[1:], strict=False):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                docs[name] = " ".join(text.split())
+    return docs

@@ -1,0 +1,42 @@
+"""The one error family. Each class answers one question of its reader: whose move is it?"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Base of every error that meshwright raises on purpose."""
+
+    exit_status = 1
+
+
+class ConfigError(MeshwrightError, ValueError):
+    """What was asked for is wrong, and the reader can mend it: the text says how."""
+
+    exit_status = 2
+
+
+class UnsupportedError(MeshwrightError, NotImplementedError):
+    """What was asked for is sound, but meshwright cannot do it: the text names the nearest thing that it can."""
+
+    exit_status = 3
+
+
+class IntegrityError(MeshwrightError, RuntimeError):
+    """Data on disk or replicas in memory are not what they were."""
+
+
+class MissingExtraError(MeshwrightError, ImportError):
+    """An optional dependency is needed and not installed: the text gives the command that installs it."""
+
+    exit_status = 2
+
+    def __init__(self, what: str, package: str, extra: str):
+        super().__init__(f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'meshwright[{extra}]'")
+
+
+def nearest(word: str, choices) -> str:
+    """A clause naming the valid spelling closest to ``word`` (empty when none is close)."""
+    import difflib
+
+    found = difflib.get_close_matches(word, [str(c) for c in choices], n=1, cutoff=0.5)
+    return f" Did you mean '{found[0]}'?" if found else ""

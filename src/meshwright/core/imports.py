@@ -1,0 +1,24 @@
+"""Importing classes by their dotted paths."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+
+def import_classes_from_paths(class_paths: list[str]) -> list[type]:
+    """The classes at "package.module.Class", in order.
+
+    Raises:
+        ImportError: naming the path that failed, and why.
+    """
+    found = []
+    for path in class_paths:
+        module, _, name = path.rpartition(".")
+        try:
+            value = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ImportError(f"cannot import the class '{path}': {error}. A class path is 'package.module.Class'.") from error
+        if not isinstance(value, type):
+            raise ImportError(f"'{path}' is a {type(value).__name__}, not a class")
+        found.append(value)
+    return found

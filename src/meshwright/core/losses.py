@@ -1,0 +1,25 @@
+"""Plain loss maths: no mesh, no averaging."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100
+"""The label of a token that has no loss."""
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropies of all tokens whose label is not ``IGNORED``, in nats, inside at least fp32.
+
+    Args:
+        logits: (rows, seq, vocab).
+        labels: (rows, seq) int64, already shifted.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, -2).to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,45 @@
+"""Global names: one per parameter and module, free of what wrappers add."""
+
+from __future__ import annotations
+
+import re
+
+def clean(name: str) -> str:
+    """The name without the parts that torch's wrappers add (compile, checkpoint, FSDP1, DDP's leading ``module``)."""
+    inner = re.sub(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)
+    return inner.removeprefix("module.")
+
+
+def pattern(name: str) -> str:
+    """The name with every index replaced by ``*``: what the same parameter is called in all blocks."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def owner(name: str) -> str:
+    """Path of the module that holds the parameter ``name`` ("" for the root)."""
+    return name.rpartition(".")[0]
+
+
+def is_within(name: str, module: str) -> bool:
+    """Whether ``name`` is the module at path ``module`` or something inside it."""
+    return module == "" or name == module or name.startswith(module + ".")
+
+
+def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str) -> set[str]:
+    """The names that at least one regular expression matches (``re.search``).
+
+    Raises:
+        ConfigError: an invalid expression, or one that matches nothing.
+    """
+    from .errors import ConfigError, nearest
+
+    found: set[str] = set()
+    for text in patterns:
+        try:
+            hits = {n for n in names if re.search(text, n)}
+        except re.error as error:
+            raise ConfigError(f"{what}: '{text}' is not a regular expression ({error})") from None
+        if not hits:
+            raise ConfigError(f"{what}: '{text}' matches no parameter of the model.{nearest(text, names)} The names are like {names[0]}")
+        found |= hits
+    return found

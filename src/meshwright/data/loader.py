@@ -1,0 +1,205 @@
+"""Loader: each data rank's rows of each global batch. Its whole state is one integer: how many samples all ranks have consumed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.data.order import Order
+from meshwright.data.packing import IGNORE_INDEX, Split
+
+if TYPE_CHECKING:
+    import torch
+
+_AHEAD = 2
+"""Batches read ahead per worker."""
+
+
+class Loader(Iterator["dict[str, torch.Tensor]"]):
+    """An endless iterator over one data rank's part of the global batches.
+
+    The global batch that follows ``consumed`` samples is the samples at the indexes [consumed, consumed + B) of ``order``; data
+    rank r of D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of
+    microbatches may change between two batches and the samples go on as if nothing had.
+
+    ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Split.rows`` for the keys.
+
+    Args:
+        split: where samples come from.
+        order: made with ``Order(split.n_samples(seq_len), seed)``.
+        seq_len: tokens per sample.
+        global_batch: samples per step over all data ranks (B).
+        rank: this process's data rank, in [0, world).
+        world: number of data ranks (D).
+        workers: threads that read ahead; 0 reads when asked.
+
+    Raises:
+        ConfigError: ``world`` does not divide ``global_batch``; a size out of range; an order over another number of samples.
+    """
+
+    def __init__(self, split: Split, order: Order, seq_len: int, global_batch: int, rank: int = 0, world: int = 1, workers: int = 0):
+        _check_rank(rank, world)
+        if global_batch < 1 or global_batch % world:
+            near = max(global_batch // world, 1) * world
+            raise ConfigError(
+                f"batch.global_batch = {global_batch} samples cannot be dealt evenly to {world} data ranks (dp_replicate * dp_shard)."
+                f" Legal: a multiple of {world}, like {near} or {near + world}; or a number of data ranks that divides {global_batch}"
+            )
+        if workers < 0:
+            raise ConfigError(f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more")
+        if order.n != split.n_samples(seq_len):
+            raise ConfigError(
+                f"the order is over {order.n} samples and the {split.name} split has {split.n_samples(seq_len)} of seq_len {seq_len}:"
+                f" make it with Order(split.n_samples({seq_len}), seed)"
+            )
+        self._read = _Reader(split, order, seq_len, rank * (global_batch // world), global_batch // world)
+        self._global_batch = global_batch
+        self._consumed = 0
+        self._threads = _Threads(self._read, workers)
+        self._depth = workers * _AHEAD
+        self._pending: deque[Future] = deque()
+        # A loader that is dropped lets its threads end: they hold the reader, never the loader.
+        self._stop = weakref.finalize(self, self._threads.stop)
+
+    @property
+    def state(self) -> int:
+        """Samples that all ranks together have been handed so far; what was only read ahead does not count."""
+        return self._consumed
+
+    def seek(self, consumed: int) -> None:
+        """Go on from ``consumed`` samples (a ``state``, or any index of the order), at no cost.
+
+        Raises:
+            ConfigError: below 0.
+        """
+        if consumed < 0:
+            raise ConfigError(f"seek({consumed}): the number of samples consumed is 0 or more")
+        self._consumed = consumed
+        while self._pending:
+            self._pending.popleft().cancel()
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """The next batch. What a reader raised is raised here; the state is then unchanged, and the next call tries again."""
+        if not self._stop.alive:
+            raise MeshwrightError(f"this loader was closed; make another and go on with seek({self._consumed})")
+        while len(self._pending) < self._depth:
+            self._pending.append(self._threads.submit(self._consumed + len(self._pending) * self._global_batch))
+        try:
+            rows = self._pending.popleft().result() if self._depth else self._read(self._consumed)
+        except BaseException:
+            self.seek(self._consumed)
+            raise
+        self._consumed += self._global_batch
+        return _tensors(rows)
+
+    def close(self) -> None:
+        """Let the threads end; waits for none of them. A closed loader has no next batch."""
+        self.seek(self._consumed)
+        self._stop()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+
+def validation_batches(
+    split: Split, seq_len: int, samples: int, rows: int, rank: int = 0, world: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    """A fixed choice of at most ``samples`` samples, spread evenly over ``split``, in batches of ``rows`` per data rank.
+
+    All ranks yield the same number of batches of the same shape (so they may meet in collectives), and together the same samples
+    whatever ``world`` is. Rows that only fill a batch have every label IGNORE_INDEX.
+
+    Raises:
+        ConfigError: at the call: a size below 1, a rank outside [0, world), or a split without a sample (see ``n_samples``).
+    """
+    _check_rank(rank, world)
+    for name, value in (("samples", samples), ("rows", rows)):
+        if value < 1:
+            raise ConfigError(f"validation_batches: {name} = {value} must be at least 1")
+    n = split.n_samples(seq_len)
+    count = min(samples, n)
+    chosen = np.arange(count) * n // count
+    per_batch = rows * world
+    padded = np.pad(chosen, (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
+    real = np.pad(np.ones(count, dtype=bool), (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        for indexes, is_real in zip(padded, real, strict=True):
+            batch = split.rows(indexes, seq_len)
+            batch["labels"][~is_real] = IGNORE_INDEX
+            yield _tensors(batch)
+
+    return batches()
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one rank's rows of the global batch that follows ``consumed`` samples."""
+
+    split: Split
+    order: Order
+    seq_len: int
+    first_row: int
+    n_rows: int
+
+    def __call__(self, consumed: int) -> dict[str, np.ndarray]:
+        indexes = consumed + self.first_row + np.arange(self.n_rows, dtype=np.int64)
+        return self.split.rows(self.order.take(indexes), self.seq_len)
+
+
+class _Threads:
+    """Threads that read batches ahead.
+
+    Not a ThreadPoolExecutor: that one's threads are joined when the interpreter exits, so a read that never returns (a file
+    system that is gone) would keep the process alive for ever.
+    """
+
+    def __init__(self, read: _Reader, workers: int):
+        self._tasks: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
+        self._workers = workers
+        for number in range(workers):
+            threading.Thread(target=_serve, args=(self._tasks, read), name=f"meshwright-reader-{number}", daemon=True).start()
+
+    def submit(self, consumed: int) -> Future:
+        future: Future = Future()
+        self._tasks.put((consumed, future))
+        return future
+
+    def stop(self) -> None:
+        for _ in range(self._workers):
+            self._tasks.put(None)
+
+
+def _serve(tasks: queue.SimpleQueue, read: _Reader) -> None:
+    while (task := tasks.get()) is not None:
+        consumed, future = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(read(consumed))
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits for the batch, who would else wait for ever)
+                future.set_exception(error)
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if world < 1:
+        raise ConfigError(f"{world} data ranks: there is at least 1")
+    if not 0 <= rank < world:
+        raise ConfigError(f"data rank {rank} of {world}: legal ranks are 0 to {world - 1}")
+
+
+def _tensors(rows: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in rows.items()}

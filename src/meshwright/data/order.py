@@ -1,0 +1,88 @@
+"""Order: which sample stands at which index, as a pure function of (seed, index). Seeking is arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError
+
+_U64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUND_KEYS = tuple(np.uint64(number * _GOLDEN & _U64) for number in range(1, 9))
+"""Added to an epoch's key, one per round. Four rounds would do for large domains; small ones have little in a round to be random with."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """An endless order of ``n`` samples: index i is epoch i // n, and each epoch is its own permutation of all samples.
+
+    The permutation is a balanced Feistel network (Luby and Rackoff 1988) keyed by (seed, epoch), over the smallest domain of an
+    even number of bits that holds n; what falls outside n is enciphered again until it falls inside ("cycle walking": Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"), which keeps it a bijection. Nothing is stored, so any index costs the
+    same. The mixer is that of SplitMix64 (Steele, Lea and Flood 2014).
+
+    Raises:
+        ConfigError: ``n`` below 1.
+    """
+
+    n: int
+    """Samples in an epoch."""
+    seed: int
+    """Any whole number (its low 64 bits count)."""
+    shuffle: bool = True
+    """False: every epoch in the order of the corpus."""
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise ConfigError(f"an order over {self.n} samples: there must be at least 1; add to data.source or lower data.seq_len")
+
+    def __getitem__(self, index: int) -> int:
+        """The sample at ``index``; see ``take``."""
+        return int(self.take(np.array([index], dtype=np.int64))[0])
+
+    def epoch(self, index: int) -> int:
+        """The epoch, from 0, that ``index`` lies in."""
+        return index // self.n
+
+    def take(self, indexes: np.ndarray) -> np.ndarray:
+        """The samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1), as int64 of the same shape, each in [0, n).
+
+        Raises:
+            IndexError: an index below 0.
+        """
+        indexes = np.asarray(indexes, dtype=np.int64)
+        if indexes.size and indexes.min() < 0:
+            raise IndexError(f"index {indexes.min()}: the order begins at 0")
+        epochs, places = np.divmod(indexes.reshape(-1), self.n)
+        if self.shuffle and self.n > 1:
+            places = self._permute(places.astype(np.uint64), epochs.astype(np.uint64)).astype(np.int64)
+        return places.reshape(indexes.shape)
+
+    def _permute(self, places: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        """The permutation of each place's epoch; uint64 arrays of shape (m,)."""
+        seed = _mix(np.array([self.seed & _U64], dtype=np.uint64))
+        keys = _mix(seed ^ _mix(epochs + np.uint64(_GOLDEN)))  # (m,)
+        out = places.copy()
+        todo = np.arange(len(out))
+        while len(todo):
+            out[todo] = self._encipher(out[todo], keys[todo])
+            todo = todo[out[todo] >= self.n]
+        return out
+
+    def _encipher(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """A bijection of [0, 4**half_bits) onto itself for each key."""
+        half_bits = max(1, ((self.n - 1).bit_length() + 1) // 2)
+        shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+        left, right = values >> shift, values & mask
+        for round_key in _ROUND_KEYS:
+            left, right = right, left ^ (_mix(right ^ (keys + round_key)) & mask)
+        return (left << shift) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser, a bijection of uint64; arithmetic wraps around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

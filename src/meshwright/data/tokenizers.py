@@ -1,0 +1,146 @@
+"""Tokenizers: text to ids and back. Bytes need no file; anything else is a local tokenizer.json. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+
+BYTES = "bytes"
+"""The name of the tokenizer that needs no file."""
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]")
+"""Special tokens that end a document, the best first: models that chat have another one that ends a turn, which is not meant here."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the corpus needs of a tokenizer; bring your own by having these five."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, ``end_of_document`` included."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that the corpus puts after each document; ``encode`` never returns it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the ids: two tokenizers with one fingerprint encode every text alike."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of ``text``: 1-D, of an integer dtype, without special tokens."""
+        ...
+
+    def decode(self, ids) -> str:
+        """The text of ``ids`` (any sequence of whole numbers), special tokens left out."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 for the end of a document: a vocabulary of 257."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes-257-end-256"
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint16 of shape (bytes of the UTF-8 of ``text``,)."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids) -> str:
+        """Ids of 256 and above are left out; bytes that are no UTF-8 become the replacement character."""
+        ids = np.asarray(ids).reshape(-1)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
+
+
+class FileTokenizer:
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk.
+
+    Truncation and padding that the file asks for are switched off, and a special token spelt out in the text is encoded as
+    plain text: otherwise a document would be cut short, or ended, by what it happens to say.
+
+    Args:
+        path: the file, or a folder that holds a ``tokenizer.json``.
+        end_of_document: the special token that ends a document; by default the first of END_TOKENS that the file has.
+
+    Raises:
+        MissingExtraError: the package ``tokenizers`` is not installed.
+        ConfigError: no such file, not a tokenizer, or no special token that ends a document.
+    """
+
+    def __init__(self, path: str | Path, end_of_document: str | None = None):
+        self.path = Path(path).expanduser()
+        if self.path.is_dir():
+            self.path = self.path / "tokenizer.json"
+        if not self.path.is_file():
+            raise ConfigError(f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or '{BYTES}'")
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError(f"the tokenizer {self.path}", "tokenizers", "hf") from error
+        content = self.path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the package raises bare Exception (or ValueError) for what it cannot parse
+            raise ConfigError(
+                f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.end_of_document: int = self._find_end(end_of_document)
+        self.fingerprint: str = f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
+
+    def _find_end(self, wanted: str | None) -> int:
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        for candidate in END_TOKENS if wanted is None else (wanted,):
+            if candidate in special:
+                return special[candidate]
+        held = ", ".join(sorted(special)) or "none"
+        if wanted is not None:
+            raise ConfigError(f"{self.path} has no special token '{wanted}'.{nearest(wanted, special)} Its special tokens: {held}")
+        raise ConfigError(
+            f"data.tokenizer: {self.path} has no special token that ends a document (looked for {' '.join(END_TOKENS)};"
+            f" its special tokens: {held}). Add one to the file, or name the one that is meant:"
+            f" FileTokenizer({str(self.path)!r}, end_of_document='...')"
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint32 of shape (tokens,), without special tokens."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
+
+    def __repr__(self) -> str:
+        return f"FileTokenizer({str(self.path)!r})"
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """``bytes``, or the path of a ``tokenizer.json`` or of a folder that holds one.
+
+    Raises:
+        ConfigError: neither; names of models on a hub are not looked up, because nothing is downloaded here.
+    """
+    if name_or_path == BYTES:
+        return ByteTokenizer()
+    if name_or_path.strip() and Path(name_or_path).expanduser().exists():
+        return FileTokenizer(name_or_path)
+    raise ConfigError(
+        f"data.tokenizer = {name_or_path!r} is not '{BYTES}' and no file or folder.{nearest(name_or_path, [BYTES])}"
+        f" Nothing is downloaded here: for a model's tokenizer, save it first with"
+        f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set data.tokenizer = 'folder'"
+    )

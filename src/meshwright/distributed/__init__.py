@@ -1,0 +1,41 @@
+"""Meshes, and the techniques that lay a model onto them: one function per technique.
+
+These functions keep torch's averaging of gradients over data ranks, because their users bring mean losses;
+``meshwright.parallelize`` sums a loss that is divided by the global token count already.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "functions": ("ActivationCheckpointing", "apply_ac", "apply_fsdp2", "build_parallel_model", "default_mp_policy"),
+    "grad_clip": ("clip_grad_norm_",),
+    "mesh": (
+        "get_cp_mesh",
+        "get_dp_mesh",
+        "get_ep_mesh",
+        "get_fsdp_mesh",
+        "get_pp_mesh",
+        "get_pp_rank",
+        "get_pp_size",
+        "get_tp_mesh",
+        "has_dp_mesh",
+    ),
+    "setup": ("DistributedConfig", "destroy_distributed", "init_distributed"),
+    "world": ("get_world_info", "is_rank_zero"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

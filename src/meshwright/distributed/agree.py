@@ -1,0 +1,86 @@
+"""How ranks agree. Every decision that changes control flow passes through here; without a process group each is its own word."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _word_device() -> torch.device:
+    """Where small agreed values live: the CPU where a CPU back end exists (no device synchronisation), else the accelerator."""
+    if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def alone() -> bool:
+    """Whether there is nobody to agree with."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank when it is on one."""
+    return largest(int(flag)) > 0
+
+
+def largest(value: int) -> int:
+    """The largest of all ranks' values."""
+    if alone():
+        return value
+    word = torch.tensor(value, dtype=torch.int64, device=_word_device())
+    dist.all_reduce(word, op=dist.ReduceOp.MAX)
+    return int(word.item())
+
+
+def from_rank_zero(value: Any) -> Any:
+    """Rank 0's value, on every rank (small Python values)."""
+    if alone():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=_word_device())
+    return box[0]
+
+
+def everybody_says(value: Any) -> list[Any]:
+    """All ranks' values, in rank order (small Python values)."""
+    if alone():
+        return [value]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
+
+
+def wait_for_all() -> None:
+    """A barrier."""
+    if not alone():
+        largest(0)
+
+
+def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """Elementwise, whether all ranks of every group hold the same int64 value. words: (n,) int64; returns (n,) bool on CPU."""
+    same = torch.ones(words.shape[0], dtype=torch.bool)
+    for group in groups:
+        low, high = words.clone(), words.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        same &= (low == high).cpu()
+    return same
+
+
+def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
+    """From now on a collective of these groups (and of the default one) fails after ``seconds``."""
+    for group in [dist.group.WORLD, *groups]:
+        if group is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """Elementwise sum of int64 words over the ranks of all groups (one small all-reduce per group). Returns them on the CPU."""
+    if groups:
+        words = words.to(_word_device())
+        for group in groups:
+            dist.all_reduce(words, group=group)
+    return words.cpu()

@@ -1,0 +1,84 @@
+"""Was the plan done? Every parameter there, ties and frozen state as before, replicas bitwise equal."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.errors import IntegrityError
+from meshwright.core.names import clean
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
+
+from . import agree
+
+CHUNK = 2**20
+
+
+def audit(model: nn.Module, facts: ModelFacts, plan: Plan, data_groups: list[dist.ProcessGroup]) -> None:
+    """Compare the model with its facts and plan. Collective over the data groups.
+
+    Raises:
+        IntegrityError: naming the first parameters that are wrong, and how.
+    """
+    found = {clean(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    problems = [*_structure(found, facts, plan), *_replicas(model, data_groups)]
+    problems = agree.everybody_says(problems)
+    merged = list(dict.fromkeys(problem for said in problems for problem in said))
+    if merged:
+        more = f" (and {len(merged) - 5} more)" if len(merged) > 5 else ""
+        raise IntegrityError("the model is not what the plan says: " + "; ".join(merged[:5]) + more)
+
+
+def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
+    frozen = set(plan.frozen)
+    for fact in facts.parameters:
+        parameter = found.get(fact.name)
+        if parameter is None:
+            yield f"{fact.name} is gone"
+            continue
+        if tuple(parameter.shape) != fact.shape:
+            yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
+        if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
+            yield f"{fact.name} was never given values"
+        if parameter.requires_grad == (fact.name in frozen):
+            yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
+        for alias in fact.aliases:
+            if found.get(alias) is not parameter:
+                yield f"{alias} is no longer tied to {fact.name}"
+
+
+def _replicas(model: nn.Module, groups: list[dist.ProcessGroup]):
+    """Names whose values differ between ranks that should hold the same ones."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            places = tensor.placements
+            same = tuple(mesh.get_group(i) for i, place in enumerate(places) if place.is_replicate() and mesh.size(i) > 1)
+            by_groups.setdefault(same, []).append((clean(name), tensor.to_local()))
+        else:
+            by_groups.setdefault(tuple(groups), []).append((clean(name), tensor))
+    for same, tensors in by_groups.items():
+        tensors = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
+        if not same or not tensors:
+            continue
+        words = torch.stack([fingerprint(tensor) for _, tensor in tensors])
+        equal = agree.equal_over(words, list(same))
+        for (name, _), fine in zip(tensors, equal.tolist(), strict=True):
+            if not fine:
+                yield f"{name} differs between ranks that should hold the same values (build the model on meta, or seed every rank alike)"
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit checksum of a tensor's bits, on its device: 0-dim int64; the order of elements counts."""
+    flat = tensor.detach().contiguous().flatten()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    for start in range(0, flat.numel(), CHUNK):
+        piece = flat[start : start + CHUNK].view(kind).to(torch.int64)
+        place = torch.arange(start, start + piece.numel(), device=tensor.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
+        total = total * 31 + ((piece + 1) * place).sum()
+    return total

@@ -1,0 +1,202 @@
+"""The built-in transforms: each technique under its registered name, with the option names that its users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.imports import import_classes_from_paths
+from meshwright.core.names import clean
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Techniques
+
+from . import order
+from .functions import averaging_plan
+from .mesh import axis_sizes, build_mesh
+from .setup import DEFAULT_BACKEND, choose_backend
+from .transform_registry import ModelTransform, equip, register_model_transform
+from .world import ranks_per_node
+
+
+@dataclass(frozen=True)
+class DDPTransformConfig:
+    """torch's DistributedDataParallel options of the same names."""
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecisionConfig:
+    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double."""
+
+    param_dtype: str
+    reduce_dtype: str
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` where there is a GPU to copy to."""
+
+    cpu_offload: bool = False
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class FullyShardTransformConfig:
+    """FSDP2 / HSDP.
+
+    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open; false shards
+    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones only the
+    all-reduce over replicas.
+    """
+
+    reshard_after_forward: bool | int = False
+    mixed_precision: MixedPrecisionConfig | None = None
+    offload: OffloadConfig | None = None
+    use_hybrid_sharding: bool = True
+    sync_grad_accum: bool | Literal["shard"] = False
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointTransformConfig:
+    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block."""
+
+    layer_classes: tuple[str, ...] = ()
+    use_reentrant: bool = False
+    ops_to_save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompileTransformConfig:
+    """Options of torch.compile, applied to each repeated block."""
+
+    compile_kwargs: dict[str, Any] = field(default_factory=dict)
+    activation_memory_budget: float | None = None
+
+
+class _Planned(ModelTransform):
+    """A transform that makes a plan and applies some rows of the order."""
+
+    rows: tuple[str, ...]
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        raise NotImplementedError
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        facts = model_facts(model)
+        device_mesh = self.device_mesh()
+        plan = self.plan(facts, device_mesh)
+        site = order.Site(device_mesh, facts, self.context.get("seed", 0))
+        return equip(order.apply(model, plan, site, only=self.rows), plan)
+
+    def device_mesh(self) -> DeviceMesh | None:
+        return self.context.get("device_mesh")
+
+    def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+        device = device_mesh.device_type if device_mesh is not None else "cpu"
+        return plan_for_mesh_sizes(facts, axis_sizes(device_mesh), device, wishes, "mean")
+
+
+@register_model_transform("ddp", DDPTransformConfig)
+class DDPTransform(_Planned):
+    """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first."""
+
+    rows = ("weights", "ddp")
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        plan = self.wished(facts, device_mesh, Techniques(data_parallel="ddp"))
+        return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
+
+    def device_mesh(self) -> DeviceMesh | None:
+        return super().device_mesh() or self._mesh_of_all()
+
+    def _mesh_of_all(self) -> DeviceMesh:
+        layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1)
+        return build_mesh(layout.resolve(dist.get_world_size()), choose_backend(DEFAULT_BACKEND)[1])
+
+
+@register_model_transform("fully_shard", FullyShardTransformConfig)
+class FullyShardTransform(_Planned):
+    """Parameters, gradients and optimizer state sharded over the data axes."""
+
+    rows = ("fully_shard", "weights")
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        assert device_mesh is not None
+        c: FullyShardTransformConfig = self.config
+        policy = MixedPrecisionPolicy()
+        if c.mixed_precision is not None:
+            m = c.mixed_precision
+            output = torch_dtype(m.output_dtype) if m.output_dtype else None
+            policy = MixedPrecisionPolicy(torch_dtype(m.param_dtype), torch_dtype(m.reduce_dtype), output, m.cast_forward_inputs)
+        wishes = Techniques(
+            reshard_after_forward=c.reshard_after_forward,
+            sync_grad_accum=c.sync_grad_accum,
+            cpu_offload=c.offload is not None and c.offload.cpu_offload,
+        )
+        plan = averaging_plan(facts, device_mesh, policy, wishes)
+        pinned = c.offload is None or c.offload.pin_memory
+        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.device == "cuda"))
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        if given is not None:
+            return given
+        layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
+        if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
+            layout = replace(layout, dp_replicate=1)
+        resolved = layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None)
+        return build_mesh(resolved, choose_backend(DEFAULT_BACKEND)[1])
+
+
+@register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)
+class ActivationCheckpointTransform(_Planned):
+    """Recompute activations in backward."""
+
+    rows = ("activation_checkpoint",)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self._modules = [(clean(name), module) for name, module in model.named_modules()]
+        return super().apply(model)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: ActivationCheckpointTransformConfig = self.config
+        if c.use_reentrant:
+            raise UnsupportedError("activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false.")
+        if c.ops_to_save:
+            raise UnsupportedError("activation_checkpoint.ops_to_save: a policy per operator is not in this version. Leave it empty.")
+        if not c.layer_classes:
+            return self.wished(facts, device_mesh, Techniques(activation_checkpointing="full"))
+        classes = tuple(import_classes_from_paths(list(c.layer_classes)))
+        chosen = tuple(name for name, module in self._modules if isinstance(module, classes))
+        if not chosen:
+            raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
+        return replace(self.wished(facts, device_mesh, Techniques()), checkpointed=chosen, activation_checkpointing="by class")
+
+
+@register_model_transform("compile", CompileTransformConfig)
+class CompileTransform(_Planned):
+    """torch.compile on each repeated block."""
+
+    rows = ("compile",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: CompileTransformConfig = self.config
+        if c.activation_memory_budget is not None:
+            raise UnsupportedError("compile.activation_memory_budget is not in this version. Leave it out, or use activation_checkpoint.")
+        plan = self.wished(facts, device_mesh, Techniques(compile=True))
+        return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))

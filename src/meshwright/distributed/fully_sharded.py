@@ -1,0 +1,114 @@
+"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP): ZeRO-3 (arXiv 1910.02054) on torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshwright.core.axes import Axis
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError
+from meshwright.planning.plan import Plan, PrecisionPlan
+
+from .mesh import axis_sizes
+
+
+def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
+    """Shard every unit of the plan, then the root, in place. ``model`` may be on meta."""
+    mesh = _mesh(device_mesh)
+    shared = {"mesh": mesh, "mp_policy": policy(plan.precision), "offload_policy": _offload(plan)}
+    for unit in plan.units:
+        if unit.name:
+            block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, **shared)
+            if unit.reshard_after_forward and not unit.gathers_in_backward:
+                block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
+    fully_shard(model, reshard_after_forward=False, **shared)
+    for module in sharded_modules(model):
+        if plan.data.reduction == "sum":
+            # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    if plan.device == "cuda":
+        _prefetch([model.get_submodule(unit.name) for unit in plan.units if unit.name])
+    return model
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
+    """torch's policy for the planned dtypes (empty where nothing is mixed: torch then casts nothing)."""
+    if not precision.is_mixed:
+        return MixedPrecisionPolicy()
+    output = torch_dtype(precision.output) if precision.output else None
+    return MixedPrecisionPolicy(
+        torch_dtype(precision.compute), torch_dtype(precision.reduce), output, cast_forward_inputs=precision.cast_forward_inputs
+    )
+
+
+@contextmanager
+def accumulation(model: nn.Module, sync: bool | str, is_last: bool) -> Iterator[None]:
+    """Inside, gradients travel only as ``sync`` says; afterwards (also after an exception) as by default."""
+    modules = sharded_modules(model)
+    try:
+        for module in modules:
+            module.set_is_last_backward(is_last)
+            if sync == "shard":
+                module.set_requires_all_reduce(is_last, recurse=False)
+            elif sync is False:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+        yield
+    except BaseException:
+        recover(model)
+        raise
+    finally:
+        if not is_last:
+            for module in modules:
+                module.set_is_last_backward(True)
+                module.set_requires_gradient_sync(True, recurse=False)
+
+
+def recover(model: nn.Module) -> None:
+    """Bring torch's per-iteration state back to rest after a forward or backward that raised."""
+    for module in sharded_modules(model)[:1]:
+        if hasattr(module, "reset_iter_state"):  # torch >= 2.12
+            module.reset_iter_state()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward without backward they would go stale at the next optimizer step."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def _mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    sizes = axis_sizes(device_mesh)
+    if Axis.DP_SHARD.value not in sizes:
+        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {tuple(sizes)}")
+    if sizes.get(Axis.DP_REPLICATE.value, 1) > 1:
+        return device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]
+    return device_mesh[Axis.DP_SHARD.value]
+
+
+def _offload(plan: Plan) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=plan.data.pin_memory) if plan.data.cpu_offload else OffloadPolicy()
+
+
+def _prefetch(blocks: list[nn.Module]) -> None:
+    """Gather the next block while this one computes, in forward and backward order."""
+    for this, following in zip(blocks, blocks[1:], strict=False):
+        this.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([this])
+
+
+def device_of(plan: Plan) -> torch.device:
+    """Where parameters rest under this plan."""
+    if plan.data.cpu_offload or plan.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

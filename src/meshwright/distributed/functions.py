@@ -1,0 +1,151 @@
+"""One public function per technique: each makes a plan for the model at hand and applies its one row."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.source import as_module
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Precision, Techniques
+
+from . import order
+from .mesh import axis_sizes, has_dp_mesh
+from .parallelize import single_process_mesh
+
+log = logging.getLogger("meshwright")
+
+
+class ActivationCheckpointing(StrEnum):
+    """What is recomputed in backward."""
+
+    NONE = "none"
+    FULL = "full"
+    """Every repeated block."""
+    SELECTIVE = "selective"
+    """Attention only."""
+
+
+def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
+    """Compute in ``param_dtype``, reduce gradients in fp32, cast the inputs of each unit."""
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
+) -> nn.Module:
+    """Shard ``model`` in place with FSDP2: each repeated block a unit, then the root. Returns it.
+
+    Gradients are averaged over all data ranks, as torch does. With both data axes larger than 1 it is hybrid: sharded over
+    dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is logged, but a
+    policy given explicitly still acts, over a mesh of size 1.
+
+    Args:
+        mp_policy: dtypes; None means ``default_mp_policy()``.
+        reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many ranks.
+
+    Raises:
+        ConfigError: the model is sharded already, a later technique came first, or the number does not divide dp_shard.
+        UnsupportedError: the mesh has axes without a technique in this version.
+    """
+    if not has_dp_mesh(device_mesh) and mp_policy is None:
+        log.info("apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
+    return order.apply(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
+
+
+def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:
+    """A plan that shards over the data axes of a mesh, with torch's averaging and torch's policy."""
+    wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
+    plan = plan_for_mesh_sizes(facts, axis_sizes(device_mesh), device_mesh.device_type, wishes, "mean")
+    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
+
+
+def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
+    """torch's policy in our words; what it leaves open stays as torch would have it."""
+
+    def name(dtype: torch.dtype | None, otherwise: str) -> str:
+        return otherwise if dtype is None else str(dtype).removeprefix("torch.")
+
+    compute = name(policy.param_dtype, model_dtype)
+    output = name(policy.output_dtype, "") or None
+    return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
+
+
+def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
+    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only). Returns the model.
+
+    Parameter names stay as they are.
+
+    Raises:
+        ConfigError: an unknown mode, a mode that matches no module of this model, or sharding came first.
+    """
+    wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
+    facts = model_facts(model)
+    plan = plan_for_mesh_sizes(facts, {}, "cpu", wishes, "mean")
+    return order.apply(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
+
+
+def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:
+    """The mode of that name. Raises ConfigError for another."""
+    try:
+        return ActivationCheckpointing(mode)
+    except ValueError:
+        legal = [m.value for m in ActivationCheckpointing]
+        raise ConfigError(f"activation checkpointing '{mode}' is not a mode.{nearest(str(mode), legal)} Legal: {', '.join(legal)}.") from None
+
+
+def build_parallel_model(
+    model_config: Any,
+    device: torch.device | str,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    ac_mode: ActivationCheckpointing | str = "none",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    param_dtype: torch.dtype = torch.bfloat16,
+    compile_model: bool = False,
+    fp8: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a model on meta, lay it onto the mesh in the one order, and give it weights; gradients are averaged over data ranks.
+
+    Args:
+        model_config: a model config, or a function that returns a module.
+        device: where it computes; it must be of the mesh's kind.
+        device_mesh: our axis names; None: one process.
+        mp_policy: dtypes; None: ``default_mp_policy(param_dtype)``.
+        param_dtype: dtype of the computation where ``mp_policy`` is None; parameters rest in fp32.
+        seed: of the initial weights, which are equal on every layout.
+
+    Returns:
+        The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the same).
+
+    Raises:
+        ConfigError, UnsupportedError: refused before anything is built; fp8 is not in this version.
+    """
+    if fp8:
+        raise UnsupportedError("fp8 = True: float8 is not in this version. Use param_dtype = torch.bfloat16.")
+    kind = torch.device(device).type
+    if device_mesh is not None and device_mesh.device_type != kind:
+        raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
+    device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
+    module = as_module(model_config)
+    facts = model_facts(module)
+    wishes = Techniques(activation_checkpointing=checkpointing_mode(ac_mode).value, compile=compile_model)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes)
+    return order.apply(module, plan, order.Site(device_mesh, facts, seed))

@@ -1,0 +1,100 @@
+"""The device mesh: one axis per name, outermost first, sizes of 1 included; and its parts by name."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.planning.layout import Layout
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh of a resolved layout; all groups are made at once. Needs a process group of ``layout.world`` ranks."""
+    shape = tuple(layout.wish(axis) for axis in WORLD_AXES)
+    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
+
+
+def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
+    """Axis name to size; empty without a mesh."""
+    if device_mesh is None:
+        return {}
+    names = device_mesh.mesh_dim_names or ()
+    return dict(zip(names, device_mesh.shape, strict=False))
+
+
+def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
+    sizes = axis_sizes(device_mesh)
+    return [axis.value for axis in axes if axis.value in sizes]
+
+
+def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
+    """Whether ranks with different samples exist: a data axis larger than 1."""
+    sizes = axis_sizes(device_mesh)
+    return any(sizes.get(axis.value, 1) > 1 for axis in DATA_AXES)
+
+
+def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The data axes: 2-D (dp_replicate, dp_shard) where both are larger than 1, else the larger one.
+
+    Raises:
+        ValueError: the mesh has no axis named dp_replicate or dp_shard (``has_dp_mesh`` asks first).
+    """
+    names = _named(device_mesh, *DATA_AXES)
+    if not names:
+        raise ValueError(f"the mesh has the axes {device_mesh.mesh_dim_names} and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first")
+    sizes = axis_sizes(device_mesh)
+    large = [name for name in names if sizes[name] > 1] or names[-1:]
+    return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
+
+
+def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1."""
+    sizes = axis_sizes(device_mesh)
+    if Axis.DP_SHARD.value not in sizes:
+        return None
+    if sizes.get(Axis.CP.value, 1) > 1:
+        return device_mesh[Axis.DP_SHARD.value, Axis.CP.value]._flatten("dp_shard_cp")
+    return device_mesh[Axis.DP_SHARD.value]
+
+
+def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
+    return device_mesh[axis.value] if _named(device_mesh, axis) else None
+
+
+def get_tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The tensor-parallel axis, or None where the mesh has none of that name."""
+    return _one_axis(device_mesh, Axis.TP)
+
+
+def get_pp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The pipeline axis, or None where the mesh has none of that name."""
+    return _one_axis(device_mesh, Axis.PP)
+
+
+def get_cp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The context-parallel axis, or None where the mesh has none of that name."""
+    return _one_axis(device_mesh, Axis.CP)
+
+
+def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The expert-parallel axis, or None where the mesh has none of that name."""
+    return _one_axis(device_mesh, Axis.EP)
+
+
+def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
+    """This process's pipeline stage; 0 without a pp axis."""
+    return device_mesh.get_local_rank(Axis.PP.value) if device_mesh is not None and _named(device_mesh, Axis.PP) else 0
+
+
+def get_pp_size(device_mesh: DeviceMesh | None) -> int:
+    """Number of pipeline stages; 1 without a pp axis."""
+    return axis_sizes(device_mesh).get(Axis.PP.value, 1)
+
+
+def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
+    """(rank, size) of this process among those that hold different samples, replicas outermost."""
+    rank, size = 0, 1
+    for name in _named(device_mesh, *DATA_AXES):
+        extent = axis_sizes(device_mesh)[name]
+        rank, size = rank * extent + (device_mesh.get_local_rank(name) if device_mesh is not None else 0), size * extent
+    return rank, size

@@ -1,0 +1,111 @@
+"""THE order of techniques. It stands here once, as code, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
+
+from . import compilation, freezing, fully_sharded, recompute, replicated
+from .weights import materialise
+
+
+@dataclass
+class Site:
+    """Where a plan is applied: what a technique may need besides model and plan."""
+
+    device_mesh: DeviceMesh | None
+    facts: ModelFacts
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One row of the order: its name, whether a plan asks for it, and how it is applied."""
+
+    name: str
+    wanted: Callable[[Plan, Site], bool]
+    apply: Callable[[nn.Module, Plan, Site], nn.Module]
+
+
+def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
+    device = fully_sharded.device_of(plan)
+    if site.facts.on_meta:
+        ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
+        materialise(model, device, site.seed, ties)
+        return model
+    return model if plan.data.technique == "fully_shard" else model.to(device)
+
+
+def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
+    return model.to(torch_dtype(plan.precision.master))
+
+
+ORDER: tuple[Technique, ...] = (
+    Technique("master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast),
+    Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
+    Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
+    Technique("compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)),
+    Technique(
+        "fully_shard",
+        lambda plan, site: plan.data.technique == "fully_shard",
+        lambda model, plan, site: fully_sharded.apply(model, plan, _mesh(site)),
+    ),
+    Technique("weights", lambda plan, site: True, _weights),
+    Technique(
+        "ddp",
+        lambda plan, site: plan.data.technique == "ddp",
+        lambda model, plan, site: replicated.apply(model, plan, _mesh(site)),
+    ),
+)
+"""Freezing comes before sharding, which reads requires_grad; recomputation inside compilation inside sharding, so that a block's
+gathered parameters serve its recomputed forward too; weights after sharding, so that a rank makes only its share; DDP last, since
+it copies what it wraps."""
+
+NAMES = tuple(row.name for row in ORDER)
+
+
+def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> nn.Module:
+    """Apply what the plan asks for, in order, and record it on the model.
+
+    Args:
+        only: the techniques to apply now; the public one-technique functions name theirs.
+
+    Raises:
+        ConfigError: a technique is on the model already, or one that must come later is.
+    """
+    for row in ORDER:
+        if row.name in only and row.wanted(plan, site):
+            done = applied(model)
+            if row.name != "weights":
+                refuse_misorder(row.name, done, type(model).__name__)
+            model = row.apply(model, plan, site)
+            model.__dict__["_meshwright_applied"] = (*done, row.name)
+    return model
+
+
+def applied(model: nn.Module) -> tuple[str, ...]:
+    """Names of the techniques that are on the model, in the order in which they came."""
+    return model.__dict__.get("_meshwright_applied", ())
+
+
+def refuse_misorder(name: str, done: tuple[str, ...], kind: str) -> None:
+    later = [other for other in done if other in NAMES and NAMES.index(other) >= NAMES.index(name) and other != "weights"]
+    if name in done:
+        raise ConfigError(f"{name} is on this {kind} already; apply it once")
+    if later:
+        order = ", ".join(n for n in NAMES if n != "weights")
+        raise ConfigError(f"{name} must come before {later[0]}, which is on this {kind} already. The order is: {order}.")
+
+
+def _mesh(site: Site) -> DeviceMesh:
+    if site.device_mesh is None:
+        raise ConfigError("data parallelism needs a device mesh, and none was given: start several processes, or pass one")
+    return site.device_mesh

@@ -1,0 +1,236 @@
+"""ParallelModel: a model on a mesh, and the one step that every layout shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.axes import DATA_AXES
+from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.losses import cross_entropy_sum
+from meshwright.core.names import clean
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
+
+from . import accumulation, agree, audit, fully_sharded, generation, step_batch
+from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
+from .mesh import axis_sizes
+from .parameter_groups import make_parameter_groups
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """``loss``: mean over all real tokens of the step on all ranks, in nats, 0-dim float64, equal on every rank; ``tokens``: how many."""
+
+    loss: Tensor
+    tokens: int
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``grad_norm``: global 2-norm before clipping; ``skipped``: the weights were left alone (non-finite loss or gradient)."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class ParallelModel:
+    """A model laid onto a mesh by a plan. Make it with ``parallelize``.
+
+    Attributes:
+        module: what is called (a DDP wrapper, or the model itself).
+        plan: what was applied.
+        facts: what the model was before.
+        mesh: the device mesh, None in one process.
+        skipped_steps: optimizer steps that were skipped so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        facts: ModelFacts,
+        mesh: DeviceMesh | None,
+        *,
+        loss_fn: LossFunction | None = None,
+        microbatch_rows: int = 0,
+    ):
+        self.module, self.plan, self.facts, self.mesh = module, plan, facts, mesh
+        self.loss_fn = loss_fn or cross_entropy_sum
+        self.microbatch_rows = microbatch_rows
+        self.skipped_steps = 0
+        self._model = module.module if isinstance(module, DistributedDataParallel) else module
+        self._signature = step_batch.Signature.of(self._model)
+        self._last_loss: Tensor | None = None
+        sizes = axis_sizes(mesh)
+        self._data_groups = [mesh.get_group(a.value) for a in DATA_AXES if sizes.get(a.value, 1) > 1] if mesh is not None else []
+
+    # --- what it consists of
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The local modules (one; pipeline layouts will have several)."""
+        return [self._model]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, parameter), tied ones once. Sharded parameters are DTensors."""
+        for name, parameter in self._model.named_parameters():
+            yield clean(name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(global name, buffer) of the buffers that belong to a checkpoint."""
+        persistent = {fact.name for fact in self.facts.buffers if fact.persistent}
+        for name, buffer in self._model.named_buffers():
+            if clean(name) in persistent:
+                yield clean(name), buffer
+
+    def make_parameter_groups(self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()) -> list[dict[str, Any]]:
+        """Optimizer groups: matrices decay, vectors do not, overrides by name. See ``parameter_groups``."""
+        return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
+
+    # --- the step
+
+    def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
+        """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``; restored also on an exception."""
+        return accumulation.context(self.module, self.plan, is_last_microbatch)
+
+    def forward_backward(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
+        """Forward and backward of this rank's share of one optimizer step; gradients add up in ``.grad``.
+
+        Args:
+            batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys: tokens, labels
+                (already shifted, -100: no loss), optional loss_mask, positions, document_ids, and arguments of the model.
+
+        The loss is a sum over real tokens divided by their number in the whole step on all data ranks, so accumulation over
+        unequal microbatches and unequal ranks is exact.
+
+        Raises:
+            ConfigError: the batch does not fit (then on every rank, before any model code runs).
+        """
+        pieces, tokens = self._open_step(batch)
+        self.module.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, piece in enumerate(pieces):
+            with self.accumulation_context(number == len(pieces) - 1):
+                loss = self._loss_sum(piece) / max(tokens, 1)
+                loss.backward()
+            total += loss.detach()
+        self._last_loss = self._sum_over_data_ranks(total)
+        return StepLoss(self._last_loss, tokens)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
+        """Clip by the global norm, step the optimizer, clear the gradients.
+
+        A non-finite loss or gradient on any rank skips the update on all: both numbers are global sums, so every rank sees it.
+
+        Args:
+            max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
+        """
+        parts = local_gradients(self._model.parameters())
+        norm = float(total_norm(parts))
+        skipped = not math.isfinite(norm) or not parts or (self._last_loss is not None and not math.isfinite(float(self._last_loss)))
+        if skipped:
+            self.skipped_steps += 1
+        else:
+            if max_norm and norm > max_norm:
+                scale_gradients(parts, max_norm / (norm + EPSILON))
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return StepResult(norm, skipped)
+
+    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> tuple[list[step_batch.Batch], int]:
+        """Check on every rank, agree, and count the real tokens of the whole step: one small all-reduce per data axis."""
+        pieces: list[step_batch.Batch] = []
+        refusal: MeshwrightError | None = None
+        tokens = 0
+        try:
+            pieces = step_batch.microbatches(batch, self.microbatch_rows)
+            for piece in pieces:
+                step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
+            tokens = step_batch.count(pieces)
+        except MeshwrightError as error:
+            refusal = error
+        words = torch.tensor([tokens, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
+        words = agree.total(words, self._data_groups)
+        tokens, number, squares, refused = words.tolist()
+        if refusal is not None:
+            raise refusal
+        if refused:
+            raise ConfigError(f"{refused} other rank(s) refused their batch (their message says why); nothing was computed on any rank")
+        ranks = self.plan.data_ranks
+        if number * number != squares * ranks:
+            raise ConfigError(f"ranks brought different numbers of microbatches ({number} on {ranks} data ranks, here {len(pieces)}): give every rank as many")
+        return pieces, tokens
+
+    def _loss_sum(self, piece: step_batch.Batch) -> Tensor:
+        output = self.module(**self._signature.inputs(piece, self.device))
+        logits = output if isinstance(output, Tensor) else output.logits
+        return self.loss_fn(logits, step_batch.labels_of(piece).to(self.device, non_blocking=True))
+
+    def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
+        for group in self._data_groups:
+            dist.all_reduce(value, group=group)
+        return value
+
+    # --- without gradients
+
+    @torch.no_grad()
+    def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
+        """The loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
+        pieces, tokens = self._open_step(batch)
+        self.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        try:
+            for piece in pieces:
+                total += self._loss_sum(piece)
+        finally:
+            fully_sharded.reshard(self._model)
+            self.module.train()
+        return StepLoss(self._sum_over_data_ranks(total) / max(tokens, 1), tokens)
+
+    def generate(self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None) -> list[int]:
+        """Continue a prompt. Every rank must call it with the same arguments, and gets the same ids. See ``generation``."""
+        try:
+            return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, temperature=temperature, seed=seed, stop=stop)
+        finally:
+            fully_sharded.reshard(self._model)
+            self.module.train()
+
+    @torch.no_grad()
+    def _next_logits(self, window: Tensor) -> Tensor:
+        self.module.eval()
+        output = self._model(**self._signature.inputs({"tokens": window}, self.device))
+        logits = output if isinstance(output, Tensor) else output.logits
+        return logits[0, -1]
+
+    def audit(self) -> None:
+        """Check that the model is what the plan says: written, tied, frozen, and equal on replicas. Collective.
+
+        Raises:
+            IntegrityError: it is not; the text names the parameters.
+        """
+        audit.audit(self._model, self.facts, self.plan, self._data_groups)

@@ -1,0 +1,95 @@
+"""From a model and a mesh to a ParallelModel: facts, plan, apply, audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.errors import ConfigError
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
+from meshwright.planning.build import as_techniques, plan_for_mesh_sizes
+from meshwright.planning.build import plan as make_plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Techniques
+
+from . import order
+from .mesh import axis_sizes, build_mesh
+from .parallel_model import LossFunction, ParallelModel
+from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
+from .world import get_world_info, ranks_per_node
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module] | Any,
+    mesh: DeviceMesh | Layout | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    techniques: Techniques | dict | None = None,
+    plan: Plan | None = None,
+    seed: int = 0,
+    microbatch_rows: int = 0,
+) -> ParallelModel:
+    """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
+
+    Args:
+        model: a module (on meta preferred: then each rank makes only its share), a function that returns one, or a model config.
+        mesh: a DeviceMesh with our axis names, or a Layout, for which process group and mesh are brought up where needed.
+        loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
+        techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
+        plan: a plan made earlier; then ``techniques`` must be None.
+        seed: of the initial weights of a model on meta.
+        microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
+
+    Raises:
+        ConfigError, UnsupportedError: refused before anything is applied.
+        IntegrityError: what was applied is not what was planned.
+    """
+    if plan is not None and techniques is not None:
+        raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
+    module = as_module(model)
+    facts = model_facts(module)
+    wishes = as_techniques(techniques)
+    if isinstance(mesh, DeviceMesh):
+        plan = plan or plan_for_mesh_sizes(facts, axis_sizes(mesh), mesh.device_type, wishes, "sum")
+    else:
+        layout = mesh or Layout()
+        if plan is None:
+            world, device = get_world_info()[2], choose_backend(DEFAULT_BACKEND)[1]
+            plan = make_plan(facts, layout, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
+        mesh = _bring_up(plan, seed)
+    _refuse_other_mesh(plan, mesh)
+    module = order.apply(module, plan, order.Site(mesh, facts, seed))
+    made = ParallelModel(module, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
+    made.audit()
+    return made
+
+
+def _bring_up(plan: Plan, seed: int) -> DeviceMesh | None:
+    sizes = {axis: size for axis, size in plan.mesh}
+    layout = Layout(**sizes)
+    if layout.world > 1:
+        return build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
+    return single_process_mesh(plan.device) if plan.data.technique == "fully_shard" else None
+
+
+def single_process_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
+    if not dist.is_initialized():
+        device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
+        dist.init_process_group(choose_backend(DEFAULT_BACKEND)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    return build_mesh(Layout(dp_shard=1), device_type)
+
+
+def _refuse_other_mesh(plan: Plan, mesh: DeviceMesh | None) -> None:
+    here = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
+    there = {axis: size for axis, size in plan.mesh if size > 1}
+    if here != there:
+        raise ConfigError(f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a plan for this mesh")

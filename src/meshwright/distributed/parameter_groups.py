@@ -1,0 +1,56 @@
+"""Optimizer groups by name: which parameters decay, and what is special."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.names import clean
+
+
+def make_parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    weight_decay: float = 0.1,
+    overrides: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: matrices decay; vectors and scalars (norms, biases) do not; overrides come first.
+
+    Args:
+        named_parameters: (name, parameter) pairs; frozen ones are left out, wrapper prefixes ignored.
+        overrides: (regular expression on names, options of the group); the first that matches a parameter wins.
+
+    Returns:
+        Dicts {"params", "weight_decay", ...}, empty groups left out; each parameter stands in exactly one.
+
+    Raises:
+        ConfigError: an override matches nothing, or is no regular expression.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    unused = {text for text, _ in overrides}
+    for raw, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        name = clean(raw)
+        key: Any = parameter.dim() >= 2
+        options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
+        for number, (text, chosen) in enumerate(overrides):
+            if _matches(text, name):
+                unused.discard(text)
+                key, options = (key, number), {**options, **chosen}
+                break
+        groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    if unused:
+        raise ConfigError(f"optimizer.overrides: '{sorted(unused)[0]}' matches no trainable parameter")
+    return list(groups.values())
+
+
+def _matches(text: str, name: str) -> bool:
+    try:
+        return re.search(text, name) is not None
+    except re.error as error:
+        raise ConfigError(f"optimizer.overrides: '{text}' is not a regular expression ({error})") from None

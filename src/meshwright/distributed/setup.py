@@ -1,0 +1,151 @@
+"""Process group and mesh: brought up from torchrun's or Slurm's variables, torn down without hanging."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.planning.layout import Layout
+
+from . import agree
+from .local import STORE
+from .mesh import axis_sizes, build_mesh, data_position
+from .world import get_world_info, ranks_per_node
+
+log = logging.getLogger("meshwright")
+
+DEFAULT_BACKEND = "cpu:gloo,cuda:nccl"
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Layout):
+    """A layout, and how its processes talk. Times are seconds; ``backend`` is torch's device:backend list."""
+
+    pp_schedule: str = "1f1b"
+    nccl_timeout_sec: int = 1800
+    """Longest that a collective of a step may take (any back end); it holds once ``begin_steps`` was called."""
+    backend: str = DEFAULT_BACKEND
+    startup_timeout_sec: int = 300
+    """Longest that a collective may take before the first step is done."""
+
+
+def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None) -> DeviceMesh | None:
+    """Bring up the process group and the mesh of ``config``; None (and no process group) when the world is one process.
+
+    Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller brings. Seeds
+    torch's random streams from (seed, data rank); initial weights follow their own law and do not depend on them.
+
+    Raises:
+        ConfigError: sizes that do not fit the world, or a back end that this build of torch lacks.
+        UnsupportedError: ep > 1, which has no technique yet.
+    """
+    if not isinstance(config, DistributedConfig):
+        config = DistributedConfig(**vars(config))
+    rank, local_rank, world = get_world_info()
+    layout = config.resolve(world, ranks_per_node=ranks_per_node() or None)
+    if layout.ep > 1:
+        raise UnsupportedError(f"layout.ep = {layout.ep}: expert parallelism is not in this version. Set layout.ep = 1.")
+    backend, device_type = choose_backend(config.backend)
+    if world == 1:
+        seed_streams(seed, None)
+        return None
+    device_id = None
+    if device_type == "cuda":
+        device_id = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device_id)
+    _record_flight()
+    dist.init_process_group(
+        backend,
+        store=store if store is not None else _rendezvous(rank, world, config.startup_timeout_sec),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=config.startup_timeout_sec),
+        device_id=device_id,
+    )
+    device_mesh = build_mesh(layout, device_type)
+    seed_streams(seed, device_mesh)
+    return device_mesh
+
+
+def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None:
+    """Replace the start-up time limit of all groups of the mesh by the step's. Call it after the first step."""
+    if device_mesh is None:
+        return
+    groups = [device_mesh.get_group(name) for name, size in axis_sizes(device_mesh).items() if size > 1]
+    agree.set_timeout(step_timeout_sec, groups)
+
+
+def destroy_distributed(*, patience_sec: float = 20.0) -> None:
+    """Tear the process group down, also after an exception; gives up waiting after ``patience_sec``. Safe to call twice."""
+    if not dist.is_initialized():
+        return
+    worker = threading.Thread(target=_destroy, daemon=True)
+    worker.start()
+    worker.join(patience_sec)
+    if worker.is_alive():
+        log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
+
+
+def _destroy() -> None:
+    try:
+        dist.destroy_process_group()
+    except Exception as error:  # peers may be gone already: there is nobody left to tell
+        log.warning("closing the process group: %s", error)
+
+
+def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
+    """Seed torch's generators: different streams where ranks hold different samples, equal ones elsewhere."""
+    torch.manual_seed(seed * 1_000_003 + data_position(device_mesh)[0])
+
+
+def choose_backend(wish: str) -> tuple[str, str]:
+    """(backend string, device type) of this process.
+
+    Of the default list, what this build or machine lacks is dropped, and said; what the user asked for by name must exist.
+
+    Raises:
+        ConfigError: an explicit back end that torch does not have here, or a malformed list.
+    """
+    pairs = dict(part.split(":", 1) if ":" in part else ("cuda" if part == "nccl" else "cpu", part) for part in wish.split(","))
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available(), "mpi": dist.is_mpi_available()}
+    missing = {device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))}
+    if missing and wish != DEFAULT_BACKEND:
+        device, name = next(iter(missing.items()))
+        have = ", ".join(sorted(name for name, there in available.items() if there))
+        raise ConfigError(f"backend '{wish}': '{name}' for {device} is not available in this torch on this machine. Available: {have}.")
+    kept = {device: name for device, name in pairs.items() if device not in missing}
+    if missing:
+        log.info("back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items()))
+    device_type = "cuda" if "cuda" in kept and torch.cuda.is_available() else "cpu"
+    if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
+        return next(iter(kept.values())), device_type
+    return ",".join(f"{device}:{name}" for device, name in kept.items()), device_type
+
+
+def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, with keys of this restart only.
+
+    Without the prefix a restarted world reads the addresses of the dead one and never comes up.
+    """
+    if path := os.environ.get(STORE):  # workers of a local pool
+        return dist.FileStore(path, world)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise ConfigError("MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store")
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(host, int(port), world, is_master=not agent_hosts and rank == 0, timeout=timedelta(seconds=timeout_sec))
+    return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _record_flight() -> None:
+    """Switch torch's flight recorder on (it keeps the last collectives for a post-mortem), unless the user decided already."""
+    for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
+        os.environ.setdefault(name, value)

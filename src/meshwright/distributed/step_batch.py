@@ -1,0 +1,91 @@
+"""One rank's batch of an optimizer step: checked, counted, cut into microbatches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.losses import IGNORED
+
+Batch = Mapping[str, Tensor]
+SPELLINGS = {"tokens": ("tokens", "input_ids"), "positions": ("positions", "position_ids"), "document_ids": ("document_ids",)}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a model wants its inputs: our batch key -> its argument name (None: it does not take that)."""
+
+    arguments: tuple[str, ...]
+    takes: dict[str, str | None]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Signature:
+        names = tuple(name for name, p in inspect.signature(model.forward).parameters.items() if p.kind is not p.VAR_KEYWORD)
+        takes = {key: next((s for s in spellings if s in names), None) for key, spellings in SPELLINGS.items()}
+        if takes["tokens"] is None and names:
+            takes["tokens"] = names[0]
+        return cls(names, takes)
+
+    def inputs(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        """Keyword arguments of the model's forward."""
+        found = {}
+        for key, value in batch.items():
+            if key in ("labels", "loss_mask"):
+                continue
+            name = self.takes[key] if key in self.takes else key
+            if name is not None:
+                found[name] = value.to(device, non_blocking=True)
+        return found
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """(rows, seq) int64 labels; where ``loss_mask`` is 0 they are ignored."""
+    mask = batch.get("loss_mask")
+    return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), IGNORED)
+
+
+def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None) -> None:
+    """Refuse what the model or the loss cannot take. Raises ConfigError."""
+    missing = {"tokens", "labels"} - set(batch)
+    if missing:
+        raise ConfigError(f"the batch has no '{sorted(missing)[0]}'; it is a dict with tokens and labels, both (rows, seq), not {sorted(batch)}")
+    shape = batch["tokens"].shape
+    if len(shape) != 2:
+        raise ConfigError(f"batch['tokens'] has shape {tuple(shape)}; it must be (rows, seq)")
+    for key, value in batch.items():
+        if key in ("labels", "loss_mask", *SPELLINGS) and value.shape != shape:
+            raise ConfigError(f"batch['{key}'] has shape {tuple(value.shape)}, but tokens have {tuple(shape)}")
+        if key not in ("labels", "loss_mask", *SPELLINGS) and key not in signature.arguments:
+            raise ConfigError(f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that meshwright knows")
+    if max_seq_len and shape[1] > max_seq_len:
+        raise ConfigError(f"the batch has sequences of {shape[1]} tokens, more than the model's maximum of {max_seq_len}: shorten them")
+    if vocab_size and shape.numel():
+        low, high = (int(v) for v in batch["tokens"].aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ConfigError(f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)")
+    documents = batch.get("document_ids")
+    if documents is not None and signature.takes["document_ids"] is None and bool((documents != documents[:, :1]).any()):
+        raise ConfigError(
+            "the batch packs several documents into a row (document_ids), but the model's forward takes no document_ids, so tokens"
+            " would attend across documents. Give one document per row, or a model that takes document_ids."
+        )
+
+
+def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
+    """The step cut along rows, ``rows`` per microbatch (0: in one piece); a list is taken as cut already."""
+    if not isinstance(batch, Mapping):
+        return list(batch)
+    total = batch["tokens"].shape[0] if isinstance(batch.get("tokens"), Tensor) else 0
+    if not rows or total <= rows:
+        return [batch]
+    return [{key: value[start : start + rows] for key, value in batch.items()} for start in range(0, total, rows)]
+
+
+def count(pieces: list[Batch]) -> int:
+    """Tokens that have a loss."""
+    return sum(int((labels_of(piece) != IGNORED).sum()) for piece in pieces)

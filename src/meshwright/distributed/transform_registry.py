@@ -1,0 +1,144 @@
+"""The registry of model transforms: typed configs by name, and their order in a chain."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.config import from_dict
+from meshwright.core.errors import ConfigError, nearest
+from meshwright.planning.plan import Plan
+
+from . import accumulation, order
+from .parameter_groups import make_parameter_groups
+
+
+class ModelTransform(ABC):
+    """One step of the chain: a typed config, a context (``device_mesh``, ``layout``, ``seed``), and ``apply(model) -> model``."""
+
+    def __init__(self, config: Any, **context: Any):
+        self.config, self.context = config, context
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Change the model, usually in place, and return what takes its place."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    config_class: type
+    transform: type[ModelTransform]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register_model_transform(
+    name: str, config_class: type, *, before: Iterable[str] = (), after: Iterable[str] = ()
+) -> Callable[[type[ModelTransform]], type[ModelTransform]]:
+    """Class decorator: make a transform known under ``name``, with its config dataclass.
+
+    Args:
+        before, after: names of transforms between which it belongs. Without either it comes before all built-in ones.
+
+    Raises:
+        ConfigError: the name is taken by another class, the config class is no dataclass, or a neighbour is unknown.
+    """
+    if not is_dataclass(config_class):
+        raise ConfigError(f"the config class of transform '{name}' ({config_class.__name__}) must be a dataclass")
+    for other in (*before, *after):
+        _known(other)
+
+    def register(transform: type[ModelTransform]) -> type[ModelTransform]:
+        taken = _REGISTRY.get(name)
+        if taken is not None and taken.transform.__qualname__ != transform.__qualname__:
+            raise ConfigError(f"the transform name '{name}' is taken by {taken.transform.__qualname__}; choose another")
+        _REGISTRY[name] = _Entry(name, config_class, transform, tuple(before), tuple(after))
+        return transform
+
+    return register
+
+
+def build_model_transform(name: str, config: Any = None, **context: Any) -> ModelTransform:
+    """The transform of that name with its config (an instance of its config class, a plain dict of it, or None for the defaults).
+
+    Raises:
+        ConfigError: an unknown name or key (with the nearest valid one), or a value of the wrong type.
+    """
+    entry = _known(name)
+    if config is None:
+        config = {}
+    if isinstance(config, Mapping):
+        config = from_dict(entry.config_class, dict(config), where=name)
+    if not isinstance(config, entry.config_class):
+        raise ConfigError(f"transform '{name}' takes a {entry.config_class.__name__} or a dict of it, not {type(config).__name__}")
+    return entry.transform(config, **context)
+
+
+def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any], **context: Any) -> nn.Module:
+    """Build and apply several transforms, in the one order, whatever the order of ``configs``."""
+    for name in in_order(configs):
+        model = build_model_transform(name, configs[name], **context).apply(model)
+    return model
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names as they will be applied.
+
+    Raises:
+        ConfigError: an unknown name, or ``before`` and ``after`` wishes that contradict each other.
+    """
+    wanted = list(names)
+    follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> what must come earlier
+    built_in = [name for name in order.NAMES if name in wanted]
+    for earlier, later in zip(built_in, built_in[1:], strict=False):
+        follows[later].add(earlier)
+    for name in wanted:
+        entry = _known(name)
+        if name in order.NAMES:
+            continue
+        free = not entry.before and not entry.after
+        for other in built_in if free else entry.before:
+            if other in follows:
+                follows[other].add(name)
+        follows[name] |= {other for other in entry.after if other in follows}
+    done: list[str] = []
+    while len(done) < len(wanted):
+        ready = next((name for name in wanted if name not in done and follows[name] <= set(done)), None)
+        if ready is None:
+            stuck = ", ".join(name for name in wanted if name not in done)
+            raise ConfigError(f"the transforms {stuck} cannot be ordered: their before= and after= wishes contradict each other")
+        done.append(ready)
+    return done
+
+
+def _known(name: str) -> _Entry:
+    if name not in _REGISTRY:
+        known = ", ".join(sorted(_REGISTRY))
+        raise ConfigError(f"'{name}' is not a registered model transform.{nearest(name, _REGISTRY)} Registered: {known}.")
+    return _REGISTRY[name]
+
+
+def equip(model: nn.Module, plan: Plan) -> nn.Module:
+    """Give a laid-out module the two methods that loops ask for: ``accumulation_context`` and ``make_parameter_groups``."""
+
+    def accumulation_context(is_last_microbatch: bool) -> AbstractContextManager[None]:
+        return accumulation.context(model, plan, is_last_microbatch)
+
+    def groups(**options: Any) -> list[dict[str, Any]]:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        own = getattr(type(inner), "make_parameter_groups", None)
+        return own(inner, **options) if own is not None else make_parameter_groups(inner.named_parameters(), **options)
+
+    object.__setattr__(model, "accumulation_context", accumulation_context)
+    object.__setattr__(model, "make_parameter_groups", groups)
+    return model

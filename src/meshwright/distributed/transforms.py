@@ -1,0 +1,27 @@
+"""A chain of registered model transforms, from config. Built-in ones come in THE order, whatever order the config lists them in.
+
+Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
+"""
+
+from .builtin_transforms import (
+    ActivationCheckpointTransformConfig,
+    CompileTransformConfig,
+    DDPTransformConfig,
+    FullyShardTransformConfig,
+    MixedPrecisionConfig,
+    OffloadConfig,
+)
+from .transform_registry import ModelTransform, apply_model_transforms, build_model_transform, register_model_transform
+
+__all__ = [
+    "ActivationCheckpointTransformConfig",
+    "CompileTransformConfig",
+    "DDPTransformConfig",
+    "FullyShardTransformConfig",
+    "MixedPrecisionConfig",
+    "ModelTransform",
+    "OffloadConfig",
+    "apply_model_transforms",
+    "build_model_transform",
+    "register_model_transform",
+]

@@ -1,0 +1,122 @@
+"""ModelFacts: what a model is made of, as a frozen value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.core.names import clean, is_within
+
+from .blocks import attention_modules, repeated_blocks
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """One distinct parameter; ``aliases`` are its other names (ties)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BufferFact:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about one model. Names are global: free of wrapper prefixes.
+
+    Attributes:
+        kind: class name of the model, for people.
+        parameters: distinct parameters in registration order.
+        buffers: all buffers.
+        blocks: paths of the repeated blocks that can be units of their own, in forward order.
+        attentions: paths of the attention modules inside those blocks.
+        running_statistics: paths of modules whose buffers change in forward (BatchNorm).
+        max_seq_len: longest sequence that the model takes, where it says so.
+        vocab_size: number of token ids that it takes, where it says so.
+        on_meta: whether the weights do not exist yet.
+    """
+
+    kind: str
+    parameters: tuple[ParameterFact, ...]
+    buffers: tuple[BufferFact, ...]
+    blocks: tuple[str, ...]
+    attentions: tuple[str, ...]
+    running_statistics: tuple[str, ...] = ()
+    max_seq_len: int | None = None
+    vocab_size: int | None = None
+    on_meta: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
+        """Parameters of a block, or (``unit`` = "") those outside every block."""
+        if unit:
+            return tuple(p for p in self.parameters if is_within(p.name, unit))
+        return tuple(p for p in self.parameters if not any(is_within(p.name, block) for block in self.blocks))
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """Read the facts off a module (meta preferred: then it costs nothing but the walk).
+
+    Raises:
+        ConfigError: the model has no parameters.
+    """
+    from meshwright.core.errors import ConfigError
+
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(name))
+        tensors[id(parameter)] = parameter
+    if not tensors:
+        raise ConfigError(f"the model {type(model).__name__} has no parameters: there is nothing to train or to lay out")
+    parameters = tuple(
+        ParameterFact(found[0], tuple(tensors[key].shape), _dtype(tensors[key]), tensors[key].requires_grad, tuple(found[1:]))
+        for key, found in names.items()
+    )
+    blocks = repeated_blocks(model)
+    return ModelFacts(
+        kind=type(model).__name__,
+        parameters=parameters,
+        buffers=tuple(_buffer_facts(model)),
+        blocks=blocks,
+        attentions=attention_modules(model, blocks),
+        running_statistics=tuple(clean(n) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
+        max_seq_len=_stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
+        vocab_size=_stated(model, "vocab_size"),
+        on_meta=any(t.is_meta for t in tensors.values()),
+    )
+
+
+def _buffer_facts(model: nn.Module):
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = clean(f"{path}.{name}" if path else name)
+            yield BufferFact(full, tuple(buffer.shape), _dtype(buffer), name not in module._non_persistent_buffers_set)
+
+
+def _dtype(tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _stated(model: nn.Module, *keys: str) -> int | None:
+    config = getattr(model, "config", None)
+    return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)

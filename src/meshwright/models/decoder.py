@@ -1,0 +1,172 @@
+"""A decoder-only transformer in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Shapes in comments: ``rows`` sequences of ``seq`` tokens, ``dim`` features, ``heads`` of ``head`` features.
+"Inside at least fp32" means: fp32 for narrower dtypes, and fp64 stays fp64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .decoder_config import DecoderConfig
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim (arXiv 1910.07467), inside at least fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_fp32(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+def rotary_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Angular frequency of each feature pair, (head / 2,), with Llama-3's scaling where the config has one."""
+    exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=dtype) / config.head_dim
+    frequency = config.rope_theta**-exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # full turns within the original length
+    smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequency * (smooth + (1 - smooth) / scaling.factor)
+
+
+def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, each (rows, 1, seq, head), in ``dtype``; angles inside at least fp32."""
+    wide = at_least_fp32(dtype)
+    angles = positions.to(wide).unsqueeze(-1) * rotary_frequencies(config, positions.device, wide)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), pairs (i, i + head/2). x: (rows, heads, seq, head)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class AttentionCore(nn.Module):
+    """softmax(q kᵀ) v with a causal mask, or a given boolean one; a submodule of its own so that it can be replaced."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q: (rows, heads, seq, head); k, v: (rows, kv_heads, seq, head); mask: (rows, 1, seq, seq), True = may attend."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245), with RMSNorm on each head's q and k where the config asks."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.core = AttentionCore()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)  # (rows, heads, seq, head)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.w_gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w_up = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)  # (rows, seq, dim)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Decoder(nn.Module):
+    """Token ids in, logits out. Build it under ``torch.device("meta")``; its weights follow ``weight_law``."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Logits (rows, seq, vocab).
+
+        Args:
+            tokens: (rows, seq) int64.
+            positions: (rows, seq) int64; by default 0, 1, 2 … in each row.
+            document_ids: (rows, seq) int64; tokens attend only within their document. By default a row is one document.
+
+        Raises:
+            ValueError: seq is longer than the config's ``max_seq_len``.
+        """
+        seq = tokens.shape[1]
+        if seq > self.config.max_seq_len:
+            raise ValueError(f"a sequence of {seq} tokens is longer than the model's max_seq_len = {self.config.max_seq_len}")
+        if positions is None:
+            positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
+        x = self.embedding(tokens)
+        cos, sin = rotary_tables(self.config, positions, x.dtype)
+        mask = None if document_ids is None else document_mask(document_ids)
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask)
+        return self.head(self.norm(x))
+
+    def weight_law(self, name: str) -> tuple[str, float]:
+        """How the parameter of that name starts: ("normal", standard deviation) or ("constant", value).
+
+        The usual scaled normal (GPT-2; Megatron-LM, arXiv 1909.08053): 0.02 everywhere, divided by sqrt(2 · n_layers) for the
+        projections that write into the residual stream; norms start at one.
+        """
+        if "norm" in name:
+            return "constant", 1.0
+        into_residual = name.endswith(("attention.wo.weight", "feed_forward.w_down.weight"))
+        return "normal", 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """(rows, 1, seq, seq), True where a token may attend: earlier or same position, and same document."""
+    seq = document_ids.shape[1]
+    same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
+    return (same & torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)

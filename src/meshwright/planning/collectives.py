@@ -1,0 +1,96 @@
+"""The collectives of a step, and (with a batch) their bytes on the wire; known before any process group exists.
+
+Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for an
+all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP moves 2P - P_root - P_last in all-gathers (root and last
+block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R; DDP moves 2P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.core.axes import DATA_AXES, Axis
+
+from .batch import Batch
+from .plan import Collective, DataParallel, Plan, PrecisionPlan, Unit
+
+COUNT_ELEMENTS = 4
+"""int64 numbers in the all-reduce that opens a step: real tokens, microbatches, their square, ranks with a bad batch."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective moves in one step, per rank. ``calls`` is None where torch cuts buckets of its own choice."""
+
+    op: str
+    axis: str
+    ranks: int
+    calls: int | None
+    bytes: float
+
+
+def step_collectives(mesh: dict[str, int], units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPlan) -> tuple[Collective, ...]:
+    """All collectives of one ``forward_backward`` and ``optimizer_step``, in the order in which they first run."""
+    replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
+    found = [*_over_data_axes(mesh, "token count", COUNT_ELEMENTS, "int64")]
+    if data.technique == "fully_shard":
+        found += _sharded(units, data, precision, shards, replicas)
+    elif data.technique == "ddp":
+        total = sum(unit.trainable_elements for unit in units)
+        per = "microbatch" if data.sync_grad_accum else "step"
+        found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "gradients", total, precision.master, per, calls=None))
+    found += _over_data_axes(mesh, "loss", 1, "float64")
+    if data.technique == "fully_shard" and shards > 1:
+        norm = "float64" if precision.master == "float64" else "float32"
+        found.append(Collective("all_reduce", Axis.DP_SHARD.value, shards, "gradient norm", 1, norm, "step"))
+    return tuple(found)
+
+
+def _over_data_axes(mesh: dict[str, int], unit: str, elements: int, dtype: str):
+    for axis in DATA_AXES:
+        if (ranks := mesh.get(axis, 1)) > 1:
+            yield Collective("all_reduce", axis.value, ranks, unit, elements, dtype, "step")
+
+
+def _sharded(units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPlan, shards: int, replicas: int):
+    scatter_per = "microbatch" if data.sync_grad_accum else "step"
+    reduce_per = "microbatch" if data.sync_grad_accum is True else "step"
+    shard = Axis.DP_SHARD.value
+    for unit in units:
+        gather = Collective("all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch")
+        if shards > 1:
+            yield gather
+            if unit.gathers_in_backward:
+                again = unit.reshard_after_forward
+                yield replace(gather, ranks=shards if again is True else int(again))
+            if unit.trainable_elements:
+                yield replace(gather, op="reduce_scatter", elements=unit.trainable_elements, dtype=precision.reduce, per=scatter_per)
+        if replicas > 1 and unit.trainable_elements:
+            own, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
+            yield Collective("all_reduce", axis, replicas, unit.name or "root", own, precision.reduce, reduce_per)
+
+
+def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that one rank sends for one collective on a tensor of ``tensor_bytes`` (its larger side)."""
+    return tensor_bytes * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
+
+
+def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
+    """Calls and bytes per rank of one step, by kind, axis and group size.
+
+    Raises:
+        ConfigError: the batch does not fit the plan's mesh.
+    """
+    from .rules import check_batch
+
+    check_batch(plan, batch)
+    repeats = batch.microbatches(plan.data_ranks)
+    rows: dict[tuple, Traffic] = {}
+    for c in plan.collectives:
+        times = repeats if c.per == "microbatch" else 1
+        moved = times * (c.calls or 1) * wire_bytes(c.op, c.elements * c.element_bytes, c.ranks)
+        key = (c.op, c.axis, c.ranks)
+        before = rows.get(key, Traffic(*key, 0, 0.0))
+        calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls
+        rows[key] = replace(before, calls=calls, bytes=before.bytes + moved)
+    return tuple(rows.values())

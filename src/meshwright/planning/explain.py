@@ -1,0 +1,97 @@
+"""A plan as text for people."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.core.axes import WORLD_AXES
+from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.names import pattern
+from meshwright.core.units import bytes_text, count_text
+
+from .batch import Batch
+from .collectives import step_traffic
+from .plan import Plan
+
+
+def table(plan: Plan, batch: Batch | None = None) -> str:
+    """The whole plan; with a batch also the bytes that a step moves."""
+    parts = [_header(plan), _parameters(plan), _collectives(plan)]
+    if batch is not None:
+        parts.append(_traffic(plan, batch))
+    if plan.notes:
+        parts.append("notes\n" + "\n".join(f"  {note}" for note in plan.notes))
+    return "\n\n".join(parts)
+
+
+def columns(rows: list[tuple[str, ...]], heads: tuple[str, ...]) -> str:
+    """Left-aligned text columns under a heading."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]]
+    return "\n".join("  " + line for line in lines)
+
+
+def _header(plan: Plan) -> str:
+    mesh = " × ".join(f"{axis}={plan.size(axis)}" for axis in WORLD_AXES if plan.size(axis) > 1) or "one rank"
+    total = sum(p.count * math.prod(p.shape) for p in plan.parameters)
+    p, data = plan.precision, plan.data
+    lines = [
+        f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}), mesh {mesh}",
+        f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.data_ranks} data ranks"
+        + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
+        + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
+        f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}" + (f", output {p.output}" if p.output else ""),
+        f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed),
+        f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
+        f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
+    ]
+    return "\n".join(lines)
+
+
+def _reshard(plan: Plan) -> str:
+    values = [str(unit.reshard_after_forward) for unit in plan.units if unit.name]
+    return values[0].lower() + (" (root and last block stay gathered)" if values[0] != "False" else "") if values else "false"
+
+
+def _where(names: tuple[str, ...]) -> str:
+    patterns = list(dict.fromkeys(pattern(name) for name in names))
+    return f": {', '.join(patterns[:4])}{' …' * (len(patterns) > 4)} ({len(names)})" if names else ""
+
+
+def _parameters(plan: Plan) -> str:
+    rows = [
+        (
+            p.pattern + ("" if p.trainable else " (frozen)"),
+            str(p.count),
+            "×".join(map(str, p.shape)) or "scalar",
+            p.dtype,
+            bytes_text(p.count * math.prod(p.shape) * dtype_bytes(p.dtype)),
+            ", ".join(f"{axis}: {where}" for axis, where in p.placements) or "whole",
+        )
+        for p in plan.parameters
+    ]
+    return "parameters\n" + columns(rows, ("name", "count", "shape", "dtype", "bytes", "placement"))
+
+
+def _collectives(plan: Plan) -> str:
+    groups: dict[tuple, list[int]] = {}
+    for c in plan.collectives:
+        unit = pattern(c.unit)
+        group = groups.setdefault((c.op, c.axis, c.ranks, unit, c.dtype, c.per, c.elements), [0, c.calls is None])
+        group[0] += c.calls or 1
+    rows = [
+        (op, f"{axis} ({ranks})", unit, "in buckets" if bucketed else str(calls), f"{count_text(elements)} {dtype}", per)
+        for (op, axis, ranks, unit, dtype, per, elements), (calls, bucketed) in groups.items()
+    ]
+    if not rows:
+        return "collectives of a step\n  none"
+    return "collectives of a step\n" + columns(rows, ("op", "axis (ranks)", "what", "calls", "elements each", "per"))
+
+
+def _traffic(plan: Plan, batch: Batch) -> str:
+    rows = [
+        (t.op, f"{t.axis} ({t.ranks})", "in buckets" if t.calls is None else str(t.calls), bytes_text(t.bytes))
+        for t in step_traffic(plan, batch)
+    ]
+    head = f"bytes sent per rank and step ({batch.global_rows} rows, {batch.microbatches(plan.data_ranks)} microbatches)"
+    return head + "\n" + (columns(rows, ("op", "axis (ranks)", "calls", "bytes")) if rows else "  none")

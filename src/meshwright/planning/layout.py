@@ -1,0 +1,105 @@
+"""Layout: the sizes of the mesh axes that a user wishes for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from meshwright.core.axes import WORLD_AXES, Axis
+from meshwright.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes; -1 means "what is left of the world".
+
+    The world size is pp * dp_replicate * dp_shard * cp * tp. ``ep`` regroups data, context and tensor ranks for the
+    experts and never multiplies the world.
+    """
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Data-parallel replicas: each holds whole (or sharded, see dp_shard) parameters and different samples."""
+    dp_shard: int = -1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP); they hold different samples."""
+    cp: int = 1
+    """Context-parallel ranks: each holds a part of every sequence."""
+    tp: int = 1
+    """Tensor-parallel ranks: each holds a part of every weight."""
+    ep: int = 1
+    """Expert-parallel ranks: each holds a part of the experts; taken out of dp_shard, cp and tp."""
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read ``"dp_shard=2,dp_replicate=2"``.
+
+        Raises:
+            ConfigError: an unknown axis or a size that is not a whole number.
+        """
+        from meshwright.core.config import from_dict
+
+        sizes: dict[str, int] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            axis, _, size = item.partition("=")
+            try:
+                sizes[axis.strip()] = int(size)
+            except ValueError:
+                raise ConfigError(f"layout {text!r}: '{item}' is not 'axis=size' with a whole number, like dp_shard=2") from None
+        return from_dict(cls, sizes, where="layout")
+
+    def wish(self, axis: Axis) -> int:
+        """The size wished for on ``axis`` (-1: open)."""
+        return getattr(self, axis.value)
+
+    @property
+    def is_resolved(self) -> bool:
+        return all(self.wish(axis) > 0 for axis in WORLD_AXES)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks. Raises ConfigError while a size is open."""
+        if not self.is_resolved:
+            raise ConfigError(f"layout {self} has an open size (-1); resolve it with a world size first")
+        return math.prod(self.wish(axis) for axis in WORLD_AXES)
+
+    def resolve(self, world: int, *, ranks_per_node: int | None = None) -> Layout:
+        """Fill the open size so that the product is ``world``.
+
+        Where both data axes are open, dp_shard takes the ranks of one node and dp_replicate the nodes (hybrid sharding);
+        without ``ranks_per_node`` the whole world counts as one node.
+
+        Raises:
+            ConfigError: a size below 1 that is not -1, several open axes other than the two data axes, or a world size
+                that the fixed sizes do not divide.
+        """
+        for axis in (*WORLD_AXES, Axis.EP):
+            if self.wish(axis) < 1 and self.wish(axis) != -1:
+                raise ConfigError(f"layout.{axis} = {self.wish(axis)}: a mesh axis has size 1 or more, or -1 for what is left")
+        if self.ep == -1:
+            raise ConfigError("layout.ep = -1: expert parallelism does not fill the world; give it a size that divides dp_shard * cp * tp")
+        open_axes = [axis for axis in WORLD_AXES if self.wish(axis) == -1]
+        fixed = math.prod(self.wish(axis) for axis in WORLD_AXES if self.wish(axis) > 0)
+        if world % fixed or (not open_axes and world != fixed):
+            sizes = " * ".join(f"{axis}={self.wish(axis)}" for axis in WORLD_AXES if self.wish(axis) > 1) or "1"
+            relation = "does not divide" if world % fixed else "is not"
+            legal = f"a multiple of {fixed}" if open_axes else str(fixed)
+            raise ConfigError(
+                f"layout: {sizes} = {fixed} {relation} the world size {world}. Start {legal} processes, or change the layout"
+                f" (layout.dp_shard = -1 takes what is left)."
+            )
+        left = world // fixed
+        if not open_axes:
+            return self
+        if len(open_axes) == 1:
+            return replace(self, **{open_axes[0].value: left})
+        if set(open_axes) == {Axis.DP_REPLICATE, Axis.DP_SHARD}:
+            inner = self.cp * self.tp
+            shard = math.gcd(left, max(1, (ranks_per_node or world) // inner))
+            return replace(self, dp_shard=shard, dp_replicate=left // shard)
+        names = ", ".join(axis.value for axis in open_axes)
+        raise ConfigError(f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard together")
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1)
+        return sizes or "one process"

@@ -1,0 +1,161 @@
+"""Plan: what will be applied, as one frozen value. Techniques read it; nothing else tells them what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.core.dtypes import dtype_bytes
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Parameters that play one part: same name but for indices, same shape, same placement on every mesh axis.
+
+    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1.
+    """
+
+    pattern: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    placements: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that travel together: a block, or ("") what lies outside the blocks.
+
+    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included.
+    """
+
+    name: str
+    elements: int
+    trainable_elements: int
+    reshard_after_forward: bool | int
+    gathers_in_backward: bool
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How ranks with different samples stay one model.
+
+    ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that keep
+    torch's averaging).
+    """
+
+    technique: Literal["none", "ddp", "fully_shard"]
+    reduction: Literal["sum", "mean"] = "sum"
+    sync_grad_accum: bool | Literal["shard"] = False
+    cpu_offload: bool = False
+    pin_memory: bool = False
+    ddp_options: tuple[tuple[str, bool], ...] = ()
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """dtypes by name: parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed)."""
+
+    master: str
+    compute: str
+    reduce: str
+    output: str | None = None
+    cast_forward_inputs: bool = True
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute != self.master or self.reduce != self.master or self.output is not None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
+
+    ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
+    an all_reduce. ``calls`` is None where torch cuts one total into buckets of its own choice.
+    """
+
+    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    axis: str
+    ranks: int
+    unit: str
+    elements: int
+    dtype: str
+    per: Literal["microbatch", "step"]
+    calls: int | None = 1
+
+    @property
+    def element_bytes(self) -> int:
+        return 8 if self.dtype == "int64" else dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided about a layout, for any batch."""
+
+    model: str
+    device: str
+    mesh: tuple[tuple[str, int], ...]
+    parameters: tuple[ParameterPlan, ...]
+    units: tuple[Unit, ...]
+    data: DataParallel
+    precision: PrecisionPlan
+    frozen: tuple[str, ...] = ()
+    activation_checkpointing: str = "none"
+    checkpointed: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
+    compile_options: tuple[tuple[str, str | bool], ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def size(self, axis: Axis | str) -> int:
+        """Size of a mesh axis (1 where the mesh has none of that name)."""
+        return dict(self.mesh).get(str(axis), 1)
+
+    @property
+    def world(self) -> int:
+        total = 1
+        for axis in WORLD_AXES:
+            total *= self.size(axis)
+        return total
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold different samples."""
+        total = 1
+        for axis in DATA_AXES:
+            total *= self.size(axis)
+        return total
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that ``to_json`` wrote. Raises ConfigError where it is not one."""
+        from meshwright.core.config import from_dict
+
+        return from_dict(cls, json.loads(text), where="plan")
+
+    def diff(self, other: Plan) -> list[str]:
+        """One line per leaf that differs, "path: here -> there"; empty for equal plans."""
+        return list(_differences("", json.loads(self.to_json()), json.loads(other.to_json())))
+
+    def __str__(self) -> str:
+        from .explain import table
+
+        return table(self)
+
+
+def _differences(path: str, here, there):
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in here:
+            yield from _differences(f"{path}.{key}" if path else key, here[key], there[key])
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for i, (a, b) in enumerate(zip(here, there, strict=True)):
+            yield from _differences(f"{path}[{i}]", a, b)
+    elif here != there:
+        yield f"{path}: {here} -> {there}"

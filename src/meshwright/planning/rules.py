@@ -1,0 +1,217 @@
+"""Every legality check, in one table. Each rule looks at a Case and yields the errors that it finds, in the user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from meshwright.core.axes import Axis
+from meshwright.core.dtypes import canonical_dtype
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.names import matching
+from meshwright.introspection.facts import ModelFacts
+
+from .batch import Batch
+from .layout import Layout
+from .plan import Plan, PrecisionPlan
+from .techniques import Techniques
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules judge: facts, a resolved layout, wishes, and what the wishes came to."""
+
+    facts: ModelFacts
+    layout: Layout
+    techniques: Techniques
+    precision: PrecisionPlan
+    technique: str
+    device: str
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.dp_replicate * self.layout.dp_shard
+
+
+Found = Iterator[MeshwrightError]
+
+ABSENT = {
+    Axis.PP: "pipeline parallelism",
+    Axis.CP: "context parallelism",
+    Axis.TP: "tensor parallelism",
+    Axis.EP: "expert parallelism",
+}
+"""Axes whose technique does not exist yet."""
+
+
+def absent_axes(case: Case) -> Found:
+    for axis, technique in ABSENT.items():
+        if (size := case.layout.wish(axis)) > 1:
+            yield UnsupportedError(
+                f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the ranks to"
+                f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
+            )
+
+
+def half_precision(case: Case) -> Found:
+    p = case.precision
+    for key, dtype in (("master", p.master), ("compute", p.compute), ("reduce", p.reduce), ("output", p.output)):
+        if dtype == "float16":
+            yield UnsupportedError(
+                f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16 (same speed, wider range)."
+            )
+
+
+def ddp_fits(case: Case) -> Found:
+    if case.technique != "ddp":
+        return
+    if case.layout.dp_shard > 1:
+        yield ConfigError(
+            f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = {case.layout.dp_shard} shards them."
+            f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel = fully_shard."
+        )
+    for key, wanted in (("precision (mixed)", case.precision.is_mixed), ("cpu_offload", case.techniques.cpu_offload)):
+        if wanted:
+            yield UnsupportedError(
+                f"techniques.{key} does not go with techniques.data_parallel = ddp; fully_shard does it for"
+                f" layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard."
+            )
+
+
+def resharding(case: Case) -> Found:
+    value, shards = case.techniques.reshard_after_forward, case.layout.dp_shard
+    if isinstance(value, bool) or case.technique != "fully_shard":
+        return
+    legal = [n for n in range(2, shards) if shards % n == 0]
+    if value not in legal:
+        yield ConfigError(
+            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
+            f" {shards}; legal here: {', '.join(map(str, legal)) or 'none'}, or true / false."
+        )
+
+
+def postponed_all_reduce(case: Case) -> Found:
+    if case.techniques.sync_grad_accum == "shard" and not (case.technique == "fully_shard" and case.layout.dp_replicate > 1):
+        yield ConfigError(
+            f"techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate > 1 with"
+            f" fully_shard; here layout.dp_replicate = {case.layout.dp_replicate}, {case.technique}. Use true or false."
+        )
+
+
+def offload_fits(case: Case) -> Found:
+    if case.techniques.cpu_offload and case.technique == "none":
+        yield ConfigError("techniques.cpu_offload = true needs techniques.data_parallel = fully_shard (it works on one process too)")
+
+
+def shardable_parameters(case: Case) -> Found:
+    if case.technique != "fully_shard":
+        return
+    for p in case.facts.parameters:
+        if not p.shape:
+            yield UnsupportedError(f"parameter '{p.name}' has no dims and cannot be sharded; give it the shape (1,)")
+    for unit in ("", *case.facts.blocks):
+        dtypes = {p.dtype for p in case.facts.of_unit(unit)}
+        if len(dtypes) > 1:
+            where = f"block '{unit}'" if unit else "the parameters outside the blocks"
+            yield UnsupportedError(f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model first.")
+
+
+def running_statistics(case: Case) -> Found:
+    if case.data_ranks > 1 and case.facts.running_statistics:
+        yield UnsupportedError(
+            f"module '{case.facts.running_statistics[0]}' (BatchNorm) keeps running statistics, which would differ on each of the"
+            f" {case.data_ranks} data ranks. Use a norm without them (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False."
+        )
+
+
+def checkpointing_matches(case: Case) -> Found:
+    mode = case.techniques.activation_checkpointing
+    if mode not in ("none", "full", "selective"):
+        yield ConfigError(f"techniques.activation_checkpointing = '{mode}': legal are none, full, selective")
+    if mode == "full" and not case.facts.blocks:
+        yield ConfigError(_no_blocks("techniques.activation_checkpointing = full", case.facts))
+    if mode == "selective" and not case.facts.attentions:
+        yield ConfigError(
+            f"techniques.activation_checkpointing = selective recomputes attention, but no module of {case.facts.kind} inside a repeated"
+            f" block is called attention. Use full, or name the module *attention*."
+        )
+
+
+def compile_matches(case: Case) -> Found:
+    if case.techniques.compile and not case.facts.blocks:
+        yield ConfigError(_no_blocks("techniques.compile = true", case.facts))
+
+
+def something_trains(case: Case) -> Found:
+    names = [p.name for p in case.facts.parameters]
+    frozen = matching(case.techniques.freeze, names, "techniques.freeze") if case.techniques.freeze else set()
+    if all(not p.trainable or p.name in frozen for p in case.facts.parameters):
+        yield ConfigError(f"all {len(names)} parameters of {case.facts.kind} are frozen: nothing would be trained (see techniques.freeze)")
+
+
+RULES: tuple[Callable[[Case], Found], ...] = (
+    absent_axes,
+    half_precision,
+    ddp_fits,
+    resharding,
+    postponed_all_reduce,
+    offload_fits,
+    shardable_parameters,
+    running_statistics,
+    checkpointing_matches,
+    compile_matches,
+    something_trains,
+)
+
+
+def check(case: Case) -> None:
+    """Apply every rule. Raises the first error found; its text carries the others."""
+    raise_all([error for rule in RULES for error in rule(case)])
+
+
+def raise_all(errors: list[MeshwrightError]) -> None:
+    if errors:
+        raise type(errors[0])("\n".join(str(error) for error in errors))
+
+
+def check_batch(plan: Plan, batch: Batch) -> None:
+    """Rules about one step's data on a plan's mesh. Raises ConfigError."""
+    ranks, rows = plan.data_ranks, batch.global_rows
+    if rows < 1 or batch.seq_len < 1 or batch.microbatch_rows < 0:
+        raise ConfigError(f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at 1 (0 rows per forward: all)")
+    if rows % ranks:
+        near = max(ranks, rows // ranks * ranks)
+        raise ConfigError(
+            f"batch.global_batch = {rows} rows do not divide over {ranks} data ranks (dp_replicate = {plan.size(Axis.DP_REPLICATE)} ×"
+            f" dp_shard = {plan.size(Axis.DP_SHARD)}). Use a multiple of {ranks}, such as {near} or {near + ranks}."
+        )
+
+
+def check_data(facts: ModelFacts, batch: Batch) -> None:
+    """Rules about what the model can take. Raises ConfigError."""
+    if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
+        raise ConfigError(
+            f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len = {facts.max_seq_len}."
+            f" Lower data.seq_len or raise model.max_seq_len."
+        )
+    if facts.vocab_size and batch.vocab_size > facts.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids from"
+            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} or more, or use a smaller tokenizer."
+        )
+
+
+def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> PrecisionPlan:
+    """The dtypes that "auto" stands for. Raises ConfigError for names that are no dtype."""
+    wish = techniques.precision
+    master = canonical_dtype(wish.master, where="techniques.precision.master") if wish.master != "auto" else model_dtype
+    compute = canonical_dtype(wish.compute, where="techniques.precision.compute") if wish.compute != "auto" else ("bfloat16" if device == "cuda" and master == "float32" else master)
+    reduce = canonical_dtype(wish.reduce, where="techniques.precision.reduce") if wish.reduce != "auto" else ("float32" if master != "float64" else master)
+    return PrecisionPlan(master, compute, reduce, canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None)
+
+
+def _no_blocks(wish: str, facts: ModelFacts) -> str:
+    return (
+        f"{wish} acts on repeated blocks, and none was found in {facts.kind}: put them into an nn.ModuleList or nn.ModuleDict,"
+        f" each with parameters of its own"
+    )

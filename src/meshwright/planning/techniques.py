@@ -1,0 +1,43 @@
+"""What to apply besides the mesh: the typed wishes about precision, memory and compilation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes by name: float32/fp32, bfloat16/bf16, float64/double (float16 is refused until loss scaling exists)."""
+
+    master: str = "auto"
+    """dtype of parameters at rest, of gradients after reduction and of optimizer state; "auto": the model's own."""
+    compute: str = "auto"
+    """dtype of parameters and activations in forward and backward; "auto": bfloat16 on CUDA, the master dtype on CPU."""
+    reduce: str = "auto"
+    """dtype in which gradients are summed over ranks; "auto": float32, or the master dtype where it is wider."""
+    output: str | None = None
+    """dtype of the model's output; none: as computed."""
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """How the model is laid onto the mesh; every switch is done or refused by name."""
+
+    data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
+    """auto: fully_shard where dp_shard > 1 or a switch needs it (mixed precision, offload), else ddp."""
+    reshard_after_forward: bool | int = True
+    """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that many ranks."""
+    sync_grad_accum: bool | Literal["shard"] = False
+    """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once."""
+    cpu_offload: bool = False
+    """fully_shard: parameters, gradients and optimizer state live in host memory."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full: recompute every block in backward; selective: recompute attention only."""
+    compile: bool = False
+    """Compile each repeated block."""
+    compile_backend: str = "inductor"
+    """The torch.compile back end."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions on parameter names; what they match is not trained."""
+    precision: Precision = field(default_factory=Precision)

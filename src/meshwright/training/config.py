@@ -1,0 +1,242 @@
+"""The one user-facing config tree. Every key is a TOML key and a flag; the text below a field is its help. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.core.config import from_dict, load_toml
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
+from meshwright.training.ranges import check_values
+
+__all__ = ["Config", "check"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies for longer sequences, as in Llama 3.1; off until one of its keys is set."""
+
+    factor: float = 8.0
+    """Low frequencies are divided by this."""
+    low_freq_factor: float = 1.0
+    """Frequencies with fewer turns than this over original_max_seq_len are divided in full."""
+    high_freq_factor: float = 4.0
+    """Frequencies with more turns than this over original_max_seq_len stay as they are."""
+    original_max_seq_len: int = 8192
+    """Sequence length, in tokens, that the unscaled frequencies were made for."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a size by name, and what differs from it."""
+
+    size: str = "demo"
+    """Name of a built-in size; the keys below override single values of it."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary; none: what the tokenizer has."""
+    dim: int | None = None
+    """Width of the residual stream."""
+    n_layers: int | None = None
+    """Number of blocks."""
+    n_heads: int | None = None
+    """Query heads."""
+    n_kv_heads: int | None = None
+    """Key and value heads; a divisor of n_heads."""
+    hidden_dim: int | None = None
+    """Width inside the feed-forward block."""
+    max_seq_len: int | None = None
+    """Longest sequence, in tokens."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys per head."""
+    tied_embeddings: bool | None = None
+    """One weight serves as embedding and output head."""
+    rope_scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text to train on."""
+
+    source: tuple[str, ...] = ("stdlib",)
+    """Text files or folders; "stdlib" is the source code of Python's own standard library."""
+    tokenizer: str = "bytes"
+    """"bytes" (one token per byte), or a tokenizer.json, or a folder that holds one."""
+    seq_len: int = 128
+    """Tokens per row."""
+    validation_fraction: float = 0.05
+    """Part of the bytes that is held out for validation; 0: none."""
+    cache: str = ""
+    """Folder that keeps tokenized text; empty: meshwright's folder in the user's cache."""
+    workers: int = 1
+    """Threads per rank that read rows ahead of the step; 0: they are read when asked for."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many rows an optimizer step sees, and in what portions."""
+
+    global_batch: int = 32
+    """Rows per optimizer step, over all ranks."""
+    microbatch: int = 0
+    """Rows per forward on one rank; 0: the rank's whole share at once."""
+
+
+@dataclass(frozen=True)
+class GroupOverride:
+    """Other optimizer values for the parameters whose names match."""
+
+    pattern: str
+    """Regular expression, searched in the global parameter name."""
+    lr_scale: float = 1.0
+    """Factor on the learning rate."""
+    weight_decay: float | None = None
+    """Weight decay of these parameters; none: as for the others."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, and the guards around it."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) get none."""
+    max_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down; 0: no clipping."""
+    max_skipped_steps: int = 10
+    """Steps in a row that may be skipped for a gradient that is not finite before the run stops with an error."""
+    overrides: tuple[GroupOverride, ...] = ()
+    """Tables of values for parameters whose names match a pattern; the first match counts."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after the warmup; wsd: constant, then a linear decay at the end."""
+    warmup_steps: int = 20
+    """Steps of linear rise to the peak; more than the run has: the peak is not reached."""
+    final_ratio: float = 0.1
+    """Last learning rate / peak."""
+    decay_fraction: float = 0.2
+    """wsd: share of all steps over which the rate decays."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Loss on text that is not trained on."""
+
+    every: int = 50
+    """Steps between two validations; 0: never."""
+    samples: int = 64
+    """Rows of each validation; the same ones every time."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept to continue from."""
+
+    every: int = 100
+    """Steps between two checkpoints; 0: only the last step's."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is told while training."""
+
+    every: int = 1
+    """Steps between two lines of metrics."""
+    tensorboard: Literal["auto", "on", "off"] = "auto"
+    """Metrics for TensorBoard; auto: where it is installed."""
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """The processes on this host; under torchrun or Slurm they exist already and count is theirs."""
+
+    count: int = 0
+    """Processes to start here; 0: one per GPU, or 4 on a host without."""
+    backend: str = "cpu:gloo,cuda:nccl"
+    """Back ends of torch.distributed per device type; one that this build of torch lacks is dropped and said."""
+    startup_timeout_sec: int = 300
+    """Seconds for all processes to meet."""
+    step_timeout_sec: int = 300
+    """Seconds that a collective may wait before the run is ended as hung."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Text that the model writes at the end of the run."""
+
+    prompt: str = "def "
+    """The text to continue."""
+    tokens: int = 200
+    """Tokens to write; 0: none."""
+    temperature: float = 0.8
+    """0: always the likeliest token; higher: more varied."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run, whole."""
+
+    name: str = "demo"
+    """Begins the name of the run's folder."""
+    out: str = "runs"
+    """Parent of the run folders."""
+    run: str = ""
+    """The run's own folder, instead of a new one in out; continued where it holds a checkpoint."""
+    seed: int = 0
+    """Of initial weights, order of samples, dropout and sampling."""
+    steps: int = 200
+    """Optimizer steps of the whole run."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    layout: Layout = field(default_factory=Layout)
+    techniques: Techniques = field(default_factory=Techniques)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Config:
+        """A checked config from nested dicts. Raises ConfigError for an unknown key, a wrong type or a value out of range."""
+        return _checked(from_dict(cls, data))
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Config:
+        """A checked config from a TOML file. Raises ConfigError as ``from_dict`` does, with file and line where known."""
+        return _checked(load_toml(cls, path))
+
+
+def check(config: Config) -> None:
+    """Whether every value of a config is one that a run could use, whatever the model and the mesh; touches nothing.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of its range; names the dotted key, the value and the legal range.
+    """
+    check_values(config)
+
+
+def _checked(config: Config) -> Config:
+    check(config)
+    return config

@@ -1,0 +1,99 @@
+"""FLOPs of training and model FLOPs utilisation (MFU), counted as in PaLM, appendix B (Chowdhery et al. 2022)."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.core.errors import ConfigError
+
+_BF16 = ("bfloat16", "float16")
+
+# (pattern in the device's name, dtypes, dense FLOP/s of one device as torch counts devices). First match wins: the odd
+# siblings stand before the common name. Vendors' data sheets, without sparsity, accumulating in fp32.
+_PEAKS: tuple[tuple[str, tuple[str, ...], float], ...] = (
+    (r"\bGB200\b", _BF16, 2.5e15),
+    (r"\bB200\b", _BF16, 2.25e15),
+    (r"\bB100\b", _BF16, 1.75e15),
+    (r"\bH200 NVL\b", _BF16, 835.5e12),
+    (r"\b(H200|GH200)\b", _BF16, 989e12),
+    (r"\bH100 NVL\b", _BF16, 835.5e12),
+    (r"\bH100 PCIe\b", _BF16, 756e12),
+    (r"\b(H100|H800)\b", _BF16, 989e12),
+    (r"\bH20\b", _BF16, 148e12),
+    (r"\b(A100|A800)\b", _BF16, 312e12),
+    (r"\bA40\b", _BF16, 149.7e12),
+    (r"\bA30\b", _BF16, 165e12),
+    (r"\bA10\b", _BF16, 125e12),
+    (r"\bL40S\b", _BF16, 362e12),
+    (r"\bL4\b", _BF16, 121e12),
+    (r"\bV100S", ("float16",), 130e12),
+    (r"\bV100-(PCIE|FHHL)\b", ("float16",), 112e12),
+    (r"\bV100\b", ("float16",), 125e12),
+    (r"\bT4\b", ("float16",), 65e12),
+    (r"\bMI355X\b", _BF16, 2.5e15),
+    (r"\b(MI300X|MI325X)\b", _BF16, 1307e12),
+    (r"\bMI250X\b", _BF16, 191.5e12),  # one of its two dies: torch counts them as two devices
+)
+
+
+def training_flops_per_token(
+    matmul_parameters: int,
+    *,
+    n_layers: int,
+    dim_attention: int,
+    seq_len: int,
+    frozen_matmul_parameters: int = 0,
+) -> float:
+    """FLOPs that one token of training takes, forward and backward: ``6 * N + 12 * n_layers * dim_attention * seq_len``.
+
+    * 6 per parameter: 2 (multiply and add) in the forward, 2 for the gradient of its input, 2 for its own. A frozen parameter
+      has no gradient of its own and counts 4.
+    * The attention term is the two products of queries with keys and of probabilities with values, over the WHOLE
+      sequence: like PaLM, and unlike what a causal kernel computes, the masked half is counted. Figures compare with published
+      ones; at long sequences they flatter a causal kernel by up to twice its attention share.
+    * What is recomputed for activation checkpointing does not count: this gives MFU, not hardware utilisation (HFU).
+
+    Args:
+        matmul_parameters: trainable parameters that enter a matrix product, for each token: of experts only the routed share;
+            without the input embedding (a lookup), norms and biases; with the output head, also where it is tied.
+        n_layers: layers with attention.
+        dim_attention: n_heads * head_dim, the width of all query heads together.
+        seq_len: tokens of one sequence.
+        frozen_matmul_parameters: the same count for parameters that need no gradient.
+    """
+    return 6.0 * matmul_parameters + 4.0 * frozen_matmul_parameters + 12.0 * n_layers * dim_attention * seq_len
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of one device, from its data sheet; None where no figure is known, as for every CPU and every MIG slice.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
+        dtype: dtype of the matrix products: ``"bfloat16"`` or ``"float16"``. Others have no figure here: float32 depends on
+            whether TF32 is on, and float8 runs are reported against the bfloat16 peak.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
+    for pattern, dtypes, flops in _PEAKS:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            return flops if dtype in dtypes else None
+    return None
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, world: int) -> float | None:
+    """Model FLOPs utilisation, a fraction: observed tokens per second over those of all devices at their peak.
+
+    Args:
+        tokens_per_second: of the whole run, all ranks together.
+        flops_per_token: from :func:`training_flops_per_token`.
+        peak: FLOP/s of one device from :func:`peak_flops`; None gives None.
+        world: number of devices.
+
+    Raises:
+        ConfigError: ``world`` or ``peak`` not above 0.
+    """
+    if peak is None:
+        return None
+    if world < 1 or peak <= 0:
+        raise ConfigError(f"mfu needs 1 device or more and a peak above 0, not {world} and {peak}")
+    return tokens_per_second * flops_per_token / (peak * world)

@@ -1,0 +1,69 @@
+"""How much memory this process holds, and of which kind: what the allocator gave out on a GPU, resident memory on a CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+    import torch
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Memory of this process at one moment."""
+
+    current: int
+    """Bytes held now."""
+    peak: int
+    """Bytes at the highest point: on a GPU since the last reset, on a CPU since the process began."""
+    label: str
+    """What ``peak`` measures, short enough for a progress line."""
+
+
+def read_memory(device: torch.device) -> MemoryReading:
+    """Memory that this process holds for ``device``.
+
+    On CUDA (and ROCm) bytes that torch's allocator gave out to tensors: neither its cache, nor the context, nor NCCL's
+    buffers are in it. Elsewhere the resident set of the whole process: weights, but also the interpreter and its
+    libraries, shared ones included. Where the system keeps no peak of that (it does on Linux), the label says that
+    the present value is shown.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return MemoryReading(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), "GPU peak")
+    current = _process().memory_info().rss
+    peak = _resident_peak()
+    if peak is None:
+        return MemoryReading(current, current, "RSS")
+    return MemoryReading(current, max(current, peak), "RSS peak")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new peak on a GPU, so that it covers the steps and not the start; a process's resident peak cannot be reset."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@cache
+def _process() -> psutil.Process:
+    import psutil
+
+    return psutil.Process()
+
+
+def _resident_peak() -> int | None:
+    # Not getrusage's ru_maxrss: a child inherits that from the launcher that forked it. VmHWM starts anew with the program.
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None

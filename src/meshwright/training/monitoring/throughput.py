@@ -1,0 +1,40 @@
+"""Tokens per second over the last steps, and what that says about the rest of the run."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Throughput:
+    """Mean speed of the last ``window`` steps.
+
+    The caller adds the seconds of a step alone: data, forward, backward, optimizer. Validation and saving are not added,
+    so they neither lower the speed nor enter the estimate. The first step, which pays for allocation and compilation, counts only
+    until there is a second.
+    """
+
+    def __init__(self, window: int = 20):
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._added = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a step: its tokens over all ranks, and its wall-clock seconds."""
+        if self._added == 1:
+            self._steps.clear()
+        self._steps.append((tokens, seconds))
+        self._added += 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over the window; 0.0 before the first step."""
+        seconds = sum(s for _, s in self._steps)
+        return sum(t for t, _ in self._steps) / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean seconds of a step over the window; 0.0 before the first step."""
+        return sum(s for _, s in self._steps) / len(self._steps) if self._steps else 0.0
+
+    def eta_seconds(self, remaining_steps: int) -> float | None:
+        """Seconds that ``remaining_steps`` more steps will take at this speed; None before the first step."""
+        return self.seconds_per_step * remaining_steps if self._steps else None

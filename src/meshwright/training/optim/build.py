@@ -1,0 +1,126 @@
+"""Build AdamW in the fastest form that every parameter of the run supports, and say which form that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
+
+from meshwright.core.errors import ConfigError, nearest
+
+Implementation = Literal["fused", "foreach", "plain"]
+
+GROUP_KEYS = ("params", "weight_decay", "lr_scale", "betas", "eps", "name")
+
+
+class BuiltOptimizer(NamedTuple):
+    """An optimizer and how it will run."""
+
+    optimizer: torch.optim.AdamW
+    implementation: Implementation
+    note: str
+    """One line for the log: the implementation, and the reason where it is not the fastest."""
+
+
+def build_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> BuiltOptimizer:
+    """AdamW (Loshchilov & Hutter 2019) over parameter groups, fused where every trainable parameter allows it.
+
+    A group is a dict with ``params`` (plain tensors or DTensors, of any placement), and optionally ``weight_decay``, ``betas``,
+    ``eps`` (default: the arguments), ``lr_scale`` (what a :class:`Schedule` multiplies its rate by; default 1.0) and
+    ``name`` (kept for the log). Frozen parameters are left out, and so are groups that hold no others.
+
+    A group that mixes plain tensors with DTensors, or DTensors of several meshes, becomes one group per mesh with equal
+    settings, because a fused or foreach kernel takes a whole list and torch refuses a list that mixes plain tensors with
+    DTensors. Checkpoints that address optimizer state by parameter name do not see the difference.
+
+    Args:
+        groups: parameter groups as above, of this rank; under pipeline parallelism those of its stages.
+        lr: learning rate of the first step; a schedule replaces it before every step.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, times the learning rate, of groups that set none.
+
+    Raises:
+        ConfigError: no trainable parameter on this rank, a parameter that stands twice, or a group with an unknown key.
+    """
+    kept: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    frozen = 0
+    for index, group in enumerate(groups):
+        _check_group(index, group)
+        params = list(group["params"])
+        frozen += sum(not p.requires_grad for p in params)
+        trainable = [p for p in params if p.requires_grad]
+        _refuse_repeats(index, trainable, seen)
+        scale = float(group.get("lr_scale", 1.0))
+        for part in _split_by_mesh(trainable):
+            kept.append({**group, "params": part, "lr_scale": scale, "lr": lr * scale})
+    if not kept:
+        raise ConfigError(_nothing_to_train(len(groups), frozen))
+    implementation, note = _choose([p for group in kept for p in group["params"]])
+    flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    optimizer = torch.optim.AdamW(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **flags)
+    return BuiltOptimizer(optimizer, implementation, note)
+
+
+def _nothing_to_train(groups: int, frozen: int) -> str:
+    if not frozen:
+        return f"nothing to train on this rank: the {groups} parameter group(s) hold no parameters"
+    return (
+        f"nothing to train on this rank: all {frozen} parameters in {groups} group(s) are frozen (requires_grad is False). "
+        "Unfreeze some, or add adapters, before the optimizer is built"
+    )
+
+
+def _check_group(index: int, group: Mapping[str, Any]) -> None:
+    if "lr" in group:
+        raise ConfigError(
+            f"optimizer group {index} sets lr = {group['lr']}, which the schedule would overwrite; "
+            "set lr_scale instead, a factor on the scheduled rate"
+        )
+    if "params" not in group:
+        raise ConfigError(f"optimizer group {index} has no 'params'")
+    for key in group:
+        if key not in GROUP_KEYS:
+            raise ConfigError(f"optimizer group {index}: unknown key '{key}'; known are {', '.join(GROUP_KEYS)}.{nearest(key, GROUP_KEYS)}")
+
+
+def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) -> None:
+    # torch only warns of a parameter that stands twice in one group, and then steps it twice.
+    for position, param in enumerate(params):
+        if id(param) in seen:
+            raise ConfigError(
+                f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, stands in the groups twice "
+                "and would be stepped twice. A tied parameter belongs in one group, once"
+            )
+        seen.add(id(param))
+
+
+def _split_by_mesh(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Runs of parameters that one kernel call can take, in first-seen order; empty for no parameters."""
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for param in params:
+        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)  # only a DTensor has one
+    return list(by_mesh.values())
+
+
+def _choose(params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
+    devices = sorted({p.device.type for p in params})
+    odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
+    no_fused = [d for d in devices if d not in _get_fused_kernels_supported_devices()]
+    if not no_fused and not odd_dtypes:
+        return "fused", "AdamW, fused"
+    why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
+    if all(d in _get_foreach_kernels_supported_devices() for d in devices):
+        return "foreach", f"AdamW, foreach ({why})"
+    return "plain", f"AdamW, one parameter at a time ({why}, nor a foreach one)"

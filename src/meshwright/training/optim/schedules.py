@@ -1,0 +1,153 @@
+"""Learning-rate schedules: pure functions of the step, so that resuming needs the step and nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+KINDS = ("cosine", "linear", "wsd", "constant")
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    total_steps: int,
+    kind: str = "cosine",
+    warmup_steps: int = 0,
+    final_ratio: float = 0.1,
+    decay_fraction: float = 0.1,
+) -> float:
+    """The learning rate of optimizer step ``step``, counted from 0.
+
+    With W = warmup_steps and T = total_steps:
+
+    * warm-up: steps 0 .. W-1 have ``peak * (step + 1) / W``, so step 0 already learns and step W-1 is at the peak. Without
+      warm-up, step 0 is at the peak: W = 0 and W = 1 are the same schedule;
+    * cosine: a half cosine from the peak to ``final_ratio * peak`` (Loshchilov & Hutter 2017, SGDR, without restarts);
+    * linear: a straight line between the same two points;
+    * wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM): the peak is held, then a straight line over the last
+      ``max(1, round(decay_fraction * T))`` steps;
+    * constant: the peak to the end; ``final_ratio`` plays no part. ``decay_fraction`` belongs to wsd alone.
+
+    For the three that decay, the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak. Steps
+    from T on, which only an evaluation or a prolonged run can ask for, keep the rate of step T-1.
+
+    Raises:
+        ConfigError: settings outside their range, or a warm-up (and wsd decay) that does not fit in the run.
+    """
+    _check(peak, total_steps, kind, warmup_steps, final_ratio, decay_fraction)
+    if step < 0:
+        raise ConfigError(f"learning_rate of step {step}: steps are counted from 0")
+    if step < warmup_steps:
+        return peak * ((step + 1) / warmup_steps)
+    progress = _decay_progress(step, total_steps, kind, warmup_steps, decay_fraction)
+    above_final = 0.5 * (1.0 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0 - progress
+    # Written so that both ends are exact in floating point: above_final 1 gives the peak, 0 gives final_ratio * peak.
+    return peak * (above_final + final_ratio * (1.0 - above_final))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule with its settings; see :func:`learning_rate`, whose value it is at every step.
+
+    Raises:
+        ConfigError: on construction, where :func:`learning_rate` would raise at some step.
+    """
+
+    peak: float
+    """Highest learning rate."""
+    total_steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    kind: str = "cosine"
+    """cosine, linear, wsd or constant."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; the last of them is at the peak."""
+    final_ratio: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    decay_fraction: float = 0.1
+    """wsd: the fraction of all steps, at the end, over which the rate falls."""
+
+    def __post_init__(self) -> None:
+        _check(self.peak, self.total_steps, self.kind, self.warmup_steps, self.final_ratio, self.decay_fraction)
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step ``step``, counted from 0."""
+        return learning_rate(
+            step,
+            peak=self.peak,
+            total_steps=self.total_steps,
+            kind=self.kind,
+            warmup_steps=self.warmup_steps,
+            final_ratio=self.final_ratio,
+            decay_fraction=self.decay_fraction,
+        )
+
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Set every parameter group's rate for ``step`` (from 0), before that step is taken; returns the unscaled rate.
+
+        A group's ``lr`` becomes the rate times the group's ``lr_scale`` (1.0 where it has none). A tensor ``lr``, as compiled
+        optimizers want, is written in place.
+        """
+        rate = self(step)
+        for group in optimizer.param_groups:
+            scaled = rate * group.get("lr_scale", 1.0)
+            if hasattr(group["lr"], "fill_"):
+                group["lr"].fill_(scaled)
+            else:
+                group["lr"] = scaled
+        return rate
+
+    def describe(self) -> str:
+        """One line, such as ``"cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"``."""
+        rise = f"up to {self.peak:g} over {self.warmup_steps:,} steps" if self.warmup_steps > 1 else f"{self.peak:g} from the first step"
+        if self.kind == "constant" or self.total_steps == 1:
+            return f"{self.kind}: {rise}, held to the end"
+        held = ""
+        if self.kind == "wsd":
+            held = f", held until step {self.total_steps - _decay_steps(self.total_steps, self.decay_fraction):,}"
+        return f"{self.kind}: {rise}{held}, down to {self.final_ratio * self.peak:g} at step {self.total_steps:,}"
+
+
+def _decay_steps(total_steps: int, decay_fraction: float) -> int:
+    return max(1, round(decay_fraction * total_steps))
+
+
+def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, decay_fraction: float) -> float:
+    """How much of the decay is behind ``step``: 0 at the last step of the peak, 1 at the last step of the run."""
+    if kind == "constant" or total_steps == 1:
+        return 0.0
+    last = total_steps - 1
+    last_at_peak = last - _decay_steps(total_steps, decay_fraction) if kind == "wsd" else max(warmup_steps, 1) - 1
+    return min(max(step - last_at_peak, 0) / (last - last_at_peak), 1.0)
+
+
+def _check(peak: float, total_steps: int, kind: str, warmup_steps: int, final_ratio: float, decay_fraction: float) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"schedule kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    if not (math.isfinite(peak) and peak >= 0):
+        raise ConfigError(f"peak = {peak}: the highest learning rate is a finite number, 0 or more")
+    if total_steps < 1:
+        raise ConfigError(f"total_steps = {total_steps}: a run has 1 step or more")
+    if not 0 <= final_ratio <= 1:
+        raise ConfigError(f"final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1")
+    if not 0 < decay_fraction <= 1:
+        raise ConfigError(f"decay_fraction = {decay_fraction}: the decaying part of the run is above 0 and at most 1")
+    if warmup_steps < 0 or warmup_steps >= max(total_steps, 2):
+        raise ConfigError(
+            f"warmup_steps = {warmup_steps} with total_steps = {total_steps}: the warm-up has 0 steps or more and ends before "
+            f"the run does. Set warmup_steps to at most {max(total_steps - 1, 1)}, or train for longer"
+        )
+    at_peak = max(warmup_steps, 1)  # step 0 is at the peak where there is no warm-up
+    if kind == "wsd" and total_steps > 1 and at_peak + _decay_steps(total_steps, decay_fraction) > total_steps:
+        raise ConfigError(
+            f"schedule wsd: reaching the peak takes {at_peak} step(s) and the decay {_decay_steps(total_steps, decay_fraction)} "
+            f"(decay_fraction = {decay_fraction} of {total_steps}), together more than total_steps = {total_steps}. "
+            f"Lower warmup_steps, or set decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
+        )

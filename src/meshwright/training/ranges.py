@@ -1,0 +1,144 @@
+"""The legal range of every value of the config tree, in one table. What depends on the model or the mesh is in planning."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshwright.core.config import from_dict, to_dict
+from meshwright.core.dtypes import canonical_dtype
+from meshwright.core.errors import ConfigError, nearest
+from meshwright.models.decoder_config import SIZES
+
+Range = tuple[str, Callable[[Any], bool]]
+"""The range in words, and whether a value lies in it."""
+
+# Written so that a nan, which compares false with everything, is out of every range.
+_ABOVE_0: Range = ("a finite number above 0", lambda value: 0 < value < math.inf)
+_FROM_0: Range = ("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+_FROM_1: Range = ("1 or more", lambda value: value >= 1)
+_BELOW_1: Range = ("0 or more and below 1", lambda value: 0 <= value < 1)
+_SHARE: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
+_SEED: Range = ("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
+_TEXT: Range = ("not empty", lambda value: len(value) > 0)
+_NAME: Range = (
+    "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+)
+
+RANGES: dict[str, Range] = {
+    "name": _NAME,
+    "out": _TEXT,
+    "seed": _SEED,
+    "steps": _FROM_1,
+    "model.vocab_size": _FROM_1,
+    "model.dim": _FROM_1,
+    "model.n_layers": _FROM_1,
+    "model.n_heads": _FROM_1,
+    "model.n_kv_heads": _FROM_1,
+    "model.hidden_dim": _FROM_1,
+    "model.max_seq_len": _FROM_1,
+    "model.rope_theta": _ABOVE_0,
+    "model.rope_scaling.factor": _ABOVE_0,
+    "model.rope_scaling.low_freq_factor": _ABOVE_0,
+    "model.rope_scaling.high_freq_factor": _ABOVE_0,
+    "model.rope_scaling.original_max_seq_len": _FROM_1,
+    "data.source": _TEXT,
+    "data.source[]": _TEXT,
+    "data.tokenizer": _TEXT,
+    "data.seq_len": _FROM_1,
+    "data.validation_fraction": _BELOW_1,
+    "data.workers": _FROM_0,
+    "batch.global_batch": _FROM_1,
+    "batch.microbatch": _FROM_0,
+    "optimizer.lr": _ABOVE_0,
+    "optimizer.beta1": _BELOW_1,
+    "optimizer.beta2": _BELOW_1,
+    "optimizer.eps": _ABOVE_0,
+    "optimizer.weight_decay": _FROM_0,
+    "optimizer.max_norm": _FROM_0,
+    "optimizer.max_skipped_steps": _FROM_0,
+    "optimizer.overrides[].lr_scale": _ABOVE_0,
+    "optimizer.overrides[].weight_decay": _FROM_0,
+    "schedule.warmup_steps": _FROM_0,
+    "schedule.final_ratio": _SHARE,
+    "schedule.decay_fraction": _SHARE,
+    "validation.every": _FROM_0,
+    "validation.samples": _FROM_1,
+    "checkpoint.every": _FROM_0,
+    "checkpoint.keep_last": _FROM_0,
+    "logging.every": _FROM_1,
+    "process.count": _FROM_0,
+    "process.backend": _TEXT,
+    "process.startup_timeout_sec": _FROM_1,
+    "process.step_timeout_sec": _FROM_1,
+    "sample.prompt": _TEXT,
+    "sample.tokens": _FROM_0,
+    "sample.temperature": _FROM_0,
+}
+PATTERNS = ("techniques.freeze[]", "optimizer.overrides[].pattern")
+DTYPES = {
+    "techniques.precision.master": ("auto",),
+    "techniques.precision.compute": ("auto",),
+    "techniques.precision.reduce": ("auto",),
+    "techniques.precision.output": (),
+}
+"""dtype keys, and the words that they take besides dtypes."""
+
+
+def check_values(config: Any) -> None:
+    """Types, ranges, patterns and dtype names of a config tree.
+
+    Raises:
+        ConfigError: names the dotted key, the value and the legal range.
+    """
+    typed = from_dict(type(config), to_dict(config))
+    for pattern, (words, is_legal) in RANGES.items():
+        for key, value in _values(typed, pattern):
+            if not is_legal(value):
+                raise ConfigError(f"{key} = {value!r} is out of range: it must be {words}.")
+    for pattern in PATTERNS:
+        for key, value in _values(typed, pattern):
+            _check_pattern(key, value)
+    for name, words in DTYPES.items():
+        for key, value in _values(typed, name):
+            if value not in words:
+                canonical_dtype(value, where=key)
+    _check_model(typed.model)
+    if typed != config:
+        raise ConfigError("a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)")
+
+
+def _values(node: Any, pattern: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, value) that a pattern like ``optimizer.overrides[].lr_scale`` stands for; None is passed over."""
+    if node is None:
+        return
+    if not pattern:
+        yield path, node
+    elif pattern.startswith("[]"):
+        for i, item in enumerate(node):
+            yield from _values(item, pattern[2:].removeprefix("."), f"{path}[{i}]")
+    else:
+        end = next((i for i, char in enumerate(pattern) if char in ".["), len(pattern))
+        name, rest = pattern[:end], pattern[end:].removeprefix(".")
+        yield from _values(getattr(node, name), rest, f"{path}.{name}" if path else name)
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{key} = {pattern!r} is no regular expression: {error}") from None
+
+
+def _check_model(model: Any) -> None:
+    if model.size not in SIZES:
+        raise ConfigError(f"model.size = {model.size!r} is no built-in size.{nearest(model.size, SIZES)} Sizes: {', '.join(SIZES)}.")
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ConfigError(
+            f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor} is out of range: it must be above"
+            f" model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}."
+        )

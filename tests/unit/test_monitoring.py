@@ -1,0 +1,462 @@
+"""Figures that a run shows and keeps: counted as stated, valid JSON, honest after a resume, and readable on any terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError
+from meshwright.training.monitoring.curve import LossCurve
+from meshwright.training.monitoring.flops import mfu, peak_flops, training_flops_per_token
+from meshwright.training.monitoring.live import LiveProgress
+from meshwright.training.monitoring.memory import read_memory
+from meshwright.training.monitoring.metrics import MetricsWriter, SilentMetrics, read_metrics
+from meshwright.training.monitoring.progress import PlainProgress, SilentProgress, StepReport, build_progress
+from meshwright.training.monitoring.report import ClosingReport
+from meshwright.training.monitoring.throughput import Throughput
+from meshwright.training.monitoring.timeline import Timeline
+
+REPORT = StepReport(
+    step=7,
+    total_steps=100,
+    loss=2.34567,
+    grad_norm=0.87,
+    learning_rate=3e-4,
+    tokens_per_second=12_345.0,
+    memory_bytes=512 * 2**20,
+    memory_label="RSS peak",
+    eta_seconds=181.2,
+)
+HEADER = ["meshwright · tiny", "model: decoder, 0.8M parameters", "folder: runs/tiny"]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# FLOPs
+
+
+def test_flops_per_token_are_three_times_the_forward_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch, seq, heads, head_dim, hidden, vocab = 2, 16, 4, 8, 48, 64
+    width = heads * head_dim
+    weights = [torch.randn(width, 3 * width), torch.randn(width, width), torch.randn(width, hidden), torch.randn(hidden, width)]
+    head = torch.randn(width, vocab)
+    x = torch.randn(batch * seq, width)
+    with FlopCounterMode(display=False) as counter:
+        q, k, v = ((x @ weights[0]).view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)).unbind(0)  # (batch, heads, seq, head_dim)
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        x = mixed.transpose(1, 2).reshape(batch * seq, width) @ weights[1]
+        _ = ((x @ weights[2]) @ weights[3]) @ head
+    count = sum(w.numel() for w in weights) + head.numel()
+    ours = training_flops_per_token(count, n_layers=1, dim_attention=width, seq_len=seq)
+    assert ours * batch * seq == 3 * counter.get_total_flops()
+
+
+def test_frozen_parameters_have_no_gradient_to_compute():
+    settings_ = {"n_layers": 0, "dim_attention": 1, "seq_len": 1}
+    assert training_flops_per_token(10, frozen_matmul_parameters=100, **settings_) == 6 * 10 + 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H100 NVL", "bfloat16", 835.5e12),
+        ("NVIDIA H200", "float16", 989e12),
+        ("NVIDIA GH200 480GB", "bfloat16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA B200", "bfloat16", 2.25e15),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("Tesla V100-SXM2-32GB", "float16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bfloat16", None),
+        ("AMD Instinct MI300X", "bfloat16", 1307e12),
+        ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bfloat16", None),
+        ("NVIDIA A10G", "bfloat16", None),
+        ("AMD EPYC 7763 64-Core Processor", "bfloat16", None),
+    ],
+)
+def test_peaks_are_of_that_very_device_or_unknown(name, dtype, flops):
+    assert peak_flops(name, dtype) == flops
+
+
+def test_mfu_is_the_share_of_all_devices_peak_and_unknown_without_one():
+    assert mfu(1e6, 6e9, peak=1e15, world=12) == pytest.approx(0.5)
+    assert mfu(1e6, 6e9, peak=None, world=12) is None
+    with pytest.raises(ConfigError, match="1 device or more"):
+        mfu(1e6, 6e9, peak=1e15, world=0)
+
+
+# Memory, start-up, speed
+
+
+def test_cpu_memory_is_this_processs_resident_set_and_its_peak_stays():
+    rss = psutil.Process().memory_info().rss
+    block = np.ones(24 * 2**20, dtype=np.uint8)
+    high = read_memory(torch.device("cpu"))
+    assert high.current > rss + 12 * 2**20 and high.peak >= high.current
+    del block
+    assert read_memory(torch.device("cpu")).peak > high.peak - 2**20  # the kernel counts in batches
+    assert high.label in ("RSS peak", "RSS")
+
+
+def test_timeline_is_one_line_in_order_and_keeps_a_phase_that_raised():
+    timeline = Timeline()
+    timeline.record("imports", 1.9)
+    with pytest.raises(ValueError), timeline.phase("data"):
+        time.sleep(0.01)
+        raise ValueError
+    timeline.record("imports", 0.1)
+    assert list(timeline.seconds) == ["imports", "data"] and timeline.seconds["data"] >= 0.01
+    assert timeline.line().startswith("imports 2 s · data 1")
+
+
+def test_process_age_is_recorded_less_what_is_known():
+    timeline = Timeline()
+    timeline.record("data", 0.001)
+    timeline.record_process_age("imports")
+    age = time.time() - psutil.Process().create_time()
+    assert sum(timeline.seconds.values()) == pytest.approx(age, abs=0.5)
+
+
+def test_throughput_forgets_the_first_step_and_whatever_left_the_window():
+    meter = Throughput(window=2)
+    assert meter.tokens_per_second == 0.0 and meter.eta_seconds(5) is None
+    meter.add(100, 10.0)  # compilation
+    assert meter.tokens_per_second == 10.0
+    meter.add(100, 1.0)
+    assert meter.tokens_per_second == 100.0
+    meter.add(100, 3.0)
+    assert (meter.tokens_per_second, meter.seconds_per_step, meter.eta_seconds(5)) == (50.0, 2.0, 10.0)
+    meter.add(300, 1.0)
+    assert meter.tokens_per_second == 100.0
+
+
+# Metrics on disk
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in path.read_text().splitlines()]
+
+
+def test_every_line_is_json_on_disk_at_once_and_non_finite_numbers_survive(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+        writer.event("startup", imports=1.5)
+        writer.log(1, {"loss": 2.5, "tokens": np.int64(7), "host": "a", "val": None, "done": True})
+        writer.log(2, {"loss": math.nan, "up": math.inf, "down": np.float32(-math.inf)})
+        startup, first, second = lines_of(writer.path)  # before close
+    assert (startup["event"], startup["imports"]) == ("startup", 1.5) and "step" not in startup
+    assert {key: first[key] for key in ("step", "loss", "tokens", "host", "val", "done")} == {
+        "step": 1, "loss": 2.5, "tokens": 7, "host": "a", "val": None, "done": True,
+    }  # fmt: skip
+    assert abs(first["time"] - time.time()) < 60
+    assert second["loss"] is None and second["nonfinite"] == {"loss": "nan", "up": "inf", "down": "-inf"}
+    back = read_metrics(writer.path)[2]
+    assert math.isnan(back["loss"]) and (back["up"], back["down"]) == (math.inf, -math.inf) and "nonfinite" not in back
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
+def test_after_any_resumes_each_step_is_read_once_and_from_the_last_attempt(tmp_path_factory, runs, data):
+    folder = tmp_path_factory.mktemp("run")
+    at = 0
+    for attempt, length in enumerate(runs):
+        with MetricsWriter(folder, tensorboard="off") as writer:
+            if attempt:
+                at = data.draw(st.integers(0, at))
+                writer.resumed(at)
+            for _ in range(length):
+                at += 1
+                writer.log(at, {"attempt": attempt})
+    kept = [line for line in read_metrics(folder / "metrics.jsonl") if "event" not in line]
+    assert [line["step"] for line in kept] == list(range(1, at + 1))
+    assert [line["attempt"] for line in kept] == sorted(line["attempt"] for line in kept)
+    assert sum(line["attempt"] == len(runs) - 1 for line in kept) == runs[-1]
+
+
+def test_a_line_torn_by_a_crash_does_not_swallow_the_next(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+        writer.log(1, {"loss": 1.0})
+    with writer.path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert [line["step"] for line in read_metrics(writer.path)] == [1]
+    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+        writer.log(2, {"loss": 2.0})
+    assert [line["loss"] for line in lines_of(writer.path)] == [1.0, 2.0]
+
+
+def test_a_foreign_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nhello\n')
+    with pytest.raises(IntegrityError, match=r"metrics.jsonl, line 2: not JSON .*hello"):
+        read_metrics(path)
+
+
+def test_reserved_names_and_tensors_are_refused(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+        with pytest.raises(ConfigError, match="'step'"):
+            writer.log(1, {"step": 2})
+        with pytest.raises(ConfigError, match=r"'loss' is a Tensor.*\.item\(\)"):
+            writer.log(1, {"loss": torch.tensor(1.0)})
+        assert writer.path.read_text() == ""
+
+
+def test_tensorboard_missing_is_an_error_when_asked_for_and_a_note_otherwise(tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else real(name, *rest))
+    with pytest.raises(MissingExtraError, match=r"pip install 'meshwright\[track\]'"):
+        MetricsWriter(tmp_path / "on", tensorboard="on")
+    assert not (tmp_path / "on").exists()
+    with MetricsWriter(tmp_path / "auto") as writer:
+        writer.log(1, {"loss": 1.0})
+        assert writer.tensorboard_folder is None and "meshwright[track]" in writer.note
+    with MetricsWriter(tmp_path / "off", tensorboard="off") as writer:
+        assert "off" in writer.note
+    with pytest.raises(ConfigError, match="none of auto, on, off"):
+        MetricsWriter(tmp_path, tensorboard="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'")
+def test_tensorboard_gets_the_numbers_and_forgets_the_abandoned_future(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, tensorboard="on") as writer:
+        assert writer.note == ""
+        for step in (1, 2, 3, 4):
+            writer.log(step, {"loss": 10.0 + step, "host": "a"})
+    with MetricsWriter(tmp_path) as writer:
+        writer.resumed(2)
+        writer.log(3, {"loss": 23.0})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert board.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
+
+
+def test_neither_tensorboard_nor_torch_nor_rich_is_imported_before_it_is_used(tmp_path):
+    import subprocess
+
+    code = """
+import sys
+import meshwright.training.monitoring.progress
+from meshwright.training.monitoring.metrics import MetricsWriter
+with MetricsWriter(sys.argv[1]) as writer:
+    writer.event("startup")
+print([name for name in ("tensorboard", "torch", "rich") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_silent_metrics_have_every_method_of_the_writer():
+    silent = SilentMetrics()
+    for name in (name for name in vars(MetricsWriter) if not name.startswith("_")):
+        assert hasattr(silent, name)
+    with silent:
+        silent.log(1, {"loss": 1.0})
+        silent.event("startup")
+        silent.resumed(1)
+    assert silent.tensorboard_folder is None and silent.note == ""
+
+
+# What is shown
+
+
+def test_a_reports_line_has_everything_known_and_nothing_else():
+    expected = "step   7/100 · loss 2.3457 · lr 3.00e-04 · grad norm 0.870 · tokens/s 12.3K · RSS peak 512 MiB · ETA 3 min 2 s"
+    assert REPORT.line() == expected
+    full = replace(REPORT, validation_loss=2.5, mfu=0.4123, skipped=2, loss=math.nan)
+    assert "loss nan · val loss 2.5000" in full.line() and "MFU 41.2 %" in full.line() and "skipped 2" in full.line()
+    assert "ETA" not in replace(REPORT, step=100).line()
+
+
+def test_plain_lines_come_at_intervals_and_at_every_validation_the_first_and_the_last_step():
+    stream, clock = io.StringIO(), Clock()
+    with PlainProgress(stream, clock=clock) as progress:
+        progress.start(HEADER)
+        for step in range(1, 101):
+            clock.now += 0.125
+            progress.update(replace(REPORT, step=step, validation_loss=2.0 if step in (50, 51) else None))
+        shown_before_close = stream.getvalue()
+    assert stream.getvalue() == shown_before_close
+    header, lines = shown_before_close.splitlines()[:3], shown_before_close.splitlines()[3:]
+    assert header == ["meshwright · tiny", "  model   decoder, 0.8M parameters", "  folder  runs/tiny"]
+    shown = [int(line.split("/")[0].removeprefix("step")) for line in lines]
+    assert shown == [1, 17, 33, 49, 50, 51, 67, 83, 99, 100]
+
+
+def test_plain_progress_shows_a_held_back_step_on_the_way_out():
+    stream = io.StringIO()
+    with pytest.raises(RuntimeError), PlainProgress(stream, clock=Clock()) as progress:
+        for step in (1, 2, 3):
+            progress.update(replace(REPORT, step=step))
+        raise RuntimeError
+    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["step   1", "step   3"]
+
+
+def test_a_narrow_encoding_costs_a_character_and_not_the_run():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    PlainProgress(stream).update(REPORT)
+    stream.seek(0)
+    assert "loss 2.3457 ? lr" in stream.read()
+
+
+def live(width: int, height: int = 30) -> tuple[LiveProgress, io.StringIO, Clock]:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(file=stream, force_terminal=True, width=width, height=height, color_system=None)
+    return LiveProgress(console, clock=clock), stream, clock
+
+
+def last_frame(progress: LiveProgress, width: int, height: int = 30) -> list[str]:
+    plain = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    with plain.capture() as captured:
+        plain.print(progress._frame())
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [24, 60, 100])
+@pytest.mark.parametrize("height", [8, 30])
+def test_a_live_frame_fits_the_terminal_and_shows_the_loss(width, height):
+    progress, _, clock = live(width, height)
+    with progress:
+        progress.start(HEADER)
+        for step in range(29, 41):
+            clock.now += 1.0
+            progress.update(
+                replace(REPORT, step=step, loss=5 - step / 20, mfu=0.4, skipped=1, validation_loss=3.25 if step == 30 else None)
+            )
+        frame = last_frame(progress, width, height)
+    assert max(len(line) for line in frame) <= width
+    text = "\n".join(frame)
+    # The last validation loss stays. A terminal of 8 lines shows what fits, from the top.
+    assert all(value in text for value in ("3.0000", "3.2500", "3.00e-04", "0.870", "12.3K", "40.0 %", "512 MiB"))
+    if height == 30:
+        assert len(frame) < height and "█" in text and any(line.lstrip().startswith("38 ") for line in frame)  # a logged step
+    if width >= 60:
+        assert "3.550 → 3.000" in text and "40 %" in text
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_the_cursor_comes_back_whatever_ends_the_run(failure):
+    progress, stream, _ = live(80)
+    stdout = sys.stdout
+    with pytest.raises(failure), progress:
+        progress.start(HEADER)
+        progress.update(REPORT)
+        assert stream.getvalue().rfind("\x1b[?25l") > stream.getvalue().rfind("\x1b[?25h")
+        raise failure
+    assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")
+    assert sys.stdout is stdout
+    progress.close()
+
+
+def test_what_is_said_stays_and_brackets_are_not_markup():
+    progress, stream, _ = live(80)
+    with progress:
+        progress.start(HEADER)
+        progress.update(REPORT)
+        progress.say("saved [bold]12 MiB[/bold]")
+    assert "saved [bold]12 MiB[/bold]" in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_display_fits_the_place(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
+    assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
+    assert isinstance(build_progress(is_main=True, stream=Terminal(), style="plain"), PlainProgress)
+    assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(build_progress(is_main=True, stream=Terminal()), PlainProgress)
+    with pytest.raises(ConfigError, match="none of auto, plain"):
+        build_progress(is_main=True, style="fancy")  # pyright: ignore[reportArgumentType]
+
+
+def test_silent_progress_says_nothing(capfd):
+    with SilentProgress() as progress:
+        progress.start(HEADER)
+        progress.update(REPORT)
+        progress.say("hello")
+    assert capfd.readouterr() == ("", "")
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 10) | st.just(math.nan), max_size=200), st.integers(1, 30), st.integers(2, 16))
+def test_a_curve_is_as_wide_as_asked_and_bounded_in_memory(losses, width, capacity):
+    curve = LossCurve(capacity)
+    for loss in losses:
+        curve.add(loss)
+    assert len(curve._points) < capacity
+    drawn = curve.draw(width)
+    assert len(drawn) <= width and bool(drawn) == bool(losses)
+    assert ("×" in drawn) == any(math.isnan(loss) for loss in losses)
+
+
+def test_a_falling_loss_draws_a_falling_curve():
+    curve = LossCurve(16)
+    for step in range(1000):
+        curve.add(10 - step / 100)
+    drawn = curve.draw(8)
+    assert (drawn[0], drawn[-1]) == ("█", "▁") and list(drawn) == sorted(drawn, reverse=True)
+
+
+# The end
+
+
+def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
+    run = Path("runs/tiny")
+    report = ClosingReport(
+        run_folder=run,
+        step=100,
+        total_steps=100,
+        loss=1.25,
+        validation_loss=1.5,
+        tokens=1_000_000,
+        seconds=62.0,
+        checkpoint=run / "checkpoints" / "step-100",
+        config=run / "config.toml",
+        metrics=run / "metrics.jsonl",
+        tensorboard_note="not written: why",
+        sample="To be,\nor \x1b[31mnot " + "to be " * 30,
+    )
+    text = report.text(width=60)
+    assert text.splitlines()[0] == "done: 100 steps · 1M tokens · 1 min 2 s · loss 1.2500 · validation loss 1.5000"
+    for place in ("runs/tiny", "checkpoints/step-100", "config.toml", "metrics.jsonl", "not written: why"):
+        assert any(line.endswith(f"  {place}") for line in text.splitlines())
+    sample = text.split("sample\n")[1]
+    assert "  To be,\n  or \\x1b[31mnot to be" in sample and max(len(line) for line in sample.splitlines()) <= 60
+    assert "\x1b" not in text
+
+
+def test_a_stopped_run_without_a_checkpoint_says_so():
+    text = ClosingReport(Path("r"), step=3, total_steps=10, loss=None, skipped=2, tensorboard=Path("r/tensorboard")).text()
+    assert text.startswith("stopped at step 3 of 10 · 2 steps skipped")
+    assert "checkpoint   none was saved" in text and "tensorboard --logdir r/tensorboard" in text

@@ -1,0 +1,162 @@
+"""The keys that users write down, frozen: a new one is a decision, and a renamed one breaks somebody's file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+
+import pytest
+
+from meshwright.core.config import field_doc, from_dict, public_keys
+from meshwright.core.config.schema import default_of, field_types, sections, union_arms
+from meshwright.core.errors import ConfigError
+from meshwright.planning.layout import Layout
+from meshwright.training.config import Config, ModelConfig, check
+from meshwright.training.ranges import DTYPES, PATTERNS, RANGES
+
+KEYS = """
+name out run seed steps
+model.size model.vocab_size model.dim model.n_layers model.n_heads model.n_kv_heads model.hidden_dim model.max_seq_len model.rope_theta
+model.qk_norm model.tied_embeddings
+model.rope_scaling.factor model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor
+model.rope_scaling.original_max_seq_len
+data.source data.tokenizer data.seq_len data.validation_fraction data.cache data.workers
+batch.global_batch batch.microbatch
+layout.pp layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.ep
+techniques.data_parallel techniques.reshard_after_forward techniques.sync_grad_accum techniques.cpu_offload
+techniques.activation_checkpointing techniques.compile techniques.compile_backend techniques.freeze
+techniques.precision.master techniques.precision.compute techniques.precision.reduce techniques.precision.output
+optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm optimizer.max_skipped_steps
+optimizer.overrides[].pattern optimizer.overrides[].lr_scale optimizer.overrides[].weight_decay
+schedule.kind schedule.warmup_steps schedule.final_ratio schedule.decay_fraction
+validation.every validation.samples
+checkpoint.every checkpoint.keep_last
+logging.every logging.tensorboard
+process.count process.backend process.startup_timeout_sec process.step_timeout_sec
+sample.prompt sample.tokens sample.temperature
+""".split()
+
+LEGAL = {"optimizer.overrides": [{"pattern": "norm"}], "model.rope_scaling": {}, "techniques.freeze": ["norm"]}
+ELSEWHERE = {f"layout.{axis}" for axis in field_types(Layout)} | {"techniques.reshard_after_forward"}
+"""Numbers whose legality depends on the mesh: planning decides it."""
+
+
+def with_value(key: str, value: object) -> Config:
+    """The default config with one key changed, its optional sections and lists present; not checked."""
+    data: dict = {}
+    for path, held in LEGAL.items():
+        section, name = path.split(".")
+        data.setdefault(section, {})[name] = [dict(row) if isinstance(row, dict) else row for row in held] if isinstance(held, list) else {}
+    node = data
+    *path, leaf = key.replace("[]", ".0").split(".")
+    for name in path:
+        node = node[int(name)] if isinstance(node, list) else node.setdefault(name, {})
+    node[int(leaf) if isinstance(node, list) else leaf] = value
+    return from_dict(Config, data)
+
+
+def types_of(key: str) -> tuple:
+    path, _, name = key.rpartition(".")
+    return union_arms(field_types(dict(sections(Config))[path])[name])
+
+
+def test_the_keys_are_these():
+    assert public_keys(Config) == KEYS
+
+
+def test_the_tree_stays_small_enough_to_read():
+    assert len(public_keys(Config)) <= 75
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_has_its_doc(key):
+    assert field_doc(Config, key)
+
+
+@pytest.mark.parametrize(("path", "section"), list(sections(Config)))
+def test_every_section_has_its_doc_and_can_leave_out_what_may_be_none(path, section):
+    assert section.__doc__ and not section.__doc__.startswith(f"{section.__name__}(")
+    for field in dataclasses.fields(section):
+        if type(None) in union_arms(field_types(section)[field.name]):
+            assert default_of(field) is None, f"{path}.{field.name}: TOML cannot say none"
+
+
+def test_the_defaults_are_legal():
+    check(Config())
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if {int, float} & set(types_of(key)) and key not in ELSEWHERE])
+def test_every_number_has_a_range(key):
+    assert key in RANGES
+    wrong = [-1] if int in types_of(key) else [-1.0, math.nan, math.inf]
+    for value in wrong:
+        with pytest.raises(ConfigError) as caught:
+            check(with_value(key, value))
+        concrete = key.replace("[]", "[0]")
+        assert str(caught.value).startswith(f"{concrete} = {value!r} is out of range: it must be {RANGES[key][0]}")
+
+
+def test_the_tables_name_only_keys_that_exist():
+    for key in (*RANGES, *PATTERNS, *DTYPES):
+        assert key.removesuffix("[]") in KEYS
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("steps", 0, "1 or more"),
+        ("name", "a/b", "letters, digits"),
+        ("name", "..", "letters, digits"),
+        ("name", "", "letters, digits"),
+        ("seed", 2**63, "2**63 - 1"),
+        ("data.source", [], "not empty"),
+        ("data.validation_fraction", 1.0, "0 or more and below 1"),
+        ("optimizer.lr", 0.0, "above 0"),
+        ("optimizer.beta2", 1.0, "below 1"),
+        ("model.size", "demoo", "Did you mean 'demo'?"),
+        ("model.rope_scaling.low_freq_factor", 4.0, "must be above model.rope_scaling.low_freq_factor"),
+        ("techniques.freeze[]", "(", "techniques.freeze[0] = '(' is no regular expression"),
+        ("optimizer.overrides[].pattern", "*", "optimizer.overrides[0].pattern = '*' is no regular expression"),
+        ("techniques.precision.compute", "fp8", "techniques.precision.compute = 'fp8' is not a dtype"),
+        ("techniques.precision.output", "auto", "techniques.precision.output = 'auto' is not a dtype"),
+    ],
+)
+def test_values_that_no_run_could_use_are_refused(key, value, says):
+    with pytest.raises(ConfigError) as caught:
+        check(with_value(key, value))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("techniques.precision.compute", "bf16"),
+        ("optimizer.max_norm", 0.0),
+        ("validation.every", 0),
+        ("sample.tokens", 0),
+        ("data.workers", 0),
+        ("schedule.final_ratio", 1.0),
+    ],
+)
+def test_values_that_switch_something_off_are_legal(key, value):
+    check(with_value(key, value))
+
+
+def test_types_are_checked_also_when_the_tree_was_built_in_python():
+    with pytest.raises(ConfigError, match="steps = true is true or false"):
+        check(Config(steps=True))
+    with pytest.raises(ConfigError, match=r"model\.dim = \"64\""):
+        check(Config(model=replace(ModelConfig(), dim="64")))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"Config\.from_dict"):
+        check(Config(layout={"tp": 2}))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plain_dict_and_a_file_do_the_same(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 3\n[layout]\ntp = 2\n")
+    assert Config.from_toml(path) == Config.from_dict({"steps": 3, "layout": {"tp": 2}}) == Config(steps=3, layout=Layout(tp=2))
+    for load in (lambda: Config.from_dict({"steps": 0}), lambda: Config.from_toml(tmp_path / "zero.toml")):
+        (tmp_path / "zero.toml").write_text("steps = 0\n")
+        with pytest.raises(ConfigError, match="steps = 0 is out of range"):
+            load()
