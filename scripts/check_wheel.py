@@ -39,7 +39,8 @@ def run(*command: str | Path) -> str:
     done = subprocess.run([str(c) for c in command], cwd=tempfile.gettempdir(), capture_output=True, text=True)
     if done.returncode:
         print(f"{done.stdout}{done.stderr}", file=sys.stderr)
-        sys.exit(f"check_wheel: exit status {done.returncode} of: {' '.join(map(str, command))[:200]}")
+        first_line = " ".join(map(str, command)).splitlines()[0]
+        sys.exit(f"check_wheel: the words above, and exit status {done.returncode}, came from: {first_line}")
     return done.stdout.strip()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _together(action, *, what: str, only_rank_zero: bool = False) -> None:
+def _together(action: Callable[[], None], *, what: str, only_rank_zero: bool = False) -> None:
     """Do something on every rank (or on rank 0), and fail on every rank when it fails on one."""
-    problem = ""
-    if not only_rank_zero or not dist.is_initialized() or dist.get_rank() == 0:
+
+    def worded() -> None:
         try:
             action()
-        except Exception as error:  # the others wait: they must hear of it before this rank leaves
-            problem = f"{type(error).__name__}: {error}"
-    said = [text for text in agree.everybody_says(problem) if text]
-    if said:
-        raise IntegrityError(f"{what}: {said[0]}. The last whole checkpoint is untouched.")
+        except Exception as error:
+            raise IntegrityError(f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched.") from error
+
+    agree.together(worded, here=not only_rank_zero or not dist.is_initialized() or dist.get_rank() == 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from meshwright.core.config import load_toml, parse_flags
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config, check
+
+Value = TypeVar("Value")
 
 
 def read_config(argv: list[str], *, prog: str, description: str) -> Config:
@@ -37,3 +41,44 @@ def _from_path(path: Path) -> Config:
     if not (path / "config.toml").is_file():
         raise ConfigError(f"{path} is a folder without a config.toml, so it is no run; give a config file or the folder of a run")
     return replace(load_toml(Config, path / "config.toml"), run=str(path))
+
+
+def take_option(argv: list[str], name: str, kind: Callable[[str], Value]) -> tuple[Value | None, list[str]]:
+    """The value of ``--name value`` or ``--name=value`` (None where it is absent), and the other words.
+
+    Raises:
+        ConfigError: the value is missing, given twice, or not of its kind.
+    """
+    found: list[str] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == name:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"{name} needs a value")
+            found.append(value)
+        elif word.startswith(name + "="):
+            found.append(word[len(name) + 1 :])
+        else:
+            rest.append(word)
+    if len(found) > 1:
+        raise ConfigError(f"{name} is given {len(found)} times: {', '.join(found)}")
+    try:
+        return (kind(found[0]) if found else None), rest
+    except ValueError:
+        raise ConfigError(f"{name} = {found[0]!r} is not a {'whole number' if kind is int else 'number'}") from None
+
+
+def refuse_rest(argv: list[str], prog: str, legal: str) -> None:
+    """Raise ConfigError for words that a verb does not know."""
+    if argv:
+        raise ConfigError(f"{prog} does not know '{argv[0]}'. Flags: {legal}.")
+
+
+def open_run(path: str) -> tuple[Path, Config]:
+    """The folder of a run and its config. Raises ConfigError where it is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{path} does not exist or is no folder; give the folder of a run, like runs/demo-…")
+    return folder, _from_path(folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Result = TypeVar("Result")
 
 
 def _word_device() -> torch.device:
@@ -84,3 +87,21 @@ def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
         for group in groups:
             dist.all_reduce(words, group=group)
     return words.cpu()
+
+
+def together(action: Callable[[], Result], *, here: bool = True) -> Result | None:
+    """Do something on the ranks where ``here`` is true; when it raises on one rank, that error is raised on all.
+
+    Without it the others would wait in their next collective until its time limit.
+    """
+    result, problem = None, None
+    if here:
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
+            problem = error
+    first = next((said for said in everybody_says(problem) if said is not None), None)
+    if first is not None:
+        first.__dict__["is_agreed"] = True
+        raise first
+    return result

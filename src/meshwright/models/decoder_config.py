@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3's stretch of the rotary frequencies (Llama 3 herd, arXiv 2407.21783; wave lengths in tokens)."""
+    """Scaling of the rotary frequencies for longer sequences, as in Llama 3.1 (arXiv 2407.21783); off until one of its keys is set."""
 
     factor: float = 8.0
+    """Low frequencies are divided by this."""
     low_freq_factor: float = 1.0
+    """Frequencies with fewer turns than this over original_max_seq_len are divided in full."""
     high_freq_factor: float = 4.0
+    """Frequencies with more turns than this over original_max_seq_len stay as they are."""
     original_max_seq_len: int = 8192
+    """Sequence length, in tokens, that the unscaled frequencies were made for."""
 
 
 @dataclass(frozen=True)

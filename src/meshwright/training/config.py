@@ -8,25 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.core.config import from_dict, load_toml
+from meshwright.models.decoder_config import RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.training.ranges import check_values
 
 __all__ = ["Config", "check"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of the rotary frequencies for longer sequences, as in Llama 3.1; off until one of its keys is set."""
-
-    factor: float = 8.0
-    """Low frequencies are divided by this."""
-    low_freq_factor: float = 1.0
-    """Frequencies with fewer turns than this over original_max_seq_len are divided in full."""
-    high_freq_factor: float = 4.0
-    """Frequencies with more turns than this over original_max_seq_len stay as they are."""
-    original_max_seq_len: int = 8192
-    """Sequence length, in tokens, that the unscaled frequencies were made for."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +113,8 @@ class ScheduleConfig:
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warmup; wsd: constant, then a linear decay at the end."""
-    warmup_steps: int = 20
-    """Steps of linear rise to the peak; more than the run has: the peak is not reached."""
+    warmup_steps: int | None = None
+    """Steps of linear rise to the peak; none: a twentieth of the run, at most 100."""
     final_ratio: float = 0.1
     """Last learning rate / peak."""
     decay_fraction: float = 0.2

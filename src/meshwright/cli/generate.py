@@ -1,0 +1,38 @@
+"""``meshwright generate RUN --prompt "def "``: continue a text with a trained run, in one process."""
+
+from __future__ import annotations
+
+from meshwright.cli.arguments import open_run, refuse_rest, take_option
+from meshwright.core.errors import ConfigError
+
+
+def run(argv: list[str]) -> int:
+    """Print prompt and continuation.
+
+    Flags: ``--prompt``, ``--tokens``, ``--temperature``, ``--seed`` (each by default as the run's config says) and ``--step`` (a
+    checkpoint other than the latest).
+    """
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n\n{run.__doc__}")
+        return 0
+    prompt, argv = take_option(argv, "--prompt", str)
+    tokens, argv = take_option(argv, "--tokens", int)
+    temperature, argv = take_option(argv, "--temperature", float)
+    seed, argv = take_option(argv, "--seed", int)
+    step, argv = take_option(argv, "--step", int)
+    if not argv:
+        raise ConfigError("meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '")
+    folder, config = open_run(argv[0])
+    refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step")
+    from meshwright.training.sampling import Sampler
+
+    sampler = Sampler(folder, config, step)
+    s = config.sample
+    text = sampler.continue_text(
+        s.prompt if prompt is None else prompt,
+        s.tokens if tokens is None else tokens,
+        temperature=s.temperature if temperature is None else temperature,
+        seed=config.seed if seed is None else seed,
+    )
+    print(text)
+    return 0

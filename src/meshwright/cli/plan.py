@@ -1,0 +1,25 @@
+"""``meshwright plan``: what a config becomes on a mesh of any size, without process group, GPU or data."""
+
+from __future__ import annotations
+
+from meshwright.cli.arguments import read_config, take_option
+
+
+def run(argv: list[str]) -> int:
+    """Print the plan and the bytes of a step. ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``."""
+    world, argv = take_option(argv, "--world", int)
+    per_node, argv = take_option(argv, "--per-node", int)
+    device, argv = take_option(argv, "--device", str)
+    as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
+    from meshwright.data import load_tokenizer
+    from meshwright.introspection.cluster import Cluster, local_device
+    from meshwright.planning.explain import table
+    from meshwright.training.build import batch_of, decoder_config, plan_run
+    from meshwright.training.launch import process_count
+
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    cluster = Cluster(world or process_count(config), per_node or 0, device or local_device())
+    plan = plan_run(config, decoder_config(config, tokenizer), tokenizer, cluster)
+    print(plan.to_json() if as_json else table(plan, batch_of(config, tokenizer)))
+    return 0

@@ -1,0 +1,47 @@
+"""What a run folder holds, in words. Reads nothing but small text files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.core.units import bytes_text, count_text
+from meshwright.planning.plan import Plan
+
+from .config import Config
+from .monitoring.metrics import read_metrics
+from .run_folder import RunFolder
+
+
+def describe_run(path: Path, config: Config) -> str:
+    """Model, data, how far it came, its checkpoints, its plan."""
+    folder = RunFolder(path)
+    identity = json.loads((path / "identity.json").read_text()) if (path / "identity.json").is_file() else {}
+    lines = [f"run {path}", f"  name        {config.name}", f"  data        {', '.join(config.data.source)} ({identity.get('data', 'unknown')[:12]}), seed {config.seed}"]
+    lines += _progress(path, config)
+    latest = folder.checkpoints.latest()
+    for step in folder.checkpoints.steps():
+        where = folder.checkpoints.of_step(step)
+        lines.append(f"  checkpoint  {_checkpoint(where)}{'  (latest)' if where == latest else ''}")
+    lines += [f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()]
+    plan = path / "plan.json"
+    return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+
+
+def _progress(path: Path, config: Config) -> list[str]:
+    metrics = path / "metrics.jsonl"
+    rows = [row for row in read_metrics(metrics) if "loss" in row] if metrics.is_file() else []
+    if not rows:
+        return [f"  progress    no step yet, of {config.steps}"]
+    last = rows[-1]
+    validation = next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None)
+    held_out = f", validation loss {validation:.4f}" if validation is not None else ""
+    return [f"  progress    step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss {last['loss']:.4f}{held_out}"]
+
+
+def _checkpoint(folder: Path) -> str:
+    manifest = Manifest.read(folder)
+    parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
+    size = sum(entry.bytes for entry in manifest.files.values())
+    return f"{folder.name}: {parameters} parameters and buffers, {len(manifest.tensors)} tensors, {bytes_text(size)} in {len(manifest.files)} files"

@@ -1,0 +1,95 @@
+"""A run's folder: where it is, what it holds, and whether it is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.core.config import to_toml
+from meshwright.core.errors import ConfigError
+
+from .config import Config
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @classmethod
+    def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
+        """The folder that the config names, or a new one named by time. Call it on one rank; nothing of an older run is touched.
+
+        Args:
+            identity: what must not change between the parts of one run, as JSON values.
+
+        Raises:
+            ConfigError: the folder holds a run of another identity, or files that are no run.
+        """
+        if not config.run:
+            return cls(_new_folder(Path(config.out), config.name))
+        folder = cls(Path(config.run))
+        folder.check_identity(identity)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Refuse to continue somebody else's run. Raises ConfigError."""
+        stored = self.path / "identity.json"
+        if not stored.is_file():
+            if self.path.is_dir() and any(self.path.iterdir()):
+                raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
+            return
+        before = json.loads(stored.read_text())
+        changed = [f"{key} (there {_short(before.get(key))}, now {_short(value)})" for key, value in identity.items() if before.get(key) != value]
+        if changed:
+            raise ConfigError(
+                f"run = {self.path} holds another run: {'; '.join(changed)} differ. Model, data, tokenizer and seed make a run's identity;"
+                f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
+            )
+
+    def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str) -> None:
+        """Write what the run is made of (each file whole or not at all)."""
+        _write(self.config, to_toml(config))
+        _write(self.path / "identity.json", json.dumps(identity, indent=1))
+        _write(self.path / "plan.json", plan_text)
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"out = {parent}: cannot make a run folder there ({error})") from None
+    raise ConfigError(f"out = {parent}: a thousand runs named {name} started this second")
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} = {v}" for k, v in value.items())[:120]
+    return str(value)[:24]
