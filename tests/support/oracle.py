@@ -2,45 +2,133 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from .problems import SEED, Problem, frozen, make_optimizer, pieces
+
+Named = dict[str, torch.Tensor]
 
 
-def relative_errors(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Per tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · global norm of the reference)."""
-    assert found.keys() == reference.keys(), found.keys() ^ reference.keys()
+@dataclass
+class Outcome:
+    """What a run came to: per step losses and gradient norms; by name the initial weights, first gradients, final weights."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: Named
+    gradients: Named
+    parameters: Named
+
+
+def relative_errors(found: Named, reference: Named) -> dict[str, float]:
+    """Per tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · global norm of the reference); infinite where one is missing."""
     whole = torch.stack([r.double().norm() for r in reference.values()]).norm().item()
-    return {
-        name: ((found[name].double() - r.double()).norm() / max(r.double().norm().item(), 1e-6 * whole)).item()
-        for name, r in reference.items()
-    }
+    errors = dict.fromkeys(found.keys() ^ reference.keys(), math.inf)
+    for name in found.keys() & reference.keys():
+        r = reference[name].double()
+        error = ((found[name].double() - r).norm() / max(r.norm().item(), 1e-6 * whole)).item()
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
 
 
-def oracle_steps(model, microbatches_of_steps, make_optimizer, max_norm):
-    """Train a plain module; ``microbatches_of_steps`` holds, per step, all microbatches of all ranks.
+def differences(found: Outcome, reference: Outcome) -> dict[str, tuple[float, str]]:
+    """For each thing compared, the worst relative error and where it is."""
+    result = {}
+    for what in ("initial", "gradients", "parameters"):
+        errors = relative_errors(getattr(found, what), getattr(reference, what))
+        name = max(errors, key=errors.__getitem__)
+        result[what] = errors[name], name
+    for what in ("losses", "norms"):
+        mine, theirs = getattr(found, what), getattr(reference, what)
+        errors = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
+        errors = [math.inf if math.isnan(e) else e for e in errors]
+        result[what] = max(errors), f"step {errors.index(max(errors))}"
+    return result
 
-    Returns (losses, grad norms, gradients of the first step by name, parameters afterwards by name).
-    """
-    optimizer = make_optimizer(model.parameters())
-    losses, norms, first = [], [], {}
-    for pieces in microbatches_of_steps:
-        count = sum(int((p["labels"] != -100).sum()) for p in pieces)
-        total = 0.0
-        for piece in pieces:
-            inputs = {key: value for key, value in piece.items() if key != "labels"}
-            logits = model(**inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), piece["labels"].flatten(), ignore_index=-100, reduction="sum") / count
+
+def build(problem: Problem) -> nn.Module:
+    """The model of a problem with its initial weights, in one process. Ours and those on meta follow the init law."""
+    from meshwright.introspection.facts import model_facts
+    from meshwright.introspection.source import as_module
+    from meshwright.distributed.weights import materialise
+
+    model = as_module(problem.model)
+    facts = model_facts(model)
+    model = model.to(getattr(torch, problem.dtype))
+    if facts.on_meta:
+        ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
+        materialise(model, torch.device("cpu"), SEED, ties)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not frozen(name, problem.freeze))
+    return model
+
+
+def loss_sum(model: nn.Module, piece: Named, problem: Problem) -> torch.Tensor:
+    inputs = {argument: piece[key] for key, argument in problem.data.arguments}
+    output = model(piece["tokens"], **inputs)
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    labels = piece["labels"].where(piece["loss_mask"], -100)
+    logits = logits.flatten(0, 1)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def real_tokens(batch: Named) -> int:
+    return int(((batch["labels"] != -100) & batch["loss_mask"]).sum())
+
+
+def values(model: nn.Module) -> Named:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def oracle(problem: Problem, order: Any = ()) -> Outcome:
+    """Train in one process. ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last."""
+    model = build(problem).train()
+    optimizer = make_optimizer(problem.optimizer, model.parameters())
+    outcome = Outcome([], [], values(model), {}, {})
+    for batch in problem.data.steps(problem.steps):
+        if order == "backwards":
+            batch = {key: value.flip(0) for key, value in batch.items()}
+        losses = []
+        for piece in pieces(batch, () if order == "backwards" else order):
+            loss = loss_sum(model, piece, problem) / real_tokens(batch)
             loss.backward()
-            total += loss.item()
-        losses.append(total)
-        if not first:
-            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        norms.append(norm.item())
-        if max_norm and norm > max_norm:
-            for g in gradients:
-                g.mul_(max_norm / (norm + 1e-6))
+            losses.append(loss.item())
+        outcome.losses.append(sum(losses))
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        outcome.gradients = outcome.gradients or {name: g.clone() for name, g in gradients.items()}
+        outcome.norms.append(torch.stack([g.norm() for g in gradients.values()]).norm().item())
+        if problem.max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), problem.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return losses, norms, first, {n: p.detach().clone() for n, p in model.named_parameters()}
+    outcome.parameters = values(model)
+    return outcome
+
+
+def floor(problem: Problem) -> dict[str, float]:
+    """What rounding alone does: the worst difference that comes from reordering one process's own sums."""
+    base, rows = oracle(problem), problem.data.rows
+    others = [oracle(problem, order) for order in (range(1, rows), (rows // 2,), (1, 3, rows - 2), "backwards")]
+    found = [differences(other, base) for other in others]
+    return {what: max(f[what][0] for f in found) for what in found[0]}
+
+
+def bf16_gradients(problem: Problem) -> Named:
+    """The first step's gradients with parameters and activations in bf16: plain torch on a cast copy, summed over rows in fp32."""
+    model = copy.deepcopy(build(problem)).to(torch.bfloat16).train()
+    batch = problem.data.step(0)
+    total: Named = {}
+    for piece in pieces(batch, range(1, problem.data.rows)):
+        (loss_sum(model, piece, problem) / real_tokens(batch)).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                total[name] = total.get(name, 0) + p.grad.float()
+                p.grad = None
+    return total

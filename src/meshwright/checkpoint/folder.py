@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import IntegrityError
 
-from .save import PARTIAL, sync_folder
+from .replacing import PARTIAL, is_there, remove, sync_folder
 
 LATEST = "latest"
+STEP = r"step-(\d{8,})"
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,24 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps whose folders have their final names, ascending."""
-        found = [re.fullmatch(r"step-(\d{8,})", entry.name) for entry in self.path.iterdir()] if self.path.is_dir() else []
+        found = [re.fullmatch(STEP, entry.name) for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match.group(1)) for match in found if match)
 
     def latest(self) -> Path | None:
         """The checkpoint to continue from; None where there is none yet.
 
         Raises:
-            IntegrityError: the pointer names a folder that is gone.
+            IntegrityError: the pointer names a folder that is gone, or none.
         """
         pointer = self.path / LATEST
         if not pointer.is_file():
             return None
-        target = self.path / pointer.read_text().strip()
-        if not target.is_dir():
+        name = pointer.read_text().strip()
+        target = self.path / name
+        if not re.fullmatch(STEP, name) or not is_there(target):
             others = ", ".join(f"step-{s:08d}" for s in self.steps()) or "none"
-            raise IntegrityError(f"{pointer} names {target.name}, which is gone. Checkpoints that are there: {others}; write one of these into {pointer}.")
+            what = f"names {name}, which is gone" if re.fullmatch(STEP, name) else f"is damaged: it holds {name!r}, no checkpoint's name"
+            raise IntegrityError(f"{pointer} {what}. Checkpoints that are there: {others}; write one of these into {pointer}.")
         return target
 
     def half_written(self) -> list[Path]:
@@ -63,4 +65,4 @@ class CheckpointFolder:
         pointed = self.latest()
         for step in self.steps()[:-count] if count else []:
             if self.of_step(step) != pointed:
-                shutil.rmtree(self.of_step(step), ignore_errors=True)
+                remove(self.of_step(step))

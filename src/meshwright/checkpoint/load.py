@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
-from .manifest import Manifest, damage
-from .state import empty_optimizer_tensors, group_records, model_tensors, put_optimizer_tensors, shape_and_dtype
+from .manifest import Manifest, damage, strangers
+from .replacing import PARTIAL, settle
+from .save import cause
+from .state import empty_optimizer_tensors, group_records, model_tensors, put_optimizer_tensors, put_options, shape_and_dtype
 
 
 def load(
@@ -30,6 +34,7 @@ def load(
     """Read the checkpoint folder ``path`` into a model (and its optimizer), whatever layout wrote it. Collective.
 
     Args:
+        optimizer: takes over the saved state; what it held before is dropped.
         restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the present ones.
 
     Returns:
@@ -37,35 +42,48 @@ def load(
 
     Raises:
         IntegrityError: the checkpoint was never finished, or a file is missing, truncated or changed.
-        ConfigError: it is whole, but of another model: names, shapes or dtypes differ. Nothing is changed then.
+        ConfigError: it is whole, but of another model or optimizer: names, shapes, dtypes or groups differ. Nothing is changed then.
     """
-    path = Path(path)
-    manifest = Manifest.read(path)
+    path = Path(os.path.abspath(path))
+    manifest = open_manifest(path)
     verify_files(path, manifest)
     wanted = model_tensors(parallel_model)
     _check_model(wanted, manifest, path)
     state: dict[str, Tensor] = {}
+    options: list[dict[str, Any]] = []
     if optimizer is not None:
-        if not any(key.startswith("optimizer.") for key in manifest.tensors):
-            raise ConfigError(f"{path} holds no optimizer state: load it without optimizer=")
+        _check_optimizer(parallel_model, optimizer, manifest, path)
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
-        _check_optimizer(parallel_model, optimizer, state, path)
+        options = _options(parallel_model, optimizer, manifest, path) if restore_options else []
     random_state = _own_random_state(manifest)
     _read({**wanted, **state, **random_state}, path)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state)
-        if restore_options:
-            _restore_options(parallel_model, optimizer, manifest, path)
+        for group, saved in zip(optimizer.param_groups, options, strict=False):
+            put_options(group, saved)
     _put_random_state(random_state)
     return manifest.extra
+
+
+def open_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, on every rank. Raises IntegrityError on all ranks where one cannot read it."""
+    if path.name.endswith(PARTIAL):
+        raise IntegrityError(f"{path} is what an unfinished save left, and is never read; use the last whole checkpoint")
+    agree.together(lambda: settle(path), here=not dist.is_initialized() or dist.get_rank() == 0)
+    manifest = agree.together(lambda: Manifest.read(path))
+    assert manifest is not None
+    return manifest
 
 
 def verify_files(path: Path, manifest: Manifest) -> None:
     """Compare every file with the manifest, the files dealt over the ranks. Raises IntegrityError on all ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = sorted(manifest.files)[rank::world]
-    found = [text for name in names if (text := damage(path, name, manifest.files[name]))]
-    problems = [text for said in agree.everybody_says(found) for text in said]
+
+    def look() -> list[str]:
+        found = [text for name in sorted(manifest.files)[rank::world] if (text := damage(path, name, manifest.files[name]))]
+        return found + (strangers(path, manifest.files) if rank == 0 else [])
+
+    problems = [text for said in agree.everybody_says(agree.together(look)) for text in said]
     if problems:
         raise IntegrityError(f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again.")
 
@@ -83,12 +101,37 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path) -> N
         raise ConfigError(f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded.")
 
 
-def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor], path: Path) -> None:
-    have = {key.split(".", 2)[2] for key in state}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    lacking = [names[p] for group in optimizer.param_groups for p in group["params"] if p in names and names[p] not in have]
-    if lacking and have:
-        raise ConfigError(f"{path} has no optimizer state for {lacking[0]} ({len(lacking)} in all): were other parameters frozen? Nothing was loaded.")
+def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> None:
+    if not manifest.optimizer:
+        raise ConfigError(f"{path} holds no optimizer state: load it without optimizer=")
+    if manifest.optimizer != (kind := type(optimizer).__name__):
+        raise ConfigError(
+            f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: use {manifest.optimizer},"
+            f" or load it without optimizer=. Nothing was loaded."
+        )
+    saved = {name for record in manifest.groups for name in record["params"]}
+    lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]
+    if lacking:
+        raise ConfigError(
+            f"{path} has no optimizer state for {lacking[0]} ({len(lacking)} in all): were other parameters frozen? Nothing was loaded."
+        )
+
+
+def _options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> list[dict[str, Any]]:
+    """The saved options for each of the optimizer's groups, however the saved groups were cut."""
+    saved = {name: record["options"] for record in manifest.groups for name in record["params"]}
+    found = []
+    for record in group_records(model, optimizer):
+        first, *others = record["params"] or [None]
+        options = saved.get(first, {})
+        different = next((name for name in others if saved[name] != options), None)
+        if different is not None:
+            raise ConfigError(
+                f"{path} was written with other optimizer groups: {first} and {different} had different options there, and are in one"
+                f" group here. Group the parameters alike, or load with restore_options=False. Nothing was loaded."
+            )
+        found.append(options)
+    return found
 
 
 def _own_random_state(manifest: Manifest) -> dict[str, Tensor]:
@@ -111,18 +154,10 @@ def _put_random_state(state: dict[str, Tensor]) -> None:
 
 
 def _read(tensors: dict[str, Tensor], path: Path) -> None:
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=agree.alone())
-
-
-def _restore_options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> None:
-    saved = {tuple(record["params"]): record["options"] for record in manifest.groups}
-    for group, record in zip(optimizer.param_groups, group_records(model, optimizer), strict=True):
-        options = saved.get(tuple(record["params"]))
-        if options is None:
-            raise ConfigError(
-                f"{path} was written with other optimizer groups (none holds just {record['params'][0]} … {record['params'][-1]});"
-                f" group the parameters alike, or load with restore_options=False"
-            )
-        group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in options.items() if key in group})
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=agree.alone())
+    except CheckpointException as error:
+        said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
+        raise IntegrityError(f"{said}: the model now holds a part of it. Load a checkpoint again before you use it.") from error

@@ -33,6 +33,7 @@ class Manifest:
     """Attributes:
     tensors: key -> global shape and dtype.
     files: file name -> size and checksum.
+    optimizer: class of the optimizer, "" where none was saved.
     groups: the optimizer's groups: names of their parameters, and their options.
     extra: what the caller gave to ``save`` (JSON values).
     plan: the plan of the layout that wrote it, as JSON text; for people, never needed to read the rest.
@@ -40,15 +41,16 @@ class Manifest:
 
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
+    optimizer: str = ""
     groups: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     plan: str = ""
-    version: int = VERSION
 
     def write(self, folder: Path) -> None:
-        """Write and flush to disk."""
+        """Write, with a checksum of its own, and flush to disk."""
+        said = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         with open(folder / NAME, "w") as file:
-            json.dump(asdict(self), file, indent=1)
+            json.dump({**said, "crc32": _checksum(said)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
 
@@ -57,21 +59,27 @@ class Manifest:
         """Read the manifest of a checkpoint folder.
 
         Raises:
-            IntegrityError: there is none (the folder was never finished), or it is not what ``write`` writes.
+            IntegrityError: there is none (the folder was never finished), or it is not what ``write`` wrote.
         """
         path = folder / NAME
         if not path.is_file():
-            what = "is no checkpoint: it has no manifest, which is written last, so its writing was never finished" if folder.is_dir() else "does not exist"
-            raise IntegrityError(f"{folder} {what}")
+            unfinished = "is no checkpoint: it has no manifest, which is written last, so its writing was never finished"
+            raise IntegrityError(f"{folder} {unfinished if folder.is_dir() else 'does not exist'}")
         try:
-            data = json.loads(path.read_text())
-            if data["version"] != VERSION:
-                raise IntegrityError(f"{path} has format version {data['version']}; this meshwright reads version {VERSION}")
-            tensors = {key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in data["tensors"].items()}
-            files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
-            return cls(tensors, files, data["groups"], data["extra"], data["plan"])
-        except (ValueError, KeyError, TypeError) as error:
+            said = json.loads(path.read_text())
+            if said["version"] != VERSION:
+                raise IntegrityError(f"{path} has format version {said['version']}; this meshwright reads version {VERSION}")
+            if said.pop("crc32") != _checksum(said):
+                raise ValueError("its content changed since it was written (checksum)")
+            tensors = {key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()}
+            files = {name: FileEntry(**entry) for name, entry in said["files"].items()}
+            return cls(tensors, files, said["optimizer"], said["groups"], said["extra"], said["plan"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted") from error
+
+
+def _checksum(said: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(said).encode())
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -93,3 +101,8 @@ def damage(folder: Path, name: str, entry: FileEntry) -> str:
     if size != entry.bytes:
         return f"{path} has {size:,} bytes, but {entry.bytes:,} were written"
     return "" if describe_file(path) == entry else f"{path} has the right size, but its content changed since it was written (checksum)"
+
+
+def strangers(folder: Path, files: dict[str, FileEntry]) -> list[str]:
+    """Tensor files that lie in a checkpoint's folder and are not of it: whoever reads all files would take them for shards."""
+    return [f"{path} is not a file of this checkpoint" for path in sorted(folder.glob("*.safetensors")) if path.name not in files]

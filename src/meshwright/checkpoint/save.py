@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from meshwright.core.errors import IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
-from .manifest import FileEntry, Manifest, TensorEntry, describe_file
+from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
+from .replacing import PARTIAL, beside, put_in_place, settle, sync_folder
 from .state import group_records, model_tensors, optimizer_tensors, shape_and_dtype
 
-PARTIAL = ".partial"
+Result = TypeVar("Result")
 
 
 def save(
@@ -38,24 +41,27 @@ def save(
     the old checkpoint or the new one.
 
     Args:
-        extra: JSON values that ``load`` gives back.
+        path: a new folder, an empty one, or a checkpoint that will be replaced.
+        extra: JSON values that ``load`` gives back (rank 0's).
 
     Raises:
+        ConfigError: ``path`` is there and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    path = Path(path)
-    partial = path.with_name(path.name + PARTIAL)
-    tensors = model_tensors(parallel_model)
+    path = Path(os.path.abspath(path))
+    partial = beside(path, PARTIAL)
+    tensors = model_tensors(parallel_model) | _random_state()
+    groups: list[dict[str, Any]] = []
     if optimizer is not None:
         tensors |= optimizer_tensors(parallel_model, optimizer)
-    tensors |= _random_state()
-    _together(lambda: _make_room(partial), only_rank_zero=True, what=f"cannot prepare {partial}")
+        groups = group_records(parallel_model, optimizer)
+    _together(lambda: _make_room(path, partial, extra), here=_is_first(), what=f"cannot prepare {partial}")
     _together(lambda: _write(tensors, partial), what=f"cannot write {partial}")
-    files = {name: entry for said in agree.everybody_says(_describe_own(partial)) for name, entry in said.items()}
-    groups = group_records(parallel_model, optimizer) if optimizer is not None else []
-    entries = {key: entry for said in agree.everybody_says(_entries(tensors)) for key, entry in said.items()}
-    manifest = Manifest(entries, files, groups, extra or {}, parallel_model.plan.to_json())
-    _together(lambda: _finish(manifest, partial, path), only_rank_zero=True, what=f"cannot finish {path}")
+    own = _together(lambda: _describe_own(partial), what=f"cannot read back {partial}")
+    files = {name: entry for said in agree.everybody_says(own) for name, entry in said.items()}
+    kind = type(optimizer).__name__ if optimizer is not None else ""
+    manifest = Manifest(_entries(tensors), files, kind, groups, extra or {}, parallel_model.plan.to_json())
+    _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 
 def _random_state() -> dict[str, Tensor]:
@@ -68,10 +74,20 @@ def _random_state() -> dict[str, Tensor]:
 
 
 def _entries(tensors: dict[str, Tensor]) -> dict[str, TensorEntry]:
-    return {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
+    """Shapes and dtypes by key; only the random streams differ from rank to rank."""
+    mine = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
+    streams = {key: entry for key, entry in mine.items() if key.startswith("random.")}
+    return mine | {key: entry for said in agree.everybody_says(streams) for key, entry in said.items()}
 
 
-def _make_room(partial: Path) -> None:
+def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)") from None
+    settle(path)
+    if path.exists() and not (path / NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} is there and is no checkpoint: it would be replaced. Give a new folder, or remove it first.")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -93,33 +109,30 @@ def _describe_own(partial: Path) -> dict[str, FileEntry]:
 def _finish(manifest: Manifest, partial: Path, path: Path) -> None:
     manifest.write(partial)
     sync_folder(partial)
-    if path.exists():
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)
-        os.rename(partial, path)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(partial, path)
-    sync_folder(path.parent)
+    put_in_place(partial, path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _together(action: Callable[[], None], *, what: str, only_rank_zero: bool = False) -> None:
-    """Do something on every rank (or on rank 0), and fail on every rank when it fails on one."""
+def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
+    """Do something on every rank (or where ``here``), and fail on every rank when it fails on one."""
 
-    def worded() -> None:
+    def worded() -> Result:
         try:
-            action()
-        except Exception as error:
-            raise IntegrityError(f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched.") from error
+            return action()
+        except MeshwrightError:
+            raise
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            raise IntegrityError(f"{what}: {cause(error)}. The last whole checkpoint is untouched.") from error
 
-    agree.together(worded, here=not only_rank_zero or not dist.is_initialized() or dist.get_rank() == 0)
+    return agree.together(worded, here=here)  # type: ignore[return-value]
+
+
+def cause(error: BaseException) -> str:
+    """What went wrong, on which rank, without the tracebacks that torch's checkpoint error carries."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = min(error.failures.items())
+        return f"rank {rank}: {type(first).__name__}: {first}"
+    return f"{type(error).__name__}: {error}"

@@ -2,68 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.core.names import clean
+from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.parallel_model import ParallelModel
+
+from .manifest import TensorEntry
+
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that choose how, not what, is computed: they belong to the machine, not to the run."""
 
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
-    """"model.<name>" -> parameter or persistent buffer. Tied parameters once."""
+    """ "model.<name>" -> parameter or persistent buffer. Tied parameters once."""
     found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """"optimizer.<state>.<parameter>" -> state, sharded like its parameter; 0-dim state as shape (1,)."""
+    """ "optimizer.<state>.<parameter>" -> state, sharded like its parameter.
+
+    Raises:
+        UnsupportedError: the optimizer keeps a parameter's state in something else than tensors.
+    """
     found = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"optimizer.{key}.{name}"] = value.detach().reshape(1) if value.dim() == 0 else value.detach()
+                found[f"optimizer.{key}.{name}"] = value.detach()
+            elif value is not None:
+                kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
+                raise UnsupportedError(f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=.")
     return found
 
 
-def empty_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, entries: dict[str, Any]) -> dict[str, Tensor]:
-    """Room for the optimizer state that a manifest lists: like the parameter where the shape is the same, else plain."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {name: p for name, p in model.named_parameters() if p in held}
+def empty_optimizer_tensors(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, entries: Mapping[str, TensorEntry]
+) -> dict[str, Tensor]:
+    """Room for the optimizer state that a manifest lists: like the parameter where the shape is the same, else plain.
+
+    Step counts (0-dim) lie on the CPU, or beside the parameter where a fused or capturable optimizer wants them.
+    """
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if p in group_of}
     found = {}
     for key, entry in entries.items():
         kind, _, rest = key.partition(".")
         name = rest.partition(".")[2]
         if kind != "optimizer" or name not in parameters:
             continue
-        like = parameters[name]
-        dtype = getattr(torch, entry.dtype)
-        if tuple(like.shape) == entry.shape and entry.shape != (1,):
-            found[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False).detach()
+        like, dtype = parameters[name], getattr(torch, entry.dtype)
+        if entry.shape and tuple(like.shape) == entry.shape:
+            found[key] = torch.zeros_like(like, dtype=dtype).detach()
         else:
-            found[key] = torch.zeros(entry.shape, dtype=dtype)
+            beside = bool(entry.shape) or any(group_of[like].get(option) for option in ("fused", "capturable"))
+            found[key] = torch.zeros(entry.shape, dtype=dtype, device=like.device if beside else "cpu")
     return found
 
 
 def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Hand loaded state to the optimizer."""
+    """Make the loaded state the optimizer's own: a parameter without loaded state has none afterwards."""
     parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        optimizer.state.pop(parameter, None)
     for key, value in tensors.items():
         _, state, name = key.split(".", 2)
-        parameter = parameters[name]
-        scalar = tuple(value.shape) == (1,) and tuple(parameter.shape) != (1,)
-        optimizer.state[parameter][state] = value.reshape(()) if scalar else value
+        optimizer.state[parameters[name]][state] = value
 
 
 def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON: names of their parameters, and their plain options."""
-    names = {parameter: clean(name) for name, parameter in model.named_parameters()}
+    """The optimizer's groups as JSON: names of their parameters, and their plain options (a 0-dim tensor as its number).
+
+    Raises:
+        UnsupportedError: the optimizer holds a parameter that is not the model's.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
     records = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if isinstance(value, (int, float, str, bool, list, tuple)) and key != "params"}
+    for number, group in enumerate(optimizer.param_groups):
+        if any(parameter not in names for parameter in group["params"]):
+            raise UnsupportedError(
+                f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was made before"
+                f" the model was laid out). Make the optimizer from this ParallelModel's parameters."
+            )
+        plain = {key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in group.items()}
+        options = {
+            key: value
+            for key, value in plain.items()
+            if isinstance(value, (int, float, str, bool, list, tuple)) and key not in ("params", *IMPLEMENTATION)
+        }
         records.append({"params": [names[p] for p in group["params"]], "options": options})
     return records
+
+
+def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Restore a group's options, each in the type that the group has it in; options that the group lacks are left out."""
+    for key, value in options.items():
+        have = group.get(key)
+        if isinstance(have, Tensor):
+            have.fill_(value)
+        elif key in group:
+            group[key] = tuple(value) if isinstance(have, tuple) else value
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:

@@ -12,6 +12,7 @@ def run(argv: list[str]) -> int:
     device, argv = take_option(argv, "--device", str)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
+    from meshwright.core.errors import ConfigError
     from meshwright.data import load_tokenizer
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
@@ -20,6 +21,15 @@ def run(argv: list[str]) -> int:
 
     tokenizer = load_tokenizer(config.data.tokenizer)
     cluster = Cluster(world or process_count(config), per_node or 0, device or local_device())
-    plan = plan_run(config, decoder_config(config, tokenizer), tokenizer, cluster)
-    print(plan.to_json() if as_json else table(plan, batch_of(config, tokenizer)))
+    model_config, batch = decoder_config(config, tokenizer), batch_of(config, tokenizer)
+    plan = plan_run(config, model_config, cluster)
+    if as_json:
+        print(plan.to_json())
+        return 0
+    try:
+        plan_run(config, model_config, cluster, batch)
+    except ConfigError:
+        print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
+        raise
+    print(table(plan, batch))
     return 0

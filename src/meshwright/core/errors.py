@@ -31,7 +31,9 @@ class MissingExtraError(MeshwrightError, ImportError):
     exit_status = 2
 
     def __init__(self, what: str, package: str, extra: str):
-        super().__init__(f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'meshwright[{extra}]'")
+        super().__init__(
+            f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'meshwright[{extra}]'"
+        )
 
 
 def nearest(word: str, choices) -> str:

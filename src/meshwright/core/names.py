@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+
 def clean(name: str) -> str:
     """The name without the parts that torch's wrappers add (compile, checkpoint, FSDP1, DDP's leading ``module``)."""
     inner = re.sub(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from meshwright.core.errors import MeshwrightError
 
 Result = TypeVar("Result")
 
@@ -99,9 +102,19 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
         try:
             result = action()
         except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
-            problem = error
+            problem = portable(error)
     first = next((said for said in everybody_says(problem) if said is not None), None)
     if first is not None:
         first.__dict__["is_agreed"] = True
         raise first
     return result
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself where it survives pickling, else one of ours with its words: the other ranks must be able to raise it."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:  # noqa: BLE001  (whatever pickling does to an error, the error is what must be told)
+        pass
+    return MeshwrightError(f"{type(error).__name__}: {error}")

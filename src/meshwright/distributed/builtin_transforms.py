@@ -176,7 +176,9 @@ class ActivationCheckpointTransform(_Planned):
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: ActivationCheckpointTransformConfig = self.config
         if c.use_reentrant:
-            raise UnsupportedError("activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false.")
+            raise UnsupportedError(
+                "activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false."
+            )
         if c.ops_to_save:
             raise UnsupportedError("activation_checkpoint.ops_to_save: a policy per operator is not in this version. Leave it empty.")
         if not c.layer_classes:

@@ -34,7 +34,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if plan.device == "cuda":
-        _prefetch([model.get_submodule(unit.name) for unit in plan.units if unit.name])
+        _prefetch(sharded_modules(model)[1:])  # the root comes first
     return model
 
 
@@ -100,7 +100,7 @@ def _offload(plan: Plan) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=plan.data.pin_memory) if plan.data.cpu_offload else OffloadPolicy()
 
 
-def _prefetch(blocks: list[nn.Module]) -> None:
+def _prefetch(blocks: list[FSDPModule]) -> None:
     """Gather the next block while this one computes, in forward and backward order."""
     for this, following in zip(blocks, blocks[1:], strict=False):
         this.set_modules_to_forward_prefetch([following])

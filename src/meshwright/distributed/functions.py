@@ -107,7 +107,9 @@ def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpo
         return ActivationCheckpointing(mode)
     except ValueError:
         legal = [m.value for m in ActivationCheckpointing]
-        raise ConfigError(f"activation checkpointing '{mode}' is not a mode.{nearest(str(mode), legal)} Legal: {', '.join(legal)}.") from None
+        raise ConfigError(
+            f"activation checkpointing '{mode}' is not a mode.{nearest(str(mode), legal)} Legal: {', '.join(legal)}."
+        ) from None
 
 
 def build_parallel_model(

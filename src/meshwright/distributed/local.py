@@ -197,11 +197,11 @@ def _perform(path: list[str], job: bytes) -> bytes:
         sys.path[:] = path
         function, args = pickle.loads(job)
         return pickle.dumps((True, function(*args)))
-    except BaseException as error:  # everything must reach the parent, or it waits for ever
+    except BaseException as error:  # noqa: BLE001  (everything must reach the parent, or it waits for ever)
         text = traceback.format_exc()
         try:
             carried = pickle.dumps(error)
-        except Exception:
+        except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
             carried = None
         # a collective that broke because a peer failed first is an echo of that failure
         is_echo = "gloo" in text.lower() or "connection closed" in text.lower()

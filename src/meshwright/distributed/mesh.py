@@ -41,7 +41,9 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     """
     names = _named(device_mesh, *DATA_AXES)
     if not names:
-        raise ValueError(f"the mesh has the axes {device_mesh.mesh_dim_names} and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first")
+        raise ValueError(
+            f"the mesh has the axes {device_mesh.mesh_dim_names} and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first"
+        )
     sizes = axis_sizes(device_mesh)
     large = [name for name in names if sizes[name] > 1] or names[-1:]
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]

@@ -108,7 +108,9 @@ class ParallelModel:
             if clean(name) in persistent:
                 yield clean(name), buffer
 
-    def make_parameter_groups(self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()) -> list[dict[str, Any]]:
+    def make_parameter_groups(
+        self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
+    ) -> list[dict[str, Any]]:
         """Optimizer groups: matrices decay, vectors do not, overrides by name. See ``parameter_groups``."""
         return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
 
@@ -183,7 +185,9 @@ class ParallelModel:
             raise ConfigError(f"{refused} other rank(s) refused their batch (their message says why); nothing was computed on any rank")
         ranks = self.plan.data_ranks
         if number * number != squares * ranks:
-            raise ConfigError(f"ranks brought different numbers of microbatches ({number} on {ranks} data ranks, here {len(pieces)}): give every rank as many")
+            raise ConfigError(
+                f"ranks brought different numbers of microbatches ({number} on {ranks} data ranks, here {len(pieces)}): give all as many"
+            )
         return pieces, tokens
 
     def _loss_sum(self, piece: step_batch.Batch) -> Tensor:
@@ -212,10 +216,14 @@ class ParallelModel:
             self.module.train()
         return StepLoss(self._sum_over_data_ranks(total) / max(tokens, 1), tokens)
 
-    def generate(self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None) -> list[int]:
+    def generate(
+        self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
+    ) -> list[int]:
         """Continue a prompt. Every rank must call it with the same arguments, and gets the same ids. See ``generation``."""
         try:
-            return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, temperature=temperature, seed=seed, stop=stop)
+            return generation.generate(
+                self._next_logits, prompt, tokens, self.facts.max_seq_len, temperature=temperature, seed=seed, stop=stop
+            )
         finally:
             fully_sharded.reshard(self._model)
             self.module.train()

@@ -73,7 +73,7 @@ def parallelize(
 
 
 def _bring_up(plan: Plan, seed: int) -> DeviceMesh | None:
-    sizes = {axis: size for axis, size in plan.mesh}
+    sizes = dict(plan.mesh)
     layout = Layout(**sizes)
     if layout.world > 1:
         return build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
@@ -92,4 +92,6 @@ def _refuse_other_mesh(plan: Plan, mesh: DeviceMesh | None) -> None:
     here = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
     there = {axis: size for axis, size in plan.mesh if size > 1}
     if here != there:
-        raise ConfigError(f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a plan for this mesh")
+        raise ConfigError(
+            f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a plan for this mesh"
+        )

@@ -4,6 +4,6 @@ import torch._dynamo  # fully_shard and the optimizers import it at first use
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import torch.nn.parallel
+import torch.nn.parallel  # noqa: F401
 
 import meshwright.distributed.parallelize  # noqa: F401

@@ -36,4 +36,5 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
 def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket as a sum (DDP without a hook divides by the group's size)."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None  # an asynchronous call on a group that this rank is in
     return work.get_future().then(lambda future: future.value()[0])

@@ -97,7 +97,7 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
 def _destroy() -> None:
     try:
         dist.destroy_process_group()
-    except Exception as error:  # peers may be gone already: there is nobody left to tell
+    except Exception as error:  # noqa: BLE001  (peers may be gone already: there is nobody left to tell)
         log.warning("closing the process group: %s", error)
 
 
@@ -114,8 +114,12 @@ def choose_backend(wish: str) -> tuple[str, str]:
     Raises:
         ConfigError: an explicit back end that torch does not have here, or a malformed list.
     """
-    pairs = dict(part.split(":", 1) if ":" in part else ("cuda" if part == "nccl" else "cpu", part) for part in wish.split(","))
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available(), "mpi": dist.is_mpi_available()}
+    pairs = dict(_device_and_name(part.strip()) for part in wish.split(","))
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": dist.is_mpi_available(),
+    }
     missing = {device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))}
     if missing and wish != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
@@ -128,6 +132,11 @@ def choose_backend(wish: str) -> tuple[str, str]:
     if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
         return next(iter(kept.values())), device_type
     return ",".join(f"{device}:{name}" for device, name in kept.items()), device_type
+
+
+def _device_and_name(part: str) -> tuple[str, str]:
+    device, colon, name = part.partition(":")
+    return (device, name) if colon else ("cuda" if part == "nccl" else "cpu", part)
 
 
 def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:

@@ -37,7 +37,7 @@ class Signature:
         for key, value in batch.items():
             if key in ("labels", "loss_mask"):
                 continue
-            name = self.takes[key] if key in self.takes else key
+            name = self.takes.get(key, key)
             if name is not None:
                 found[name] = value.to(device, non_blocking=True)
         return found
@@ -53,7 +53,9 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
     """Refuse what the model or the loss cannot take. Raises ConfigError."""
     missing = {"tokens", "labels"} - set(batch)
     if missing:
-        raise ConfigError(f"the batch has no '{sorted(missing)[0]}'; it is a dict with tokens and labels, both (rows, seq), not {sorted(batch)}")
+        raise ConfigError(
+            f"the batch has no '{sorted(missing)[0]}'; it is a dict with tokens and labels, both (rows, seq), not {sorted(batch)}"
+        )
     shape = batch["tokens"].shape
     if len(shape) != 2:
         raise ConfigError(f"batch['tokens'] has shape {tuple(shape)}; it must be (rows, seq)")
@@ -61,13 +63,17 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
         if key in ("labels", "loss_mask", *SPELLINGS) and value.shape != shape:
             raise ConfigError(f"batch['{key}'] has shape {tuple(value.shape)}, but tokens have {tuple(shape)}")
         if key not in ("labels", "loss_mask", *SPELLINGS) and key not in signature.arguments:
-            raise ConfigError(f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that meshwright knows")
+            raise ConfigError(
+                f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that meshwright knows"
+            )
     if max_seq_len and shape[1] > max_seq_len:
         raise ConfigError(f"the batch has sequences of {shape[1]} tokens, more than the model's maximum of {max_seq_len}: shorten them")
     if vocab_size and shape.numel():
         low, high = (int(v) for v in batch["tokens"].aminmax())
         if low < 0 or high >= vocab_size:
-            raise ConfigError(f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)")
+            raise ConfigError(
+                f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)"
+            )
     documents = batch.get("document_ids")
     if documents is not None and signature.takes["document_ids"] is None and bool((documents != documents[:, :1]).any()):
         raise ConfigError(

@@ -129,7 +129,8 @@ def _initialised(module: nn.Module, path: str, own: dict, buffers: dict, seed: i
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed_of(seed, path))
             reset()
-        whole = {name: module._parameters[name].detach() for name in own} | {name: module._buffers[name] for name in buffers}  # type: ignore[union-attr]
+        made = dict(module.named_parameters(recurse=False, remove_duplicate=False)) | dict(module.named_buffers(recurse=False))
+        whole = {name: made[name].detach() for name in (*own, *buffers)}
     finally:
         module._parameters.update(kept[0])
         module._buffers.update(kept[1])

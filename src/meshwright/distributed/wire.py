@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +78,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, torch.ScriptObject):
-        try:
+        with suppress(RuntimeError, TypeError):  # a script object of another kind, such as a reduce operation
             return dist.ProcessGroup.unbox(value)
-        except Exception:
-            return None
     return None

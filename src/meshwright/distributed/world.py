@@ -48,7 +48,9 @@ def ranks_per_node() -> int:
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
     if text is None:
-        raise ConfigError(f"the environment variable {name} is missing, although others of its launcher are set; start with torchrun or srun")
+        raise ConfigError(
+            f"the environment variable {name} is missing, although others of its launcher are set; start with torchrun or srun"
+        )
     if not text.isdigit():
         raise ConfigError(f"the environment variable {name} = '{text}' is not a whole number")
     return int(text)

@@ -21,7 +21,7 @@ class Cluster:
 
 
 def local_device() -> str:
-    """"cuda" where torch sees a GPU, else "cpu"."""
+    """ "cuda" where torch sees a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

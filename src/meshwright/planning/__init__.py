@@ -1,1 +1,1 @@
-"""Facts and wishes become a Plan: a frozen, batch-free value that can be printed, compared and stored. Needs no process group and no GPU."""
+"""Facts and wishes become a Plan: a frozen, batch-free value, to print, compare and store. No process group, no GPU."""

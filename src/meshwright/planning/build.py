@@ -67,7 +67,7 @@ def as_techniques(techniques: Techniques | dict | None) -> Techniques:
 
 def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
     ranks = layout.dp_replicate * layout.dp_shard
-    if wishes.data_parallel == "fully_shard" or layout.dp_shard > 1 and wishes.data_parallel == "auto":
+    if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
         return "fully_shard"
     if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload):
         return "fully_shard"
@@ -133,7 +133,9 @@ def _trains_before_blocks(facts: ModelFacts) -> bool:
     return any(p.trainable for p in facts.parameters[:first])
 
 
-def _parameters(parameters: tuple[ParameterFact, ...], precision: PrecisionPlan, layout: Layout, technique: str) -> tuple[ParameterPlan, ...]:
+def _parameters(
+    parameters: tuple[ParameterFact, ...], precision: PrecisionPlan, layout: Layout, technique: str
+) -> tuple[ParameterPlan, ...]:
     placements = tuple(
         (axis.value, "Shard(0)" if axis is Axis.DP_SHARD and technique == "fully_shard" else "Replicate()")
         for axis in WORLD_AXES

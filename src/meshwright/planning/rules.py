@@ -58,7 +58,7 @@ def half_precision(case: Case) -> Found:
     for key, dtype in (("master", p.master), ("compute", p.compute), ("reduce", p.reduce), ("output", p.output)):
         if dtype == "float16":
             yield UnsupportedError(
-                f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16 (same speed, wider range)."
+                f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16 (as fast)."
             )
 
 
@@ -67,7 +67,7 @@ def ddp_fits(case: Case) -> Found:
         return
     if case.layout.dp_shard > 1:
         yield ConfigError(
-            f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = {case.layout.dp_shard} shards them."
+            f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = {case.layout.dp_shard} cuts them."
             f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel = fully_shard."
         )
     for key, wanted in (("precision (mixed)", case.precision.is_mixed), ("cpu_offload", case.techniques.cpu_offload)):
@@ -113,7 +113,9 @@ def shardable_parameters(case: Case) -> Found:
         dtypes = {p.dtype for p in case.facts.of_unit(unit)}
         if len(dtypes) > 1:
             where = f"block '{unit}'" if unit else "the parameters outside the blocks"
-            yield UnsupportedError(f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model first.")
+            yield UnsupportedError(
+                f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model first."
+            )
 
 
 def running_statistics(case: Case) -> Found:
@@ -178,7 +180,9 @@ def check_batch(plan: Plan, batch: Batch) -> None:
     """Rules about one step's data on a plan's mesh. Raises ConfigError."""
     ranks, rows = plan.data_ranks, batch.global_rows
     if rows < 1 or batch.seq_len < 1 or batch.microbatch_rows < 0:
-        raise ConfigError(f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at 1 (0 rows per forward: all)")
+        raise ConfigError(
+            f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at 1 (0 per forward: all)"
+        )
     if rows % ranks:
         near = max(ranks, rows // ranks * ranks)
         raise ConfigError(
@@ -197,7 +201,7 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(
             f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids from"
-            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} or more, or use a smaller tokenizer."
+            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} or use a smaller tokenizer."
         )
 
 
@@ -205,9 +209,19 @@ def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> 
     """The dtypes that "auto" stands for. Raises ConfigError for names that are no dtype."""
     wish = techniques.precision
     master = canonical_dtype(wish.master, where="techniques.precision.master") if wish.master != "auto" else model_dtype
-    compute = canonical_dtype(wish.compute, where="techniques.precision.compute") if wish.compute != "auto" else ("bfloat16" if device == "cuda" and master == "float32" else master)
-    reduce = canonical_dtype(wish.reduce, where="techniques.precision.reduce") if wish.reduce != "auto" else ("float32" if master != "float64" else master)
-    return PrecisionPlan(master, compute, reduce, canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None)
+    compute = (
+        canonical_dtype(wish.compute, where="techniques.precision.compute")
+        if wish.compute != "auto"
+        else ("bfloat16" if device == "cuda" and master == "float32" else master)
+    )
+    reduce = (
+        canonical_dtype(wish.reduce, where="techniques.precision.reduce")
+        if wish.reduce != "auto"
+        else ("float32" if master != "float64" else master)
+    )
+    return PrecisionPlan(
+        master, compute, reduce, canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None
+    )
 
 
 def _no_blocks(wish: str, facts: ModelFacts) -> str:

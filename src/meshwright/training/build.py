@@ -59,7 +59,7 @@ def build_run(config: Config, timeline: Timeline, say) -> Run:
     tokenizer = load_tokenizer(config.data.tokenizer)
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
-    plan = plan_run(config, model_config, tokenizer, Cluster(world, ranks_per_node(), device))
+    plan = plan_run(config, model_config, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
     with timeline.phase("process group"):
         mesh = init_distributed(_distributed_config(config), config.seed)
     with timeline.phase("data"):
@@ -89,10 +89,9 @@ def build_run(config: Config, timeline: Timeline, say) -> Run:
     )
 
 
-def plan_run(config: Config, model_config: DecoderConfig, tokenizer: Tokenizer, cluster: Cluster) -> Plan:
-    """The plan of a config on a cluster, checked against its batch. No process group, no GPU."""
-    facts = model_facts(as_module(model_config))
-    return make_plan(facts, config.layout, batch=batch_of(config, tokenizer), cluster=cluster, techniques=config.techniques)
+def plan_run(config: Config, model_config: DecoderConfig, cluster: Cluster, batch: Batch | None = None) -> Plan:
+    """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
+    return make_plan(model_facts(as_module(model_config)), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
 
 
 def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
@@ -149,7 +148,11 @@ def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     warmup = build_schedule(config).warmup_steps
     return replace(
-        config, run="", model=model, techniques=replace(config.techniques, precision=precision), schedule=replace(config.schedule, warmup_steps=warmup)
+        config,
+        run="",
+        model=model,
+        techniques=replace(config.techniques, precision=precision),
+        schedule=replace(config.schedule, warmup_steps=warmup),
     )
 
 

@@ -125,7 +125,7 @@ class ScheduleConfig:
 class ValidationConfig:
     """Loss on text that is not trained on."""
 
-    every: int = 50
+    every: int = 100
     """Steps between two validations; 0: never."""
     samples: int = 64
     """Rows of each validation; the same ones every time."""
@@ -135,7 +135,7 @@ class ValidationConfig:
 class CheckpointConfig:
     """What is kept to continue from."""
 
-    every: int = 100
+    every: int = 200
     """Steps between two checkpoints; 0: only the last step's."""
     keep_last: int = 2
     """Newest checkpoints that are kept; 0: all."""
@@ -189,7 +189,7 @@ class Config:
     """The run's own folder, instead of a new one in out; continued where it holds a checkpoint."""
     seed: int = 0
     """Of initial weights, order of samples, dropout and sampling."""
-    steps: int = 200
+    steps: int = 400
     """Optimizer steps of the whole run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -18,7 +18,11 @@ def describe_run(path: Path, config: Config) -> str:
     """Model, data, how far it came, its checkpoints, its plan."""
     folder = RunFolder(path)
     identity = json.loads((path / "identity.json").read_text()) if (path / "identity.json").is_file() else {}
-    lines = [f"run {path}", f"  name        {config.name}", f"  data        {', '.join(config.data.source)} ({identity.get('data', 'unknown')[:12]}), seed {config.seed}"]
+    lines = [
+        f"run {path}",
+        f"  name        {config.name}",
+        f"  data        {', '.join(config.data.source)} ({identity.get('data', 'unknown')[:12]}), seed {config.seed}",
+    ]
     lines += _progress(path, config)
     latest = folder.checkpoints.latest()
     for step in folder.checkpoints.steps():
@@ -44,4 +48,5 @@ def _checkpoint(folder: Path) -> str:
     manifest = Manifest.read(folder)
     parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
     size = sum(entry.bytes for entry in manifest.files.values())
-    return f"{folder.name}: {parameters} parameters and buffers, {len(manifest.tensors)} tensors, {bytes_text(size)} in {len(manifest.files)} files"
+    inside = f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors"
+    return f"{folder.name}: {inside}, {bytes_text(size)} in {len(manifest.files)} files"

@@ -55,7 +55,9 @@ class RunFolder:
                 raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
             return
         before = json.loads(stored.read_text())
-        changed = [f"{key} (there {_short(before.get(key))}, now {_short(value)})" for key, value in identity.items() if before.get(key) != value]
+        changed = [
+            f"{key} (there {_short(before.get(key))}, now {_short(value)})" for key, value in identity.items() if before.get(key) != value
+        ]
         if changed:
             raise ConfigError(
                 f"run = {self.path} holds another run: {'; '.join(changed)} differ. Model, data, tokenizer and seed make a run's identity;"

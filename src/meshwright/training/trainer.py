@@ -110,7 +110,7 @@ class _Loop:
         return self._close(stopped)
 
     def _is_due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0 or self.step == self.config.steps
+        return (bool(every) and self.step % every == 0) or self.step == self.config.steps
 
     def _one_step(self) -> StepReport:
         begun = time.perf_counter()
@@ -145,7 +145,8 @@ class _Loop:
         self.timeline.record("first step", seconds)
         begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
         self.progress.say(f"start-up: {self.timeline.line()}")
-        self.metrics.event("startup", **self.timeline.seconds)
+        phases: dict[str, Any] = dict(self.timeline.seconds)
+        self.metrics.event("startup", **phases)
 
     def _count_skips(self, skipped: bool) -> None:
         self.skipped += skipped
@@ -269,5 +270,3 @@ class _Loop:
         options: dict[str, Any] = {"temperature": s.temperature, "seed": self.config.seed, "stop": self.r.tokenizer.end_of_document}
         ids = self.r.model.generate([int(i) for i in prompt], s.tokens, **options)
         return self.r.tokenizer.decode([*prompt, *ids])
-
-

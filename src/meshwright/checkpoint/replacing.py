@@ -1,0 +1,80 @@
+"""Putting a folder in another's place so that, whenever the machine stops, one of the two can be found there. No collectives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger("meshwright")
+
+PARTIAL = ".partial"
+"""Ending of a folder that is being written; it is never read."""
+OLD = ".old"
+"""Ending of a folder that stepped aside for its successor."""
+
+
+def beside(place: Path, ending: str) -> Path:
+    return place.with_name(place.name + ending)
+
+
+def put_in_place(new: Path, place: Path) -> None:
+    """Rename ``new`` to ``place``; what was there is removed afterwards.
+
+    There is no portable exchange of two folders: for the moment between the renames the old one is called ``place`` + ".old",
+    and ``settle`` brings it back.
+
+    Raises:
+        OSError: then ``place`` is as before.
+    """
+    settle(place)
+    old = beside(place, OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    replaces = place.exists()
+    if replaces:
+        os.rename(place, old)
+    try:
+        os.rename(new, place)
+        sync_folder(place.parent)
+    except BaseException:
+        with suppress(OSError):
+            if place.exists():
+                os.rename(place, new)
+            if replaces:
+                os.rename(old, place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def settle(place: Path) -> None:
+    """Finish what a crash inside ``put_in_place`` left: where ``place`` is gone, the folder that stepped aside takes it again."""
+    old = beside(place, OLD)
+    if old.is_dir() and not place.exists():
+        os.rename(old, place)
+
+
+def is_there(place: Path) -> bool:
+    """Whether the folder is in its place, or ``settle`` will bring it there."""
+    return place.is_dir() or beside(place, OLD).is_dir()
+
+
+def remove(place: Path) -> None:
+    """Remove a folder; while half of it is left, it no longer has its name. What cannot be removed is said, and stays."""
+    doomed = beside(place, PARTIAL)
+    try:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(place, doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", place, error)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,104 @@
+"""The job of a parity test: compute a problem in some way with meshwright, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright import parallelize
+from meshwright.core.losses import cross_entropy_sum
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.world import get_world_info
+
+from .oracle import Named, Outcome, differences, oracle
+from .problems import SEED, Problem, Way, as_brought, make_optimizer, share
+
+
+class Disturbed(Exception):
+    """Raised on purpose."""
+
+
+class Loss:
+    """The usual loss, until a test disturbs it: "raise" in forward, or "infinite" (with finite gradients) on the last rank."""
+
+    disturbance = ""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy_sum(logits, labels)
+        rank, _, world = get_world_info()
+        if self.disturbance == "raise":
+            raise Disturbed
+        return loss + torch.inf if self.disturbance == "infinite" and rank == world - 1 else loss
+
+
+def lay_out(problem: Problem, way: Way, **options: Any) -> ParallelModel:
+    techniques = {"precision": {"master": problem.dtype}, "freeze": problem.freeze, **dict(way.techniques)}
+    return parallelize(problem.model, way.layout, techniques=techniques, seed=SEED, microbatch_rows=way.microbatch_rows, **options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor on every rank. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model: ParallelModel) -> Named:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def gradients(model: ParallelModel) -> Named:
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def train(problem: Problem, way: Way, disturbance: str = "") -> Outcome:
+    """The outcome on this rank (tensors on rank 0 only); the replicas are audited at the end.
+
+    Disturbances, none of which may change the outcome, happen in the second step: "raise" (a first attempt breaks off in the
+    loss), "evaluate" (before the optimizer step and after it), "infinite" (an extra step whose loss is infinite on one rank).
+    """
+    rank, _, world = get_world_info()
+    if "compile" in dict(way.techniques):
+        torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
+    loss_fn = Loss()
+    model = lay_out(problem, way, loss_fn=loss_fn)
+    optimizer = make_optimizer(problem.optimizer, model.parameters())
+    outcome = Outcome([], [], weights(model), {}, {})
+    for number, batch in enumerate(problem.data.steps(problem.steps)):
+        mine = as_brought(share(batch, rank, world), way)
+        if number == 1 and disturbance in ("raise", "infinite"):
+            disturb(model, loss_fn, disturbance, mine, optimizer)
+        loss = model.forward_backward(mine)
+        outcome.gradients = outcome.gradients or gradients(model)
+        if number == 1 and disturbance == "evaluate":
+            model.evaluate(mine)
+        result = model.optimizer_step(optimizer, problem.max_norm)
+        if number == 1 and disturbance == "evaluate":
+            model.evaluate(mine)
+        outcome.losses.append(float(loss))
+        outcome.norms.append(result.grad_norm)
+    outcome.parameters = weights(model)
+    model.audit()
+    if rank:
+        outcome.initial = outcome.gradients = outcome.parameters = {}
+    return outcome
+
+
+def disturb(model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    loss_fn.disturbance = disturbance
+    try:
+        model.forward_backward(batch)
+        model.optimizer_step(optimizer)
+    except Disturbed:
+        optimizer.zero_grad(set_to_none=True)
+    loss_fn.disturbance = ""
+
+
+def compare(problem: Problem, way: Way) -> dict[str, tuple[float, str]]:
+    """Train and compare with the oracle, computed here and now on rank 0."""
+    outcome = train(problem, way)
+    found = differences(outcome, oracle(problem)) if get_world_info()[0] == 0 else {}
+    if dist.is_initialized():
+        dist.barrier()
+    return found
