@@ -50,7 +50,7 @@ class Manifest:
         """Write, with a checksum of its own, and flush to disk."""
         said = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         with open(folder / NAME, "w") as file:
-            json.dump({**said, "crc32": _checksum(said)}, file, indent=1)
+            file.write(json.dumps({**said, "crc32": _checksum(said)}, indent=1))
             file.flush()
             os.fsync(file.fileno())
 

@@ -8,6 +8,7 @@ meet in a file store of the job's own, so that no port can clash.
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -15,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import ConfigError, MeshwrightError
 
 PRELOAD = "meshwright.distributed.preload"
 
@@ -37,11 +39,14 @@ class WorkerDied(MeshwrightError):
 
 
 class WorkerFailed(MeshwrightError):
-    """A worker raised; the text is its traceback. ``error`` is the exception where it could travel."""
+    """A worker raised; the text is its traceback. ``error`` is the exception where it could travel.
 
-    def __init__(self, rank: int, text: str, error: BaseException | None):
+    ``is_echo``: a collective that broke because another rank was in trouble first.
+    """
+
+    def __init__(self, rank: int, text: str, error: BaseException | None, is_echo: bool = False):
         super().__init__(f"rank {rank} failed:\n{text}")
-        self.rank, self.error = rank, error
+        self.rank, self.error, self.is_echo = rank, error, is_echo
 
 
 class WorkerTimeout(MeshwrightError):
@@ -82,9 +87,12 @@ class WorkerPool:
         """Run ``function(*args)`` on ranks 0 … world-1 at once and return their results in rank order.
 
         Raises:
-            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout`` seconds.
+            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout`` seconds. Of
+                several ranks' troubles it is the cause that is raised, not what followed from it on the others.
         """
-        world = world or self.size
+        world = self.size if world is None else world
+        if not 1 <= world <= self.size:
+            raise ConfigError(f"a job for {world} ranks does not fit a pool of {self.size} workers: give it 1 to {self.size}")
         self.start()
         store = os.path.join(self._folder, f"job{next(self._jobs)}")
         job = (list(sys.path), store, world, pickle.dumps((function, args)))
@@ -95,44 +103,47 @@ class WorkerPool:
         except BaseException:
             self._stop_workers()
             raise
+        finally:
+            with suppress(OSError):
+                os.unlink(store)
 
     def _collect(self, world: int, timeout: float | None) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: list[WorkerFailed] = []
+        problems: dict[int, WorkerDied | WorkerFailed] = {}
         deadline = None if timeout is None else time.monotonic() + timeout
-        while len(results) + len(failures) < world:
-            open_ranks = [rank for rank in range(world) if rank not in results and rank not in {f.rank for f in failures}]
+        while len(results) + len(problems) < world:
+            open_ranks = [rank for rank in range(world) if rank not in results and rank not in problems]
             watched: dict[Any, int] = {self._pipes[rank]: rank for rank in open_ranks}
             watched |= {self._processes[rank].sentinel: rank for rank in open_ranks}
-            # after a first failure the peers hang in their collectives: they get a moment to fail too, not more
-            left = 5.0 if failures else None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(watched), left)
+            ready = wait(list(watched), None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for item in ready:
-                self._take(item, watched[item], results, failures)
-        if failures:
-            self._stop_workers() if len(results) + len(failures) < world else None
-            raise min(failures, key=lambda f: (f.is_echo, f.rank))
+            for rank in {watched[item] for item in ready}:
+                self._take(rank, results, problems)
+            if problems:
+                # the peers of a failed rank hang in their collectives; the cause may come after its echoes, but soon
+                patience = PATIENCE_SEC[min(_distance(problem) for problem in problems.values())]
+                deadline = min(math.inf if deadline is None else deadline, time.monotonic() + patience)
+        if problems:
+            raise min(problems.values(), key=lambda problem: (_distance(problem), problem.rank))
         if len(results) < world:
             missing = sorted(set(range(world)) - set(results))
             raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped")
         return [results[rank] for rank in range(world)]
 
-    def _take(self, item: Any, rank: int, results: dict[int, Any], failures: list[Any]) -> None:
-        if rank in results or any(f.rank == rank for f in failures):
-            return
-        if isinstance(item, Connection) or self._pipes[rank].poll():
+    def _take(self, rank: int, results: dict[int, Any], problems: dict[int, WorkerDied | WorkerFailed]) -> None:
+        """Read what a rank has to say; silence means that it is dead."""
+        if self._pipes[rank].poll():
             with suppress(EOFError, ConnectionError):
                 fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
                 if fine:
                     results[rank] = payload
                 else:
-                    failures.append(_failure(rank, *payload))
+                    problems[rank] = _failure(rank, *payload)
                 return
         process = self._processes[rank]
         process.join(5)
-        raise WorkerDied(rank, process.exitcode)
+        problems[rank] = WorkerDied(rank, process.exitcode)
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every worker."""
@@ -168,9 +179,18 @@ def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> Work
     if pickled is not None:
         with suppress(Exception):
             error = pickle.loads(pickled)
-    failure = WorkerFailed(rank, text, error)
-    failure.is_echo = is_echo  # type: ignore[attr-defined]
-    return failure
+    return WorkerFailed(rank, text, error, is_echo)
+
+
+PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
+"""How long to wait for the troubles of other ranks, by the distance of the nearest cause that is known."""
+
+
+def _distance(problem: WorkerDied | WorkerFailed) -> int:
+    """How far a rank's trouble may be from its cause: a death is one (but gloo aborts a process whose peer went), an echo is none."""
+    if isinstance(problem, WorkerDied):
+        return 2 if problem.exit_code == -signal.SIGABRT else 0
+    return 3 if problem.is_echo else 1
 
 
 def _serve(pipe: Connection, rank: int, threads: int) -> None:
@@ -179,35 +199,48 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
 
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             path, store, world, job = pipe.recv()
         except (EOFError, ConnectionError, KeyboardInterrupt):
             return
-        with _as_rank(rank, world, store):
-            reply = _perform(path, job)
-        with suppress(BrokenPipeError, ConnectionError):
-            pipe.send_bytes(reply)
+        with _as_rank(rank, world, store), suppress(BrokenPipeError, ConnectionError):
+            _perform(path, job, pipe)
 
 
-def _perform(path: list[str], job: bytes) -> bytes:
+def _end_with_parent() -> None:
+    """A parent that was killed stops nobody: without this its workers would stay, in a collective perhaps for ever."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
+    """Run a job and report. A failure is told before the group is closed, which takes a moment and makes the peers fail too."""
     from .setup import destroy_distributed
 
     try:
         sys.path[:] = path
         function, args = pickle.loads(job)
-        return pickle.dumps((True, function(*args)))
+        reply = pickle.dumps((True, function(*args)))
     except BaseException as error:  # noqa: BLE001  (everything must reach the parent, or it waits for ever)
-        text = traceback.format_exc()
-        try:
-            carried = pickle.dumps(error)
-        except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
-            carried = None
-        # a collective that broke because a peer failed first is an echo of that failure
-        is_echo = "gloo" in text.lower() or "connection closed" in text.lower()
-        return pickle.dumps((False, (text, carried, is_echo)))
-    finally:
+        pipe.send_bytes(_told(error))
         destroy_distributed(patience_sec=5)
+    else:
+        destroy_distributed(patience_sec=5)
+        pipe.send_bytes(reply)
+
+
+def _told(error: BaseException) -> bytes:
+    try:
+        carried = pickle.dumps(error)
+    except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
+        carried = None
+    words = str(error).lower()
+    broken = isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and ("gloo" in words or "connection" in words)
+    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, broken)))
 
 
 @contextmanager

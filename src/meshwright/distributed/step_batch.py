@@ -69,7 +69,7 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
     if max_seq_len and shape[1] > max_seq_len:
         raise ConfigError(f"the batch has sequences of {shape[1]} tokens, more than the model's maximum of {max_seq_len}: shorten them")
     if vocab_size and shape.numel():
-        low, high = (int(v) for v in batch["tokens"].aminmax())
+        low, high = _extremes(batch["tokens"])
         if low < 0 or high >= vocab_size:
             raise ConfigError(
                 f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)"
@@ -80,6 +80,15 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
             "the batch packs several documents into a row (document_ids), but the model's forward takes no document_ids, so tokens"
             " would attend across documents. Give one document per row, or a model that takes document_ids."
         )
+
+
+def _extremes(ids: Tensor) -> tuple[int, int]:
+    """Smallest and largest id. numpy on the CPU: the check should cost no dispatched operation there."""
+    if ids.device.type == "cpu":
+        view = ids.numpy()
+        return int(view.min()), int(view.max())
+    low, high = ids.aminmax()
+    return int(low), int(high)
 
 
 def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:

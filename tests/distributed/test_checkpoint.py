@@ -1,0 +1,658 @@
+"""Checkpoints: what one layout wrote every other reads, bit for bit; what is damaged, foreign or unfinished is refused in words."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.odd import LAYOUTS, Odd, moments, odd, train, weights
+from support.oracle import relative_errors
+
+from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, load, parallelize, save
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.distributed import agree
+
+FROZEN = ("blocks.0.gain.three",)
+
+
+def adam(model, lr=1e-2):
+    return torch.optim.AdamW(model.make_parameter_groups(), lr=lr)
+
+
+def bits_equal(found: dict, wanted: dict) -> list[str]:
+    """Names of tensors whose bits, shapes or dtypes differ (all of those that only one side has)."""
+    names = found.keys() | wanted.keys()
+    return sorted(n for n in names if n not in found or n not in wanted or found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n]))
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """Class and words of the error that ``action`` raises; "none" without one."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+# --- every layout reads every other
+
+
+def write_job(layout: str, folder: str) -> dict:
+    model = odd(layout, freeze=FROZEN)
+    optimizer = adam(model)
+    losses = train(model, optimizer, range(2))
+    for name, buffer in model.named_buffers():
+        buffer.fill_(3 if name.endswith("seen") else 0.25)
+    save(model, folder, optimizer=optimizer, extra={"step": 2, "of": ["a", None, 1.5]})
+    saved = {"weights": weights(model), "moments": moments(model, optimizer)}
+    losses += train(model, optimizer, range(2, 4))
+    return saved | {"losses": losses, "last": weights(model), "random": torch.get_rng_state()}
+
+
+def read_job(layout: str, folders: dict[str, str]) -> dict[str, dict]:
+    model = odd(layout, freeze=FROZEN, seed=99)
+    optimizer = adam(model, lr=5.0)
+    found = {}
+    for writer, folder in folders.items():
+        extra = load(model, folder, optimizer=optimizer)
+        tied = dict(model.parts[0].named_parameters(remove_duplicate=False))
+        found[writer] = {
+            "weights": weights(model),
+            "moments": moments(model, optimizer),
+            "extra": extra,
+            "tied": tied["head.weight"] is tied["embed.weight"],
+            "losses": train(model, optimizer, range(2, 4)),
+            "last": weights(model),
+        }
+    return found
+
+
+def test_every_layout_reads_what_every_other_wrote(spmd, tmp_path):
+    folders = {name: str(tmp_path / name) for name in LAYOUTS}
+    written = {name: spmd(world, write_job, name, folders[name]) for name, (world, _) in LAYOUTS.items()}
+    for reader, (world, _) in LAYOUTS.items():
+        for rank, found in enumerate(spmd(world, read_job, reader, folders)):
+            for writer, got in found.items():
+                pair, source = f"{writer} -> {reader}, rank {rank}", written[writer][0]
+                assert bits_equal(got["weights"], source["weights"]) == [], pair
+                assert bits_equal(got["moments"], source["moments"]) == [], pair
+                assert got["extra"] == {"step": 2, "of": ["a", None, 1.5]}, pair
+                assert got["tied"], pair
+                if reader == writer:
+                    assert got["losses"] == source["losses"][2:], f"{pair}: two steps, saved, loaded and two more are not four in a row"
+                    assert bits_equal(got["last"], source["last"]) == [], pair
+                else:
+                    assert got["losses"] == pytest.approx(source["losses"][2:], rel=1e-10), pair
+                    floats = {n: t for n, t in source["last"].items() if t.is_floating_point()}
+                    assert max(relative_errors({n: got["last"][n] for n in floats}, floats).values()) < 1e-10, pair
+    one = written["one"][0]
+    assert one["losses"][2] != one["losses"][0]
+    assert set(one["moments"]) == {
+        f"{name}/{state}" for name in one["weights"] for state in ("step", "exp_avg", "exp_avg_sq") if not name.endswith(("offset", "seen", *FROZEN))
+    }, "the frozen parameter and the buffers have no optimizer state"
+    assert bits_equal({FROZEN[0]: one["last"][FROZEN[0]]}, {FROZEN[0]: one["weights"][FROZEN[0]]}) == []
+    for name, folder in folders.items():
+        kinds = {path.suffix for path in pathlib.Path(folder).iterdir()}
+        assert kinds == {".safetensors", ".json"}, f"{name}: nothing pickled (.metadata, .distcp) lies there"
+        keys = Manifest.read(pathlib.Path(folder)).tensors
+        assert "model.embed.weight" in keys and "model.head.weight" not in keys, "tied weights are stored once"
+        assert keys["model.embed.weight"].shape == (257, 8), "shapes are global and unpadded"
+        assert not any("scratch" in key for key in keys), "a buffer that is not persistent is not stored"
+
+
+def narrow_job(layout: str, folder: str, writes: bool) -> dict:
+    model = odd(layout, dtype=torch.bfloat16, seed=0 if writes else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if writes:
+        train(model, optimizer, range(2))
+        save(model, folder, optimizer=optimizer)
+    else:
+        load(model, folder, optimizer=optimizer)
+    return weights(model) | moments(model, optimizer)
+
+
+def test_narrow_dtypes_survive(spmd, tmp_path):
+    written = spmd(4, narrow_job, "fsdp4", str(tmp_path / "c"), True)[0]
+    assert written["embed.weight"].dtype == torch.bfloat16 and len(written) == 30
+    for layout in ("one", "hsdp2x2"):
+        assert bits_equal(spmd(LAYOUTS[layout][0], narrow_job, layout, str(tmp_path / "c"), False)[0], written) == []
+
+
+# --- nothing is unpickled
+
+
+@contextmanager
+def no_pickle() -> Iterator[None]:
+    """Inside, whatever could run code from a file raises."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    class Forbidden:
+        __init__ = forbidden
+
+    places = [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"), (torch, "load")]
+    kept = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name in places:
+        setattr(module, name, Forbidden if name.endswith("Unpickler") else forbidden)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def unpickling_job(folder: str) -> tuple[bool, str]:
+    model = odd("one")
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    save(model, folder, optimizer=optimizer)
+    before = weights(model)
+    model = odd("one", seed=1)
+    with no_pickle():
+        guard = refusal(lambda: pickle.loads(pickle.dumps(1)))
+        load(model, folder, optimizer=adam(model))
+    return bits_equal(weights(model), before) == [], guard
+
+
+def test_reading_unpickles_nothing(spmd, tmp_path):
+    ((same, guard),) = spmd(1, unpickling_job, str(tmp_path / "c"))
+    assert same and "something was unpickled" in guard
+
+
+# --- damage
+
+
+def _truncate(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _flip(path: pathlib.Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def _change(path: pathlib.Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    "truncated": (lambda c: _truncate(c / SHARD), f"{SHARD} has [0-9,]+ bytes, but [0-9,]+ were written"),
+    "a bit of a tensor": (lambda c: _flip(c / SHARD, 0.9), f"{SHARD} has the right size, but its content changed"),
+    "a bit of the header": (lambda c: _flip(c / SHARD, 0.001), f"{SHARD} has the right size, but its content changed"),
+    "missing": (lambda c: (c / SHARD).unlink(), f"{SHARD} is missing"),
+    "a stranger": (lambda c: shutil.copy(c / SHARD, c / "shard-00009.safetensors"), "shard-00009.safetensors is not a file of this checkpoint"),
+    "half written": (lambda c: (c / NAME).unlink(), "has no manifest, which is written last, so its writing was never finished"),
+    "not there": (lambda c: shutil.rmtree(c), "does not exist"),
+    "manifest cut": (lambda c: _truncate(c / NAME), f"{NAME} is damaged"),
+    "manifest edited": (lambda c: _change(c / NAME, '"lr": 0.01', '"lr": 0.02'), f"{NAME} is damaged.*its content changed"),
+    "manifest empty": (lambda c: (c / NAME).write_text("[]"), f"{NAME} is damaged"),
+    "other version": (lambda c: _change(c / NAME, '"version": 1', '"version": 7'), "has format version 7; this meshwright reads version 1"),
+}
+
+
+def damage_job(folders: dict[str, str]) -> dict[str, tuple[str, list[str]]]:
+    model = odd("fsdp2", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    before = weights(model) | moments(model, optimizer)
+    found = {}
+    for name, folder in folders.items():
+        said = refusal(lambda folder=folder: load(model, folder, optimizer=optimizer))
+        found[name] = (said, bits_equal(weights(model) | moments(model, optimizer), before))
+    return found
+
+
+def write_plain_job(layout: str, folder: str) -> None:
+    model = odd(layout)
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    save(model, folder, optimizer=optimizer)
+
+
+def test_damage_is_named_and_changes_nothing(spmd, tmp_path):
+    spmd(2, write_plain_job, "fsdp2", str(tmp_path / "whole"))
+    folders = {}
+    for number, (name, (harm, _)) in enumerate(DAMAGE.items()):
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(tmp_path / "whole", copy)
+        harm(copy)
+        folders[name] = str(copy)
+    partial = tmp_path / "left.partial"
+    shutil.copytree(tmp_path / "whole", partial)
+    folders["a partial that looks whole"] = str(partial)
+    for rank, found in enumerate(spmd(2, damage_job, folders | {"whole": str(tmp_path / "whole")})):
+        assert found.pop("whole")[0] == "none"
+        said, changed = found.pop("a partial that looks whole")
+        assert "IntegrityError" in said and "unfinished save" in said and not changed
+        for name, (said, changed) in found.items():
+            assert said.startswith("IntegrityError: "), f"rank {rank}, {name}: {said}"
+            assert pytest.approx(0) == 0 and _matches(DAMAGE[name][1], said), f"rank {rank}, {name}: {said}"
+            assert changed == [], f"rank {rank}, {name}"
+
+
+def _matches(pattern: str, text: str) -> bool:
+    import re
+
+    return re.search(pattern, text, re.DOTALL) is not None
+
+
+# --- another model, another optimizer
+
+
+def foreign_job(folder: str) -> dict[str, tuple[str, bool]]:
+    found = {}
+
+    def attempt(name, model, make_optimizer=None):
+        optimizer = make_optimizer(model) if make_optimizer else None
+        if optimizer is not None:
+            train(model, optimizer, range(1))
+        state = weights(model) | (moments(model, optimizer) if optimizer is not None else {})
+        said = refusal(lambda: load(model, folder, optimizer=optimizer))
+        after = weights(model) | (moments(model, optimizer) if optimizer is not None else {})
+        found[name] = (said, bits_equal(after, state) == [])
+
+    attempt("vocab", odd("one", vocab=256))
+    attempt("blocks", odd("one", blocks=3))
+    attempt("fewer blocks", odd("one", blocks=1))
+    attempt("dtype", odd("one", dtype=torch.float32))
+    attempt("optimizer", odd("one"), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+    attempt("frozen others", odd("one"), lambda m: torch.optim.AdamW(m.parameters(), lr=0.1))
+    attempt("groups", odd("one", freeze=FROZEN), lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1))
+    return found
+
+
+def write_frozen_job(folder: str) -> None:
+    model = odd("one", freeze=FROZEN)
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    save(model, folder, optimizer=optimizer)
+
+
+def test_another_model_or_optimizer_is_refused_before_anything_changes(spmd, tmp_path):
+    spmd(1, write_frozen_job, str(tmp_path / "c"))
+    (found,) = spmd(1, foreign_job, str(tmp_path / "c"))
+    words = {
+        "vocab": "is a checkpoint of another model: embed.weight is float64[257, 8] there and float64[256, 8] in the model",
+        "blocks": "it lacks blocks.2.gain.offset",
+        "fewer blocks": "it has blocks.1.gain.offset, which the model lacks",
+        "dtype": "is float64[2] there and float32[2] in the model",
+        "optimizer": "holds the state of AdamW, which SGD cannot continue",
+        "frozen others": "has no optimizer state for blocks.0.gain.three (1 in all): were other parameters frozen?",
+        "groups": "was written with other optimizer groups: embed.weight and blocks.0.inner.weight",
+    }
+    words["groups"] = "was written with other optimizer groups"
+    for name, text in words.items():
+        said, unchanged = found[name]
+        assert said.startswith("ConfigError: ") and text in said and "Nothing was loaded" in said, f"{name}: {said}"
+        assert unchanged, name
+
+
+# --- what the optimizer holds
+
+
+def optimizer_job(folder: str) -> dict[str, object]:
+    found: dict[str, object] = {}
+    model = odd("one")
+    optimizer = adam(model, lr=0.5)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+    train(model, optimizer, range(1))
+    save(model, folder + "a", optimizer=optimizer)
+
+    other = torch.optim.AdamW(model.make_parameter_groups(), lr=torch.tensor(0.1), fused=True)
+    load(model, folder + "a", optimizer=other)
+    found["restored"] = [(float(g["lr"]), g["betas"], g["weight_decay"], g["fused"]) for g in other.param_groups]
+    found["still a tensor"] = isinstance(other.param_groups[0]["lr"], torch.Tensor)
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load(model, folder + "a", optimizer=other, restore_options=False)
+    found["kept"] = [(g["lr"], g["betas"]) for g in other.param_groups]
+    found["state anyway"] = bits_equal(moments(model, other), moments(model, optimizer))
+
+    fresh = adam(model)
+    save(model, folder + "b", optimizer=fresh)
+    load(model, folder + "b", optimizer=optimizer)
+    found["state of a fresh one"] = len(moments(model, optimizer))
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(model, folder + "c", optimizer=plain)
+    found["no state at all"] = refusal(lambda: load(model, folder + "c", optimizer=plain))
+    save(model, folder + "d")
+    found["none saved"] = refusal(lambda: load(model, folder + "d", optimizer=plain))
+
+    class Counting(torch.optim.SGD):
+        def step(self):
+            self.state[self.param_groups[0]["params"][0]]["turns"] = 3
+
+    counting = Counting(model.parameters(), lr=0.1)
+    counting.step()
+    found["plain number"] = refusal(lambda: save(model, folder + "e", optimizer=counting))
+    stranger = torch.optim.SGD(odd("one").parameters(), lr=0.1)
+    found["stranger"] = refusal(lambda: save(model, folder + "e", optimizer=stranger))
+
+    class Unused(Odd):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.Linear(2, 2, dtype=torch.float64)
+
+    model = parallelize(Unused, LAYOUTS["one"][1])
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    save(model, folder + "f", optimizer=optimizer)
+    before, again = moments(model, optimizer), adam(model)
+    found["unused"] = refusal(lambda: load(model, folder + "f", optimizer=again))
+    found["unused equal"] = bits_equal(moments(model, again), before)
+    return found
+
+
+def test_optimizer_state_and_options(spmd, tmp_path):
+    (found,) = spmd(1, optimizer_job, str(tmp_path / "c"))
+    assert found["restored"] == [(0.5, (0.5, 0.6), 0.1, True), (0.5, (0.9, 0.999), 0.0, True)], "the machine's own choice (fused) stays"
+    assert found["still a tensor"]
+    assert found["kept"] == [(0.1, (0.9, 0.999))]
+    assert found["state anyway"] == []
+    assert found["state of a fresh one"] == 0, "a checkpoint of step 0 clears what the optimizer held"
+    assert found["no state at all"] == "none", "plain SGD can be continued"
+    assert "holds no optimizer state: load it without optimizer=" in found["none saved"]
+    assert "UnsupportedError: Counting keeps 'turns' of embed.weight as int" in found["plain number"]
+    assert "UnsupportedError: group 0 of the optimizer holds a parameter that is not the model's" in found["stranger"]
+    assert found["unused"] == "none", "a parameter that never had a gradient has no state, and needs none"
+    assert found["unused equal"] == []
+
+
+def random_job(folder: str) -> tuple[bool, bool]:
+    model = odd("ddp2")
+    torch.manual_seed(50 + dist.get_rank())
+    save(model, folder)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    load(model, folder)
+    return torch.equal(torch.rand(3), wanted), len(set(agree.everybody_says(wanted.tolist()[0]))) == 2
+
+
+def test_random_streams_continue_on_a_world_of_the_same_size(spmd, tmp_path):
+    assert spmd(2, random_job, str(tmp_path / "c")) == [(True, True)] * 2
+
+
+# --- writing that fails
+
+
+@contextmanager
+def failing_disk(fail_at: int, error: Callable[[], BaseException], kinds: str = "write fsync rename replace mkdir") -> Iterator[list[str]]:
+    """The ``fail_at``-th change to the disk of these kinds raises. Yields the kinds of the changes so far."""
+    seen: list[str] = []
+
+    def count(name: str) -> None:
+        if name in kinds.split():
+            seen.append(name)
+        if len(seen) == fail_at and name in kinds.split():
+            raise error()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            count(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    class File:
+        def __init__(self, file):
+            self._file = file
+
+        def write(self, data):
+            count("write")
+            return self._file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self._file.close()
+
+    def opened(function):
+        def call(place, mode="r", *args, **kwargs):
+            file = function(place, mode, *args, **kwargs)
+            return File(file) if "w" in mode else file
+
+        return call
+
+    places = [(os, name) for name in ("fsync", "rename", "replace", "mkdir")] + [(pathlib.Path, "open"), (builtins, "open")]
+    kept = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, function in kept:
+        setattr(place, name, opened(function) if name == "open" else counted(name, function))
+    try:
+        yield seen
+    finally:
+        for place, name, function in kept:
+            setattr(place, name, function)
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
+    """On rank 1 the disk is full, or its files cannot be read back; on rank 0 the manifest cannot be written."""
+    model = odd("fsdp2")
+    runs = CheckpointFolder(pathlib.Path(folder))
+    save(model, runs.of_step(1), extra={"step": 1})
+    agree.together(lambda: runs.point_to(1), here=dist.get_rank() == 0)
+    before = weights(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=1.0), range(1))
+
+    def unreadable(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    module = sys.modules["meshwright.checkpoint.save"]
+    found = []
+    for rank, fault in [(1, "write"), (1, "read back"), (0, "manifest")]:
+        for step in (1, 2):  # over an older checkpoint, and beside it
+            kept = module.describe_file, module._finish
+            if dist.get_rank() == rank and fault == "read back":
+                module.describe_file = unreadable
+            if dist.get_rank() == rank and fault == "manifest":
+                module._finish = lambda *_: unreadable(None)
+            with failing_disk(1 if dist.get_rank() == rank and fault == "write" else 0, full, "write"):
+                said = refusal(lambda step=step: save(model, runs.of_step(step), extra={"step": 2}))
+            module.describe_file, module._finish = kept
+            again = odd("fsdp2", seed=3)
+            extra = load(again, runs.latest())
+            other = refusal(lambda: load(again, runs.of_step(2)))
+            found.append((said, bits_equal(weights(again), before), f"{extra} {runs.steps()} {other}"))
+    return found
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothing(spmd, tmp_path):
+    results = spmd(2, one_rank_job, str(tmp_path))
+    assert results[0] == results[1]
+    for (said, changed, rest), fault in zip(results[0], [f for f in ("No space left", "Input/output", "Input/output") for _ in (1, 2)], strict=True):
+        assert said.startswith("IntegrityError: cannot ") and fault in said and "The last whole checkpoint is untouched" in said, said
+        assert "Traceback" not in said
+        assert changed == []
+        assert rest.startswith("{'step': 1} [1] IntegrityError: ") and rest.endswith("does not exist")
+
+
+def disk_job(folder: str) -> list[str]:
+    """Saves over an older checkpoint while the n-th change to the disk fails, for every n. Returns what was changed at each n."""
+    model = odd("one")
+    optimizer = adam(model)
+    place = pathlib.Path(folder) / "c"
+    save(model, place, optimizer=optimizer, extra={"is": "old"})
+    before, left = weights(model), {entry.name: entry.read_bytes() for entry in place.iterdir()}
+    keep = shutil.copytree(place, folder + "-keep")
+    train(model, optimizer, range(1))
+    changes = []
+    for fail_at in range(1, 100):
+        with failing_disk(fail_at, full) as seen:
+            said = refusal(lambda: save(model, place, optimizer=optimizer, extra={"is": "new"}))
+        if len(seen) < fail_at:
+            break
+        if said == "none":  # torch's own mkdir of a folder that is there may fail without harm
+            assert seen[fail_at - 1] == "mkdir"
+            shutil.rmtree(place)
+            shutil.copytree(keep, place)
+            continue
+        changes.append(seen[fail_at - 1])
+        assert said.startswith("IntegrityError") and "No space left" in said, said
+        assert {entry.name: entry.read_bytes() for entry in place.iterdir()} == left, (fail_at, seen)
+        again = odd("one", seed=3)
+        assert load(again, place) == {"is": "old"} and bits_equal(weights(again), before) == [], (fail_at, seen)
+    again = odd("one", seed=3)
+    assert load(again, place) == {"is": "new"} and bits_equal(weights(again), weights(model)) == []
+    assert sorted(entry.name for entry in pathlib.Path(folder).iterdir()) == ["c"], "nothing is left beside it"
+    return changes
+
+
+def test_a_disk_that_fails_at_any_change_leaves_the_older_checkpoint(spmd, tmp_path):
+    (changes,) = spmd(1, disk_job, str(tmp_path))
+    assert {"mkdir", "write", "fsync", "rename"} <= set(changes) and len(changes) >= 8
+
+
+def crash_job(folder: str) -> list[str]:
+    """Saves over an older checkpoint in a child that ends at its n-th change to the disk, for every n. What is loaded after each."""
+    model = odd("one")
+    place = pathlib.Path(folder) / "c"
+    found = []
+    for fail_at in range(1, 100):
+        shutil.rmtree(folder, ignore_errors=True)
+        save(model, place, extra={"is": "old"})
+        child = os.fork()
+        if child == 0:
+            with failing_disk(fail_at, lambda: os._exit(9)):  # type: ignore[arg-type,return-value]
+                save(model, place, extra={"is": "new"})
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found.append(load(odd("one", seed=3), place)["is"])
+        save(model, place, extra={"is": "next"})
+        assert load(model, place) == {"is": "next"}
+        assert sorted(entry.name for entry in pathlib.Path(folder).iterdir()) == ["c"]
+        if status == 0:
+            break
+    return found
+
+
+def test_a_crash_at_any_change_leaves_the_older_checkpoint_or_the_new_one(spmd, tmp_path):
+    (found,) = spmd(1, crash_job, str(tmp_path / "runs"))
+    olds = found.count("old")
+    assert found == ["old"] * olds + ["new"] * (len(found) - olds) and olds >= 8 and found[-1] == "new"
+
+
+def refused_places_job(folder: str) -> list[str]:
+    model = odd("ddp2")
+    precious = pathlib.Path(folder) / "thesis"
+    agree.together(lambda: (precious.mkdir(), (precious / "draft.tex").write_text("x")), here=dist.get_rank() == 0)
+    said = [
+        refusal(lambda: save(model, precious)),
+        refusal(lambda: save(model, precious / "draft.tex")),
+        refusal(lambda: save(model, precious / "new", extra={"weights": torch.ones(1)})),
+    ]
+    (pathlib.Path(folder) / "empty").mkdir(exist_ok=True)
+    agree.wait_for_all()
+    save(model, pathlib.Path(folder) / "empty")
+    return [*said, str(sorted(entry.name for entry in precious.iterdir()))]
+
+
+def test_what_is_no_checkpoint_is_never_replaced(spmd, tmp_path):
+    for found in spmd(2, refused_places_job, str(tmp_path)):
+        assert all(said.startswith("ConfigError: ") for said in found[:3]), found
+        assert "thesis is there and is no checkpoint" in found[0] and "draft.tex is there and is no checkpoint" in found[1]
+        assert "extra cannot be saved: Object of type Tensor is not JSON serializable" in found[2]
+        assert found[3] == "['draft.tex']"
+
+
+# --- the folder of a run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = CheckpointFolder(tmp_path / "checkpoints")
+    for step in (10, 20, 30, 1_000_000_000):
+        made.of_step(step).mkdir(parents=True)
+    (made.path / "step-00000040.partial").mkdir()
+    (made.path / "step-abc").mkdir()
+    return made
+
+
+def test_steps_are_those_with_final_names(folder, tmp_path):
+    assert folder.steps() == [10, 20, 30, 1_000_000_000]
+    assert folder.half_written() == [folder.path / "step-00000040.partial"]
+    nothing = CheckpointFolder(tmp_path / "nowhere")
+    assert (nothing.steps(), nothing.latest(), nothing.half_written()) == ([], None, [])
+
+
+def test_the_pointer(folder):
+    assert folder.latest() is None
+    folder.point_to(20)
+    assert folder.latest() == folder.of_step(20)
+    folder.point_to(30)
+    assert folder.latest() == folder.of_step(30)
+    shutil.rmtree(folder.of_step(30))
+    with pytest.raises(IntegrityError, match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020"):
+        folder.latest()
+
+
+@pytest.mark.parametrize("text", ["", "..", "step-00000040.partial", "/", "step-abc"])
+def test_a_pointer_that_names_no_checkpoint_is_damaged(folder, text):
+    (folder.path / "latest").write_text(text)
+    with pytest.raises(IntegrityError, match="latest is damaged"):
+        folder.latest()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_the_pointer_moves_whole_or_not_at_all(folder, fail_at):
+    folder.point_to(20)
+    with failing_disk(fail_at, full) as seen, pytest.raises(OSError, match="No space left"):
+        folder.point_to(30)
+    assert folder.latest() == folder.of_step(20), seen
+
+
+@pytest.mark.parametrize(
+    ("count", "left"),
+    [(0, [10, 20, 30, 1_000_000_000]), (1, [10, 1_000_000_000]), (2, [10, 30, 1_000_000_000]), (9, [10, 20, 30, 1_000_000_000])],
+)
+def test_old_steps_go_but_never_the_one_that_is_pointed_to(folder, count, left):
+    folder.point_to(10)
+    folder.keep_last(count)
+    assert folder.steps() == left
+
+
+def test_a_step_that_is_half_removed_has_lost_its_name(folder, monkeypatch, caplog):
+    (folder.of_step(10) / NAME).write_text("{}")
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None if ignore_errors else os.rmdir(path))
+    folder.keep_last(3)
+    assert folder.steps() == [20, 30, 1_000_000_000]
+    assert folder.of_step(10).with_suffix(".partial") in folder.half_written()
+    assert "step-00000010 could not be removed" in caplog.text
+
+
+def test_a_manifest_keeps_what_it_is_given(tmp_path):
+    extra = {"text": "ü", "number": 0.1, "nested": {"list": [1, None, True]}, "3": "x"}
+    Manifest({}, {}, "AdamW", [{"params": ["a"], "options": {"betas": (0.9, 0.95)}}], extra, "{}").write(tmp_path)
+    read = Manifest.read(tmp_path)
+    assert read.extra == extra and read.groups == [{"params": ["a"], "options": {"betas": [0.9, 0.95]}}] and read.optimizer == "AdamW"
+    text = (tmp_path / NAME).read_text()
+    assert json.loads(text)["crc32"] > 0
+
+
+def test_layouts_of_this_file_are_what_they_say():
+    assert {name: layout.resolve(world).world for name, (world, layout) in LAYOUTS.items()} == {n: w for n, (w, _) in LAYOUTS.items()}
+    assert LAYOUTS["hsdp2x2"][1] == Layout(dp_replicate=2, dp_shard=2)
+    assert ConfigError is not UnsupportedError

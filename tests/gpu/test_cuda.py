@@ -1,0 +1,96 @@
+"""The data-parallel floor on a GPU. Run where one is seen; elsewhere these files are not collected."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+CPU_PROMPT = [1, 2, 3, 4]
+
+
+def batch_of(rows=4, seq=32, vocab=256):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, vocab, (rows, seq + 1), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def job_steps(techniques, steps=3):
+    """Losses and gradient norms of a few steps on the GPU."""
+    from meshwright import Layout, parallelize
+    from meshwright.models.decoder_config import SIZES
+
+    model = parallelize(SIZES["debug"], Layout(), techniques=techniques)
+    assert model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-3, fused=True)
+    out = []
+    for _ in range(steps):
+        loss = model.forward_backward(batch_of())
+        result = model.optimizer_step(optimizer, max_norm=1.0)
+        out.append((float(loss), result.grad_norm))
+    return out, {fact.dtype for fact in model.plan.parameters}, model.plan.data.technique
+
+
+def job_oracle(steps=3):
+    """The same in plain torch on the same GPU, from the same weights."""
+    import torch.nn.functional as F
+
+    from meshwright.distributed.weights import materialise
+    from meshwright.models.decoder import Decoder
+    from meshwright.models.decoder_config import SIZES
+
+    with torch.device("meta"):
+        model = Decoder(SIZES["debug"])
+    materialise(model, torch.device("cuda"), 0, {})
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3, fused=True)
+    out = []
+    for _ in range(steps):
+        batch = {key: value.cuda() for key, value in batch_of().items()}
+        loss = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((loss.item(), norm.item()))
+    return out
+
+
+def test_fp32_on_one_gpu_equals_plain_torch(spmd):
+    found, dtypes, technique = spmd(1, job_steps, {"precision": {"compute": "float32"}})[0]
+    expected = spmd(1, job_oracle)[0]
+    assert technique == "none" and dtypes == {"float32"}
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5) and norm == pytest.approx(wanted_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("extra", [{}, {"cpu_offload": True}, {"activation_checkpointing": "full"}, {"compile": True}])
+def test_bf16_stays_near_fp32(spmd, extra):
+    found, dtypes, technique = spmd(1, job_steps, {"precision": {"compute": "bfloat16"}, **extra}, timeout=300.0)[0]
+    expected = spmd(1, job_oracle)[0]
+    assert technique == "fully_shard" and dtypes == {"float32"}
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-2) and norm == pytest.approx(wanted_norm, rel=5e-2)
+
+
+def job_checkpoint(path):
+    from meshwright import Layout, load, parallelize, save
+    from meshwright.models.decoder_config import SIZES
+
+    results = []
+    for seed in (0, 7):
+        model = parallelize(SIZES["debug"], Layout(), seed=seed)
+        optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-3, fused=True)
+        if seed == 0:
+            model.forward_backward(batch_of())
+            model.optimizer_step(optimizer, max_norm=1.0)
+            save(model, path, optimizer=optimizer)
+        else:
+            load(model, path, optimizer=optimizer)
+        results.append((float(model.forward_backward(batch_of())), model.generate(CPU_PROMPT, 8, temperature=0)))
+    return results
+
+
+def test_a_checkpoint_comes_back_bitwise(spmd, tmp_path):
+    saved, loaded = spmd(1, job_checkpoint, str(tmp_path / "step"))[0]
+    assert saved == loaded
