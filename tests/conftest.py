@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # workers import the jobs by module name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from meshwright.distributed.local import WorkerPool
+from meshwright.distributed.local import WorkerPool  # noqa: E402
 
 LARGEST_WORLD = 4
 
@@ -31,3 +31,51 @@ def spmd(pool):
         return pool.run(job, *args, world=world, timeout=timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def reference(pool):
+    """``reference(problem)``: what the oracle makes of it in one process, computed once per session (``job``: another question)."""
+    from support.oracle import oracle
+
+    known = {}
+
+    def ask(problem, job=oracle):
+        if (problem, job) not in known:
+            known[problem, job] = pool.run(job, problem, world=1, timeout=60)[0]
+        return known[problem, job]
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def floor(reference):
+    """``floor(problem)``: the error that rounding alone makes, by reordering one process's own sums."""
+    from support.oracle import floors
+
+    return lambda problem: reference(problem, floors)
+
+
+FIGURES = pytest.StashKey[dict]()
+
+
+@pytest.fixture
+def measured(request):
+    """``measured(who, what, {quantity: error})``: keep the largest for the table at the end of the session."""
+    table = request.config.stash.setdefault(FIGURES, {})
+
+    def note(who, what, errors):
+        row = table.setdefault((what, who), {})
+        for quantity, error in errors.items():
+            row[quantity] = max(row.get(quantity, 0.0), error)
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    table = config.stash.get(FIGURES, {})
+    if table and config.get_verbosity() >= 0:
+        terminalreporter.section("worst relative errors")
+        for (what, who), row in sorted(table.items()):
+            figures = "  ".join(f"{quantity} {error:.1e}" for quantity, error in row.items())
+            terminalreporter.write_line(f"{what:32} {who:48} {figures}")

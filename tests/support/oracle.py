@@ -38,19 +38,33 @@ def relative_errors(found: Named, reference: Named) -> dict[str, float]:
     return errors
 
 
-def differences(found: Outcome, reference: Outcome) -> dict[str, tuple[float, str]]:
-    """For each thing compared, the worst relative error and where it is."""
-    result = {}
-    for what in ("initial", "gradients", "parameters"):
-        errors = relative_errors(getattr(found, what), getattr(reference, what))
-        name = max(errors, key=errors.__getitem__)
-        result[what] = errors[name], name
+Errors = dict[str, dict[str, float]]
+"""What was compared -> tensor (or step) -> relative error."""
+
+
+def differences(found: Outcome, reference: Outcome) -> Errors:
+    """The relative error of everything that an outcome holds."""
+    errors = {what: relative_errors(getattr(found, what), getattr(reference, what)) for what in ("initial", "gradients", "parameters")}
     for what in ("losses", "norms"):
-        mine, theirs = getattr(found, what), getattr(reference, what)
-        errors = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
-        errors = [math.inf if math.isnan(e) else e for e in errors]
-        result[what] = max(errors), f"step {errors.index(max(errors))}"
-    return result
+        pairs = zip(getattr(found, what), getattr(reference, what), strict=True)
+        relative = {f"step {n}": abs(a - b) / abs(b) for n, (a, b) in enumerate(pairs)}
+        errors[what] = {step: math.inf if math.isnan(e) else e for step, e in relative.items()}
+    return errors
+
+
+def worst(errors: Errors) -> dict[str, float]:
+    return {what: max(by_name.values()) for what, by_name in errors.items()}
+
+
+def excesses(errors: Errors, bound: float, floors: Errors | None = None) -> list[str]:
+    """One line for each error above max(``bound``, 4 × its floor), the worst first; initial weights must be equal bit by bit."""
+    found = []
+    for what, by_name in errors.items():
+        for name, error in by_name.items():
+            limit = 0.0 if what == "initial" else max(bound, 4 * floors[what][name] if floors else 0.0)
+            if error > limit:
+                found.append((error, f"{what} of {name}: {error:.2e} > {limit:.1e}"))
+    return [line for _, line in sorted(found, reverse=True)]
 
 
 def build(problem: Problem) -> nn.Module:
@@ -112,12 +126,12 @@ def oracle(problem: Problem, order: Any = ()) -> Outcome:
     return outcome
 
 
-def floor(problem: Problem) -> dict[str, float]:
-    """What rounding alone does: the worst difference that comes from reordering one process's own sums."""
+def floors(problem: Problem) -> Errors:
+    """What rounding alone does: for everything compared, the worst error that comes from reordering one process's own sums."""
     base, rows = oracle(problem), problem.data.rows
-    others = [oracle(problem, order) for order in (range(1, rows), (rows // 2,), (1, 3, rows - 2), "backwards")]
-    found = [differences(other, base) for other in others]
-    return {what: max(f[what][0] for f in found) for what in found[0]}
+    orders = (range(1, rows), range(2, rows, 2), (rows // 2,), (1, 3, rows - 2), "backwards")
+    found = [differences(oracle(problem, order), base) for order in orders]
+    return {what: {name: max(f[what][name] for f in found) for name in found[0][what]} for what in found[0]}
 
 
 def bf16_gradients(problem: Problem) -> Named:

@@ -13,7 +13,7 @@ from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.world import get_world_info
 
-from .oracle import Named, Outcome, differences, oracle
+from .oracle import Errors, Named, Outcome, differences, oracle
 from .problems import SEED, Problem, Way, as_brought, make_optimizer, share
 
 
@@ -95,7 +95,14 @@ def disturb(model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, o
     loss_fn.disturbance = ""
 
 
-def compare(problem: Problem, way: Way) -> dict[str, tuple[float, str]]:
+def gradients_of_first_step(problem: Problem, way: Way) -> Named:
+    rank, _, world = get_world_info()
+    model = lay_out(problem, way)
+    model.forward_backward(as_brought(share(problem.data.step(0), rank, world), way))
+    return gradients(model)
+
+
+def compare(problem: Problem, way: Way) -> Errors:
     """Train and compare with the oracle, computed here and now on rank 0."""
     outcome = train(problem, way)
     found = differences(outcome, oracle(problem)) if get_world_info()[0] == 0 else {}

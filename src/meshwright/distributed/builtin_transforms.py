@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.core.dtypes import torch_dtype
+from meshwright.core.dtypes import canonical_dtype, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
@@ -20,12 +21,15 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
-from . import order
+from . import audit, order
 from .functions import averaging_plan
-from .mesh import axis_sizes, build_mesh
+from .mesh import axis_sizes, build_mesh, data_groups
+from .parallelize import single_process_mesh
 from .setup import DEFAULT_BACKEND, choose_backend
 from .transform_registry import ModelTransform, equip, register_model_transform
-from .world import ranks_per_node
+from .world import get_world_info, ranks_per_node
+
+log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class MixedPrecisionConfig:
     reduce_dtype: str
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, key) is not None:
+                canonical_dtype(getattr(self, key), where=f"mixed_precision.{key}")
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        output = None if self.output_dtype is None else torch_dtype(self.output_dtype)
+        return MixedPrecisionPolicy(torch_dtype(self.param_dtype), torch_dtype(self.reduce_dtype), output, self.cast_forward_inputs)
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,11 @@ class _Planned(ModelTransform):
         device_mesh = self.device_mesh()
         plan = self.plan(facts, device_mesh)
         site = order.Site(device_mesh, facts, self.context.get("seed", 0))
-        return equip(order.apply(model, plan, site, only=self.rows), plan)
+        return equip(self.finish(order.apply(model, plan, site, only=self.rows), facts, plan, device_mesh), plan)
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        """What is left to do when the plan has been applied."""
+        return model
 
     def device_mesh(self) -> DeviceMesh | None:
         return self.context.get("device_mesh")
@@ -109,6 +127,23 @@ class _Planned(ModelTransform):
     def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
         device = device_mesh.device_type if device_mesh is not None else "cpu"
         return plan_for_mesh_sizes(facts, axis_sizes(device_mesh), device, wishes, "mean")
+
+
+def mesh_of_world(layout: Layout) -> DeviceMesh:
+    """The mesh of a layout over all processes.
+
+    Raises:
+        ConfigError: the layout does not fit the world, or the world has several processes and no process group yet.
+    """
+    device_type = choose_backend(DEFAULT_BACKEND)[1]
+    if dist.is_initialized():
+        return build_mesh(layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None), device_type)
+    if (world := get_world_info()[2]) > 1:
+        raise ConfigError(
+            f"there are {world} processes and no process group: call init_distributed before the transforms, or give them device_mesh="
+        )
+    layout.resolve(world)
+    return single_process_mesh(device_type)
 
 
 @register_model_transform("ddp", DDPTransformConfig)
@@ -122,11 +157,19 @@ class DDPTransform(_Planned):
         return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
 
     def device_mesh(self) -> DeviceMesh | None:
-        return super().device_mesh() or self._mesh_of_all()
+        given = super().device_mesh()
+        return given if given is not None else mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
 
-    def _mesh_of_all(self) -> DeviceMesh:
-        layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1)
-        return build_mesh(layout.resolve(dist.get_world_size()), choose_backend(DEFAULT_BACKEND)[1])
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        groups = data_groups(device_mesh)
+        if not groups:
+            log.info("ddp: the mesh %s has no data axis larger than 1, so there is nothing to replicate", axis_sizes(device_mesh))
+        if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
+            for tensor in (*model.parameters(), *model.buffers()):
+                for group in groups:
+                    dist.broadcast(tensor.detach(), group=group, group_src=0)
+        audit.audit(model, facts, plan, groups)
+        return model
 
 
 @register_model_transform("fully_shard", FullyShardTransformConfig)
@@ -138,11 +181,7 @@ class FullyShardTransform(_Planned):
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         assert device_mesh is not None
         c: FullyShardTransformConfig = self.config
-        policy = MixedPrecisionPolicy()
-        if c.mixed_precision is not None:
-            m = c.mixed_precision
-            output = torch_dtype(m.output_dtype) if m.output_dtype else None
-            policy = MixedPrecisionPolicy(torch_dtype(m.param_dtype), torch_dtype(m.reduce_dtype), output, m.cast_forward_inputs)
+        policy = MixedPrecisionPolicy() if c.mixed_precision is None else c.mixed_precision.policy
         wishes = Techniques(
             reshard_after_forward=c.reshard_after_forward,
             sync_grad_accum=c.sync_grad_accum,
@@ -159,8 +198,11 @@ class FullyShardTransform(_Planned):
         layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
         if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
             layout = replace(layout, dp_replicate=1)
-        resolved = layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None)
-        return build_mesh(resolved, choose_backend(DEFAULT_BACKEND)[1])
+        return mesh_of_world(layout)
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        audit.audit(model, facts, plan, data_groups(device_mesh))
+        return model
 
 
 @register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)

@@ -19,7 +19,7 @@ from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 
-from . import order
+from . import agree, order
 from .mesh import axis_sizes, has_dp_mesh
 from .parallelize import single_process_mesh
 
@@ -145,6 +145,10 @@ def build_parallel_model(
     kind = torch.device(device).type
     if device_mesh is not None and device_mesh.device_type != kind:
         raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
+    if device_mesh is None and not agree.alone():
+        raise ConfigError(
+            "device_mesh = None means one process, but the process group has more: give the mesh that init_distributed returned"
+        )
     device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
     module = as_module(model_config)
     facts = model_facts(module)

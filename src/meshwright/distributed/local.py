@@ -96,9 +96,10 @@ class WorkerPool:
         self.start()
         store = os.path.join(self._folder, f"job{next(self._jobs)}")
         job = (list(sys.path), store, world, pickle.dumps((function, args)))
-        for rank in range(world):
-            self._pipes[rank].send(job)
         try:
+            for pipe in self._pipes[:world]:
+                with suppress(BrokenPipeError, ConnectionError):  # a worker that died just now: _collect sees it
+                    pipe.send(job)
             return self._collect(world, timeout)
         except BaseException:
             self._stop_workers()

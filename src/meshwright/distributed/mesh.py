@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
@@ -91,6 +92,13 @@ def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     """Number of pipeline stages; 1 without a pp axis."""
     return axis_sizes(device_mesh).get(Axis.PP.value, 1)
+
+
+def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
+    """The process groups of the data axes that are larger than 1, replicas first."""
+    sizes = axis_sizes(device_mesh)
+    large = [axis.value for axis in DATA_AXES if sizes.get(axis.value, 1) > 1]
+    return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
 
 
 def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -149,6 +149,8 @@ def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         raise ConfigError("MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store")
+    if not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"MASTER_PORT = '{port}' is no port: it is a whole number from 1 to 65535")
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(host, int(port), world, is_master=not agent_hosts and rank == 0, timeout=timedelta(seconds=timeout_sec))
     return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

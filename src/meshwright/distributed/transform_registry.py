@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -60,12 +60,16 @@ def register_model_transform(
 
     def register(transform: type[ModelTransform]) -> type[ModelTransform]:
         taken = _REGISTRY.get(name)
-        if taken is not None and taken.transform.__qualname__ != transform.__qualname__:
-            raise ConfigError(f"the transform name '{name}' is taken by {taken.transform.__qualname__}; choose another")
+        if taken is not None and _path(taken.transform) != _path(transform):
+            raise ConfigError(f"the transform name '{name}' is taken by {_path(taken.transform)}; choose another")
         _REGISTRY[name] = _Entry(name, config_class, transform, tuple(before), tuple(after))
         return transform
 
     return register
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def build_model_transform(name: str, config: Any = None, **context: Any) -> ModelTransform:
@@ -85,10 +89,19 @@ def build_model_transform(name: str, config: Any = None, **context: Any) -> Mode
 
 
 def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any], **context: Any) -> nn.Module:
-    """Build and apply several transforms, in the one order, whatever the order of ``configs``."""
-    for name in in_order(configs):
-        model = build_model_transform(name, configs[name], **context).apply(model)
-    return model
+    """Build and apply several transforms, in the one order, whatever the order of ``configs``.
+
+    What comes back has ``accumulation_context`` and ``make_parameter_groups`` in any case.
+
+    Raises:
+        ConfigError: an unknown name or key, or a wish that cannot be met; all configs are read before the model is touched.
+    """
+    for transform in [build_model_transform(name, configs[name], **context) for name in in_order(configs)]:
+        before, model = model, transform.apply(model)
+        for method in EQUIPMENT:  # a transform that wraps the model must not hide them
+            if not hasattr(model, method) and hasattr(before, method):
+                object.__setattr__(model, method, getattr(before, method))
+    return model if hasattr(model, "accumulation_context") else equip(model, None)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -128,11 +141,14 @@ def _known(name: str) -> _Entry:
     return _REGISTRY[name]
 
 
-def equip(model: nn.Module, plan: Plan) -> nn.Module:
-    """Give a laid-out module the two methods that loops ask for: ``accumulation_context`` and ``make_parameter_groups``."""
+EQUIPMENT = ("accumulation_context", "make_parameter_groups")
+
+
+def equip(model: nn.Module, plan: Plan | None) -> nn.Module:
+    """Give a module the two methods that loops ask for: ``accumulation_context`` and ``make_parameter_groups``."""
 
     def accumulation_context(is_last_microbatch: bool) -> AbstractContextManager[None]:
-        return accumulation.context(model, plan, is_last_microbatch)
+        return nullcontext() if plan is None else accumulation.context(model, plan, is_last_microbatch)
 
     def groups(**options: Any) -> list[dict[str, Any]]:
         inner = model.module if isinstance(model, DistributedDataParallel) else model

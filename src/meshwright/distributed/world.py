@@ -24,11 +24,13 @@ def get_world_info() -> tuple[int, int, int]:
         local = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
         rank, local, world = (_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"))
-        _export_torch_names(rank, local, world)
     else:
         return 0, 0, 1
-    if not 0 <= rank < world:
-        raise ConfigError(f"rank {rank} is outside a world of {world} processes: check RANK and WORLD_SIZE in the environment")
+    if rank >= world:
+        names = "RANK and WORLD_SIZE" if "RANK" in env else "SLURM_PROCID and SLURM_NTASKS"
+        raise ConfigError(f"rank {rank} is outside a world of {world} processes: check {names} in the environment")
+    if "RANK" not in env:
+        _export_torch_names(rank, local, world)
     return rank, local, world
 
 
@@ -38,10 +40,12 @@ def is_rank_zero() -> bool:
 
 
 def ranks_per_node() -> int:
-    """Processes on this host as the launcher says; 0 where it does not."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+    """Processes on each host as the launcher says; 0 where it does not, or where the hosts hold different numbers."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return _number(os.environ, "LOCAL_WORLD_SIZE")
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):  # "4", or "4(x2)" for two hosts
+        if found := re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, "")):
+            return int(found.group(1))
     return 0
 
 
@@ -51,19 +55,19 @@ def _number(env: Mapping[str, str], name: str) -> int:
         raise ConfigError(
             f"the environment variable {name} is missing, although others of its launcher are set; start with torchrun or srun"
         )
-    if not text.isdigit():
-        raise ConfigError(f"the environment variable {name} = '{text}' is not a whole number")
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ConfigError(f"the environment variable {name} = '{text}' is not a whole number from 0 up")
     return int(text)
 
 
 def _export_torch_names(rank: int, local: int, world: int) -> None:
-    job = int(os.environ.get("SLURM_JOB_ID", "0") or 0)
+    job = _number(os.environ, "SLURM_JOB_ID") if os.environ.get("SLURM_JOB_ID") else 0
     hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     values = {
         "RANK": rank,
         "LOCAL_RANK": local,
         "WORLD_SIZE": world,
-        "MASTER_ADDR": first_host(hosts),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(hosts),
         "MASTER_PORT": 20_000 + job % 20_000,
     }
     for name, value in values.items():
@@ -71,9 +75,13 @@ def _export_torch_names(rank: int, local: int, world: int) -> None:
 
 
 def first_host(nodelist: str) -> str:
-    """First name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
-    if not match:
-        raise ConfigError(f"cannot read the host list '{nodelist}' of Slurm")
-    stem, first, rest = match.groups()
-    return stem + (first or "") + (rest or "")
+    """First name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)  # up to the first comma outside brackets
+    name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
+    if not re.fullmatch(r"[A-Za-z0-9._:-]+", name):
+        raise ConfigError(f"cannot read the first host of Slurm's host list '{nodelist}'; set MASTER_ADDR to its address")
+    return name

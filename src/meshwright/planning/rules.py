@@ -63,7 +63,7 @@ def half_precision(case: Case) -> Found:
 
 
 def ddp_fits(case: Case) -> Found:
-    if case.technique != "ddp":
+    if "ddp" not in (case.technique, case.techniques.data_parallel):
         return
     if case.layout.dp_shard > 1:
         yield ConfigError(
@@ -80,7 +80,12 @@ def ddp_fits(case: Case) -> Found:
 
 def resharding(case: Case) -> Found:
     value, shards = case.techniques.reshard_after_forward, case.layout.dp_shard
-    if isinstance(value, bool) or case.technique != "fully_shard":
+    if isinstance(value, bool):
+        return
+    if case.technique != "fully_shard":
+        yield ConfigError(
+            f"techniques.reshard_after_forward = {value} is about sharded parameters, and {case.technique} has none. Leave it true."
+        )
         return
     legal = [n for n in range(2, shards) if shards % n == 0]
     if value not in legal:

@@ -1,0 +1,104 @@
+"""Weights of models that bring their own initialisers: ``reset_parameters`` (torch's convention; ``_reset_parameters`` too).
+
+Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its parameters and buffers
+and of those inside it (a parent may set its children's), with torch's generator seeded by (seed, path of the module); then each
+rank cuts its part. So the values depend on no layout, and one module at a time is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, owner
+
+from .shards import local_part, seed_of
+
+
+def initialise_by_modules(model: nn.Module, seed: int) -> set[str]:
+    """Write every parameter and buffer of ``model`` in place (whole or sharded); returns their names.
+
+    Raises:
+        UnsupportedError: nothing initialises some of them; the text names them and the module that should.
+    """
+    wanted = {id(tensor): clean(name) for name, tensor in _tensors(model)}
+    written: set[str] = set()
+    for raw, module in reversed(list(model.named_modules())):
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw)))}
+    left = [name for name in wanted.values() if name not in written]
+    if left:
+        path = owner(left[0])
+        names = ", ".join(name.rpartition(".")[2] for name in left if owner(name) == path)
+        raise UnsupportedError(
+            f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta and nothing initialises"
+            f" its {names}: give it a reset_parameters() that does, or build the model on the CPU with its weights"
+        )
+    return written
+
+
+def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
+    """Run one initialiser and write what it set; returns the ids of the tensors that it set whole."""
+    with _stand_ins(module) as pairs:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(seed)
+            reset()
+        made = [(tensor, find().detach()) for tensor, find in pairs]
+    whole = set()
+    for tensor, value in made:
+        untouched = _untouched(value)
+        if untouched.all():
+            continue
+        local, offset = local_part(tensor)
+        cut = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
+        if not untouched.any():
+            whole.add(id(tensor))
+    return whole
+
+
+@contextmanager
+def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
+    """Put unwritten CPU tensors in place of all parameters and buffers inside; gives (original, how to find its stand-in)."""
+    kept: list[tuple[dict, dict]] = []
+    made: dict[int, Tensor] = {}
+    pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            kept.append((held, dict(held)))
+            for name, tensor in list(held.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    blank = torch.full(tensor.shape, _blank(tensor.dtype), dtype=tensor.dtype)
+                    made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
+                    pairs.append((tensor, lambda held=held, name=name: held[name]))
+                held[name] = made[id(tensor)]
+    try:
+        yield pairs
+    finally:
+        for held, before in kept:
+            held.update(before)
+
+
+def _blank(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _untouched(value: Tensor) -> Tensor:
+    """Where a stand-in was not written."""
+    if value.is_floating_point() or value.is_complex():
+        return torch.isnan(value)
+    return ~value if value.dtype == torch.bool else value == _blank(value.dtype)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,196 @@
+"""Every layout computes what one process computes. The oracle is plain torch (support/oracle); CONTRIBUTING says how equality is measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support import foreign
+from support.oracle import bf16_gradients, differences, excesses, oracle, relative_errors, worst
+from support.pairwise import covering_array, legal_combinations, pairs_of
+from support.problems import DDP2, DDP4, FSDP2, FSDP4, HSDP, LAYOUTS, ONE, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way
+from support.train import compare, gradients_of_first_step, train
+
+from meshwright import Layout
+from meshwright.models.decoder_config import DecoderConfig
+
+EXACT = 1e-10
+"""Bound in fp64."""
+UPCASTS = 1e-6
+"""Bound for models that cast to fp32 inside, and the least bound in fp32."""
+
+FACTORS = {
+    "layout": list(LAYOUTS),
+    "microbatches": ["one", "list", "rows"],
+    "tied": [False, True],
+    "freeze": [(), PARTLY_FROZEN],
+    "activation_checkpointing": ["none", "full", "selective"],
+    "reshard_after_forward": [True, False, 2],
+    "sync_grad_accum": [False, True, "shard"],
+    "cpu_offload": [False, True],
+    "compile": [False, True],
+    "max_norm": [0.3, None],
+}
+
+
+def is_legal(c: dict) -> bool:
+    """The combinations that the rules allow: offload and resharding are FSDP's, a part of the ranks needs four of them."""
+    if c["layout"].startswith("ddp") and (c["cpu_offload"] or c["reshard_after_forward"] is not True):
+        return False
+    if c["reshard_after_forward"] == 2 and c["layout"] != "fsdp4":
+        return False
+    return c["sync_grad_accum"] != "shard" or c["layout"] == "hsdp2x2"
+
+
+def seconds(c: dict) -> float:
+    """About what a combination costs, so that the array prefers cheap ones."""
+    return (0.25 if c["layout"][-1] == "2" and c["layout"] != "hsdp2x2" else 0.5) + 1.5 * c["compile"]
+
+
+COMBINATIONS = covering_array(FACTORS, is_legal, seconds)
+
+
+def problem_and_way(c: dict, **options) -> tuple[Problem, Way]:
+    problem = Problem(TIED if c["tied"] else UNTIED, freeze=c["freeze"], max_norm=c["max_norm"], **options)
+    names = ("activation_checkpointing", "reshard_after_forward", "sync_grad_accum", "cpu_offload", "compile")
+    techniques = tuple((name, c[name]) for name in names if c[name] != FACTORS[name][0])
+    if c["compile"]:
+        techniques += (("compile_backend", "aot_eager"),)
+    return problem, Way(LAYOUTS[c["layout"]], techniques, c["microbatches"])
+
+
+def label(c: dict) -> str:
+    """The layout, and every switch that is not at its first value."""
+    chosen = {"tied": "tied", "freeze": "frozen", "cpu_offload": "offload", "compile": "compiled"}
+    words = [c["layout"], c["microbatches"]]
+    words += [chosen.get(name, f"{name.split('_')[0]}={c[name]}") for name in list(FACTORS)[2:] if c[name] != FACTORS[name][0]]
+    return "-".join(words)
+
+
+def assert_equal(runs, reference, bound, floors=None):
+    """All ranks printed the same, and the first rank's outcome is the reference's."""
+    for other in runs[1:]:
+        assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms), "ranks report different losses or norms"
+    errors = differences(runs[0], reference)
+    assert not excesses(errors, bound, floors), "\n".join(excesses(errors, bound, floors)[:8])
+    return worst(errors)
+
+
+def test_the_array_covers_every_legal_pair():
+    wanted = set().union(*map(pairs_of, legal_combinations(FACTORS, is_legal)))
+    assert wanted == set().union(*map(pairs_of, COMBINATIONS))
+    assert len(COMBINATIONS) < 30
+
+
+@pytest.mark.parametrize("c", COMBINATIONS, ids=label)
+def test_fp64_equals_one_process(spmd, reference, measured, c):
+    problem, way = problem_and_way(c)
+    runs = spmd(way.layout.world, train, problem, way)
+    measured(c["layout"], "fp64", assert_equal(runs, reference(problem), EXACT))
+
+
+IN_FP32 = [
+    {**dict.fromkeys(FACTORS), **{name: values[0] for name, values in FACTORS.items()}, **chosen}
+    for chosen in (
+        {"layout": "ddp2", "microbatches": "list", "tied": True},
+        {"layout": "ddp4", "max_norm": None, "sync_grad_accum": True, "microbatches": "rows"},
+        {"layout": "fsdp2", "max_norm": None, "microbatches": "rows", "activation_checkpointing": "full"},
+        {"layout": "fsdp4", "freeze": PARTLY_FROZEN, "reshard_after_forward": 2},
+        {"layout": "fsdp4", "microbatches": "list", "cpu_offload": True, "max_norm": None},
+        {"layout": "hsdp2x2", "microbatches": "list", "sync_grad_accum": "shard", "tied": True},
+    )
+]
+
+
+@pytest.mark.parametrize("c", IN_FP32, ids=label)
+def test_fp32_stays_within_the_noise_of_one_process(spmd, reference, floor, measured, c):
+    problem, way = problem_and_way(c, dtype="float32", optimizer="sgd")
+    runs = spmd(way.layout.world, train, problem, way)
+    measured(c["layout"], "fp32", assert_equal(runs, reference(problem), UPCASTS, floor(problem)))
+    measured("one process", "fp32 floor", worst(floor(problem)))
+
+
+BF16 = (("precision", {"compute": "bfloat16", "reduce": "float32"}),)
+
+
+@pytest.mark.parametrize("microbatches", ["one", "rows"])
+@pytest.mark.parametrize(
+    "layout",
+    [ONE, FSDP2, FSDP4, HSDP, Layout(dp_replicate=2, dp_shard=1)],
+    ids=["one rank", "fsdp2", "fsdp4", "hsdp2x2", "replicas of one shard"],
+)
+def test_bf16_costs_no_more_than_the_dtype_itself(spmd, reference, measured, layout, microbatches):
+    problem = Problem(dtype="float32")
+    one_32 = reference(problem).gradients
+    one_16 = reference(problem, bf16_gradients)
+    layout_16 = spmd(layout.world, gradients_of_first_step, problem, Way(layout, BF16, microbatches))[0]
+    assert layout_16.keys() == one_16.keys() == one_32.keys()
+    ratios = {name: ((layout_16[name] - one_16[name]).norm() / (one_16[name] - one_32[name]).norm()).item() for name in one_32}
+    assert max(ratios.values()) <= 2, max(ratios.items(), key=lambda item: item[1])
+    cost = max(relative_errors(one_16, one_32).values())
+    assert cost > 1e-3, "the oracle did not compute in bf16"
+    assert max(relative_errors(layout_16, one_32).values()) > cost / 10, "the layout did not compute in bf16"
+    measured(f"{layout}", "bf16, of what the dtype costs", {"gradients": max(ratios.values())})
+
+
+# --- any shape
+
+LAYOUT_OF_SHAPE = st.sampled_from([FSDP2, HSDP])
+
+
+@st.composite
+def shapes(draw):
+    head, heads = 2 * draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    vocab, seq = draw(st.integers(2, 130)), draw(st.integers(2, 24))
+    model = DecoderConfig(
+        vocab,
+        head * heads,
+        draw(st.integers(1, 4)),
+        heads,
+        kv_heads,
+        hidden_dim=draw(st.integers(1, 40)),
+        max_seq_len=seq,
+        qk_norm=draw(st.booleans()),
+        tied_embeddings=draw(st.booleans()),
+    )
+    return Problem(model, data=Data(rows=4 * draw(st.integers(1, 3)), seq=seq, vocab=vocab, seed=draw(st.integers(0, 99))), steps=2)
+
+
+@given(problem=shapes(), layout=st.sampled_from([FSDP2, HSDP]), microbatches=st.sampled_from(["one", "rows"]))
+@settings(
+    max_examples=12, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+def test_any_shape_equals_one_process(pool, problem, layout, microbatches):
+    errors = pool.run(compare, problem, Way(layout, (), microbatches), world=layout.world, timeout=60)[0]
+    assert not excesses(errors, EXACT), excesses(errors, EXACT)[:8]
+
+
+# --- models of other people
+
+FOREIGN = {
+    "built on meta": (foreign.on_meta, EXACT),
+    "built on meta, tied": (foreign.on_meta_tied, EXACT),
+    "built on the CPU, returns an object": (foreign.on_cpu, EXACT),
+    "without blocks, returns an object": (foreign.without_blocks, EXACT),
+    "Llama": (foreign.tiny_llama, UPCASTS),
+    "GPT-2": (foreign.tiny_gpt2, UPCASTS),
+}
+
+
+@pytest.mark.parametrize("layout", [DDP2, FSDP2], ids=["ddp2", "fsdp2"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_models_equal_one_process(spmd, reference, measured, name, layout):
+    factory, bound = FOREIGN[name]
+    arguments = ()
+    if name in ("Llama", "GPT-2"):
+        pytest.importorskip("transformers")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        arguments = (("positions", "position_ids"),)
+    problem = Problem(factory, data=Data(arguments=arguments))
+    runs = spmd(2, train, problem, Way(layout, (), "list"), timeout=120)
+    measured(f"{name}, {layout}", "fp64", assert_equal(runs, reference(problem), bound))

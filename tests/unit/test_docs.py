@@ -1,0 +1,40 @@
+"""The documents say what is there."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    module = ""
+    for line in (ROOT / "docs/api.md").read_text().splitlines():
+        if match := re.match(r"## `(meshwright[\w.]*)`", line):
+            module = match.group(1)
+        elif line.startswith("## "):
+            module = ""
+        elif module and (match := re.match(r"- `(\w+)", line)):
+            found.setdefault(module, set()).add(match.group(1))
+    return found
+
+
+def test_the_api_page_lists_exactly_the_public_names():
+    pages = documented()
+    assert set(pages) == {"meshwright", "meshwright.distributed", "meshwright.distributed.transforms"}
+    for module, names in pages.items():
+        public = {name for name in import_module(module).__all__ if not name.startswith("__")}
+        assert names == public, module
+
+
+def test_every_public_name_has_a_docstring():
+    for module, names in documented().items():
+        for name in names:
+            assert (getattr(import_module(module), name).__doc__ or "").strip(), f"{module}.{name}"
+
+
+def test_links_between_documents_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"
