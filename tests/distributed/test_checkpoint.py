@@ -34,7 +34,9 @@ def adam(model, lr=1e-2):
 def bits_equal(found: dict, wanted: dict) -> list[str]:
     """Names of tensors whose bits, shapes or dtypes differ (all of those that only one side has)."""
     names = found.keys() | wanted.keys()
-    return sorted(n for n in names if n not in found or n not in wanted or found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n]))
+    return sorted(
+        n for n in names if n not in found or n not in wanted or found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n])
+    )
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -100,7 +102,10 @@ def test_every_layout_reads_what_every_other_wrote(spmd, tmp_path):
     one = written["one"][0]
     assert one["losses"][2] != one["losses"][0]
     assert set(one["moments"]) == {
-        f"{name}/{state}" for name in one["weights"] for state in ("step", "exp_avg", "exp_avg_sq") if not name.endswith(("offset", "seen", *FROZEN))
+        f"{name}/{state}"
+        for name in one["weights"]
+        for state in ("step", "exp_avg", "exp_avg_sq")
+        if not name.endswith(("offset", "seen", *FROZEN))
     }, "the frozen parameter and the buffers have no optimizer state"
     assert bits_equal({FROZEN[0]: one["last"][FROZEN[0]]}, {FROZEN[0]: one["weights"][FROZEN[0]]}) == []
     for name, folder in folders.items():
@@ -197,7 +202,10 @@ DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "a bit of a tensor": (lambda c: _flip(c / SHARD, 0.9), f"{SHARD} has the right size, but its content changed"),
     "a bit of the header": (lambda c: _flip(c / SHARD, 0.001), f"{SHARD} has the right size, but its content changed"),
     "missing": (lambda c: (c / SHARD).unlink(), f"{SHARD} is missing"),
-    "a stranger": (lambda c: shutil.copy(c / SHARD, c / "shard-00009.safetensors"), "shard-00009.safetensors is not a file of this checkpoint"),
+    "a stranger": (
+        lambda c: shutil.copy(c / SHARD, c / "shard-00009.safetensors"),
+        "shard-00009.safetensors is not a file of this checkpoint",
+    ),
     "half written": (lambda c: (c / NAME).unlink(), "has no manifest, which is written last, so its writing was never finished"),
     "not there": (lambda c: shutil.rmtree(c), "does not exist"),
     "manifest cut": (lambda c: _truncate(c / NAME), f"{NAME} is damaged"),
@@ -483,7 +491,9 @@ def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothing(spmd, tmp_path):
     results = spmd(2, one_rank_job, str(tmp_path))
     assert results[0] == results[1]
-    for (said, changed, rest), fault in zip(results[0], [f for f in ("No space left", "Input/output", "Input/output") for _ in (1, 2)], strict=True):
+    for (said, changed, rest), fault in zip(
+        results[0], [f for f in ("No space left", "Input/output", "Input/output") for _ in (1, 2)], strict=True
+    ):
         assert said.startswith("IntegrityError: cannot ") and fault in said and "The last whole checkpoint is untouched" in said, said
         assert "Traceback" not in said
         assert changed == []
@@ -605,7 +615,9 @@ def test_the_pointer(folder):
     folder.point_to(30)
     assert folder.latest() == folder.of_step(30)
     shutil.rmtree(folder.of_step(30))
-    with pytest.raises(IntegrityError, match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020"):
+    with pytest.raises(
+        IntegrityError, match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020"
+    ):
         folder.latest()
 
 

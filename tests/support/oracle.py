@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .problems import SEED, Problem, frozen, make_optimizer, pieces
+from .problems import SEED, Problem, Way, everybodys, frozen, make_optimizer, pieces
 
 Named = dict[str, torch.Tensor]
 
@@ -134,12 +134,13 @@ def floors(problem: Problem) -> Errors:
     return {what: {name: max(f[what][name] for f in found) for name in found[0][what]} for what in found[0]}
 
 
-def bf16_gradients(problem: Problem) -> Named:
-    """The first step's gradients with parameters and activations in bf16: plain torch on a cast copy, summed over rows in fp32."""
+def bf16_gradients(problem: Problem, way: Way) -> Named:
+    """The first step's gradients with parameters and activations in bf16: plain torch on a cast copy, in the microbatches of
+    the way, summed over them in fp32."""
     model = copy.deepcopy(build(problem)).to(torch.bfloat16).train()
     batch = problem.data.step(0)
     total: Named = {}
-    for piece in pieces(batch, range(1, problem.data.rows)):
+    for piece in everybodys(batch, way):
         (loss_sum(model, piece, problem) / real_tokens(batch)).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:

@@ -109,6 +109,17 @@ def as_brought(batch: dict[str, torch.Tensor], way: Way) -> Any:
     return pieces(batch, (1, rows // 2 if rows > 3 else 2)) if way.microbatches == "list" else batch
 
 
+def everybodys(batch: dict[str, torch.Tensor], way: Way) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of all ranks in a way, in rank order."""
+    found = []
+    for rank in range(way.layout.world):
+        mine = as_brought(share(batch, rank, way.layout.world), way)
+        if isinstance(mine, dict):
+            mine = pieces(mine, range(way.microbatch_rows, len(mine["tokens"]), way.microbatch_rows) if way.microbatch_rows else ())
+        found += mine
+    return found
+
+
 def frozen(name: str, patterns: tuple[str, ...]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 

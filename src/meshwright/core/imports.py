@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
+from typing import Any
+
+from .errors import ConfigError
+
+
+def import_object(path: str) -> Any:
+    """What "package.module:name" names; the current folder counts as importable, as for ``python -m``.
+
+    Raises:
+        ConfigError: it cannot be imported; the text says why.
+    """
+    module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot import '{path}': {error}. It is 'package.module:name'.") from None
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:

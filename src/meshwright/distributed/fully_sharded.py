@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -27,7 +28,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, **shared)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
-    fully_shard(model, reshard_after_forward=False, **shared)
+    fully_shard(model, reshard_after_forward=False, **shared).register_forward_hook(_see_into_output)
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
             # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone
@@ -36,6 +37,16 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     if plan.device == "cuda":
         _prefetch(sharded_modules(model)[1:])  # the root comes first
     return model
+
+
+def _see_into_output(root: FSDPModule, inputs: tuple, output: Any) -> None:
+    """Start the root's backward from the logits of an object of the user's own.
+
+    torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients unreduced.
+    """
+    logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.requires_grad:
+        root._get_fsdp_state()._register_pre_backward_hook(logits)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

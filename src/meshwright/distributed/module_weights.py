@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,8 @@ def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Te
     made: dict[int, Tensor] = {}
     pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
+        holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for held in holders:
             kept.append((held, dict(held)))
             for name, tensor in list(held.items()):
                 if tensor is None:

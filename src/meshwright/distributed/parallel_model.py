@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import DATA_AXES
-from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.errors import ConfigError
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
@@ -134,7 +134,6 @@ class ParallelModel:
             ConfigError: the batch does not fit (then on every rank, before any model code runs).
         """
         pieces, tokens = self._open_step(batch)
-        self.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, piece in enumerate(pieces):
             with self.accumulation_context(number == len(pieces) - 1):
@@ -167,14 +166,14 @@ class ParallelModel:
     def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> tuple[list[step_batch.Batch], int]:
         """Check on every rank, agree, and count the real tokens of the whole step: one small all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
-        refusal: MeshwrightError | None = None
+        refusal: Exception | None = None
         tokens = 0
         try:
             pieces = step_batch.microbatches(batch, self.microbatch_rows)
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             tokens = step_batch.count(pieces)
-        except MeshwrightError as error:
+        except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
         words = torch.tensor([tokens, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
         words = agree.total(words, self._data_groups)
@@ -202,35 +201,37 @@ class ParallelModel:
 
     # --- without gradients
 
-    @torch.no_grad()
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; afterwards every module is in the mode it was in, and nothing gathered goes stale."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            fully_sharded.reshard(self._model)
+
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
         """The loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
         pieces, tokens = self._open_step(batch)
-        self.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        try:
+        with self._evaluating():
             for piece in pieces:
                 total += self._loss_sum(piece)
-        finally:
-            fully_sharded.reshard(self._model)
-            self.module.train()
         return StepLoss(self._sum_over_data_ranks(total) / max(tokens, 1), tokens)
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
     ) -> list[int]:
         """Continue a prompt. Every rank must call it with the same arguments, and gets the same ids. See ``generation``."""
-        try:
-            return generation.generate(
-                self._next_logits, prompt, tokens, self.facts.max_seq_len, temperature=temperature, seed=seed, stop=stop
-            )
-        finally:
-            fully_sharded.reshard(self._model)
-            self.module.train()
+        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop}
+        with self._evaluating():
+            return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
 
-    @torch.no_grad()
     def _next_logits(self, window: Tensor) -> Tensor:
-        self.module.eval()
         output = self._model(**self._signature.inputs({"tokens": window}, self.device))
         logits = output if isinstance(output, Tensor) else output.logits
         return logits[0, -1]

@@ -3,6 +3,8 @@
 # no postponed annotations here: torch reads those of the communication hook as objects
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import Axis
-from meshwright.planning.plan import Plan
+from meshwright.planning.plan import DataParallel, Plan
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
@@ -38,3 +40,25 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None  # an asynchronous call on a group that this rank is in
     return work.get_future().then(lambda future: future.value()[0])
+
+
+@contextmanager
+def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: bool) -> Iterator[None]:
+    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+
+    DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced already once, not
+    from every replica, so all but the first give it up here. (The mean of equal values is that value: averaging needs nothing.)
+    """
+    if data.reduction == "sum" and not getattr(wrapped, UNREDUCED, False) and dist.get_rank(wrapped.process_group) > 0:
+        reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
+        if reduced:
+            torch._foreach_zero_(reduced)
+    travels = is_last or data.sync_grad_accum is True
+    setattr(wrapped, UNREDUCED, True)
+    with nullcontext() if travels else wrapped.no_sync():
+        yield
+    setattr(wrapped, UNREDUCED, not travels)
+
+
+UNREDUCED = "_meshwright_unreduced"
+"""Set on the wrapper while ``.grad`` holds what this replica alone computed."""

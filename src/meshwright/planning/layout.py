@@ -35,13 +35,15 @@ class Layout:
         """Read ``"dp_shard=2,dp_replicate=2"``.
 
         Raises:
-            ConfigError: an unknown axis or a size that is not a whole number.
+            ConfigError: an unknown axis, one that stands there twice, or a size that is not a whole number.
         """
         from meshwright.core.config import from_dict
 
         sizes: dict[str, int] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             axis, _, size = item.partition("=")
+            if axis.strip() in sizes:
+                raise ConfigError(f"layout {text!r}: '{axis.strip()}' is given twice")
             try:
                 sizes[axis.strip()] = int(size)
             except ValueError:
@@ -78,6 +80,8 @@ class Layout:
                 raise ConfigError(f"layout.{axis} = {self.wish(axis)}: a mesh axis has size 1 or more, or -1 for what is left")
         if self.ep == -1:
             raise ConfigError("layout.ep = -1: expert parallelism does not fill the world; give it a size that divides dp_shard * cp * tp")
+        if world < 1:
+            raise ConfigError(f"layout: a world of {world} processes cannot be laid out; it has 1 or more")
         open_axes = [axis for axis in WORLD_AXES if self.wish(axis) == -1]
         fixed = math.prod(self.wish(axis) for axis in WORLD_AXES if self.wish(axis) > 0)
         if world % fixed or (not open_axes and world != fixed):

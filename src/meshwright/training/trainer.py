@@ -229,6 +229,7 @@ class _Loop:
             f"data: {count_text(meta.n_tokens)} tokens of {meta.n_documents:,} documents · {self.config.data.seq_len} per row"
             f" · {self.config.batch.global_batch} rows per step",
             f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} AdamW",
+            *([f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
             f"folder: {self.folder.path}",
         ]
 
