@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support import foreign
-from support.oracle import bf16_gradients, differences, excesses, oracle, relative_errors, worst
+from support.oracle import bf16_gradients, differences, excesses, faults, relative_errors, worst
 from support.pairwise import covering_array, legal_combinations, pairs_of
 from support.problems import DDP2, DDP4, FSDP2, FSDP4, HSDP, LAYOUTS, ONE, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way
 from support.train import compare, gradients_of_first_step, train
@@ -72,12 +72,9 @@ def label(c: dict) -> str:
 
 
 def assert_equal(runs, reference, bound, floors=None):
-    """All ranks printed the same, and the first rank's outcome is the reference's."""
-    for other in runs[1:]:
-        assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms), "ranks report different losses or norms"
-    errors = differences(runs[0], reference)
-    assert not excesses(errors, bound, floors), "\n".join(excesses(errors, bound, floors)[:8])
-    return worst(errors)
+    found = faults(runs, reference, bound, floors)
+    assert not found, "\n".join(found[:8])
+    return worst(differences(runs[0], reference))
 
 
 def test_the_array_covers_every_legal_pair():
@@ -131,7 +128,8 @@ def test_bf16_costs_no_more_than_the_dtype_itself(spmd, reference, measured, lay
     layout_16 = spmd(layout.world, gradients_of_first_step, problem, way)[0]
     assert layout_16.keys() == one_16.keys() == one_32.keys()
     ratios = {name: ((layout_16[name] - one_16[name]).norm() / (one_16[name] - one_32[name]).norm()).item() for name in one_32}
-    assert max(ratios.values()) <= 2, max(ratios.items(), key=lambda item: item[1])
+    # the rule allows 2; in equal microbatches nothing but the order of the fp32 sums over ranks is left
+    assert max(ratios.values()) <= 1e-3, max(ratios.items(), key=lambda item: item[1])
     cost = max(relative_errors(one_16, one_32).values())
     assert cost > 1e-3, "the oracle did not compute in bf16"
     assert max(relative_errors(layout_16, one_32).values()) > cost / 10, "the layout did not compute in bf16"
@@ -139,8 +137,6 @@ def test_bf16_costs_no_more_than_the_dtype_itself(spmd, reference, measured, lay
 
 
 # --- any shape
-
-LAYOUT_OF_SHAPE = st.sampled_from([FSDP2, HSDP])
 
 
 @st.composite

@@ -67,6 +67,16 @@ def excesses(errors: Errors, bound: float, floors: Errors | None = None) -> list
     return [line for _, line in sorted(found, reverse=True)]
 
 
+def faults(runs: list[Outcome], reference: Outcome, bound: float, floors: Errors | None = None) -> list[str]:
+    """What is wrong with the outcomes of all ranks, worst first: they must report the same, and rank 0's must be the reference's."""
+    disagree = [f"rank {rank} reports other losses or norms than rank 0" for rank, run in enumerate(runs) if said(run) != said(runs[0])]
+    return excesses(differences(runs[0], reference), bound, floors) + disagree
+
+
+def said(run: Outcome) -> tuple[list[str], list[str]]:
+    return [str(x) for x in run.losses], [str(x) for x in run.norms]  # as text: NaN equals NaN
+
+
 def build(problem: Problem) -> nn.Module:
     """The model of a problem with its initial weights, in one process. Ours and those on meta follow the init law."""
     from meshwright.introspection.facts import model_facts

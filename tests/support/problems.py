@@ -57,7 +57,8 @@ class Data:
         starts = (torch.rand(shape, generator=g) < 0.25).long()
         document_ids = starts.cumsum(1)
         begin = torch.where(starts.bool(), torch.arange(self.seq), 0).cummax(1).values
-        positions = torch.arange(self.seq) - begin + torch.randint(0, 3, (self.rows, 1), generator=g)
+        place = torch.arange(self.seq) - begin
+        positions = place + 3 * (place > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)  # a gap, or rotary ones would not matter
         whole = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions, "document_ids": document_ids}
         return {key: value for key, value in whole.items() if key in ("tokens", "labels", "loss_mask", *dict(self.arguments))}
 

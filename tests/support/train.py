@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,12 +54,24 @@ def gradients(model: ParallelModel) -> Named:
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def train(problem: Problem, way: Way, disturbance: str = "") -> Outcome:
+def mutated(name: str) -> AbstractContextManager:
+    from . import mutants
+
+    return getattr(mutants, name)() if name else nullcontext()
+
+
+def train(problem: Problem, way: Way, disturbance: str = "", mutant: str = "") -> Outcome:
     """The outcome on this rank (tensors on rank 0 only); the replicas are audited at the end.
 
     Disturbances, none of which may change the outcome, happen in the second step: "raise" (a first attempt breaks off in the
-    loss), "evaluate" (before the optimizer step and after it), "infinite" (an extra step whose loss is infinite on one rank).
+    loss of the first of several microbatches), "evaluate" (before the optimizer step and after it), "infinite" (an extra step
+    whose loss, not its gradients, is infinite on one rank). ``mutant``: a name in support.mutants.
     """
+    with mutated(mutant):
+        return _train(problem, way, disturbance)
+
+
+def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
     rank, _, world = get_world_info()
     if "compile" in dict(way.techniques):
         torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
@@ -68,7 +82,8 @@ def train(problem: Problem, way: Way, disturbance: str = "") -> Outcome:
     for number, batch in enumerate(problem.data.steps(problem.steps)):
         mine = as_brought(share(batch, rank, world), way)
         if number == 1 and disturbance in ("raise", "infinite"):
-            disturb(model, loss_fn, disturbance, mine, optimizer)
+            in_pieces = as_brought(share(batch, rank, world), replace(way, microbatches="list"))
+            disturb(model, loss_fn, disturbance, in_pieces, optimizer)
         loss = model.forward_backward(mine)
         outcome.gradients = outcome.gradients or gradients(model)
         if number == 1 and disturbance == "evaluate":
@@ -95,10 +110,11 @@ def disturb(model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, o
     loss_fn.disturbance = ""
 
 
-def gradients_of_first_step(problem: Problem, way: Way) -> Named:
+def gradients_of_first_step(problem: Problem, way: Way, mutant: str = "") -> Named:
     rank, _, world = get_world_info()
-    model = lay_out(problem, way)
-    model.forward_backward(as_brought(share(problem.data.step(0), rank, world), way))
+    with mutated(mutant):
+        model = lay_out(problem, way)
+        model.forward_backward(as_brought(share(problem.data.step(0), rank, world), way))
     return gradients(model)
 
 

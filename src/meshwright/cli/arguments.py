@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from meshwright.core.config import load_toml, parse_flags
+from meshwright.core.config import from_dict, load_toml, parse_flags, public_keys
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config, check
 
@@ -25,14 +25,28 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
 
     Raises:
         ConfigError: the file cannot be read, or a key or value of it or of the flags is not legal.
-        SystemExit: 0 after ``--help``; 2 for a flag that does not exist or does not parse.
+        SystemExit: 0 after ``--help``; 2 for a flag whose value does not parse.
     """
     default = Config()
     if argv and not argv[0].startswith("-"):
         default, argv = _from_path(Path(argv[0])), argv[1:]
+    _refuse_unknown_flags(argv)
     config = parse_flags(Config, argv, default=default, prog=prog, description=description)
     check(config)
     return config
+
+
+def _refuse_unknown_flags(argv: list[str]) -> None:
+    """An unknown flag is told as an unknown key of a file is: with the nearest one, or where it belongs."""
+    known = [key.partition("[]")[0] for key in public_keys(Config)]
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
+        if word.startswith("--") and not is_known and name not in ("", "help"):
+            nested: Any = None
+            for part in reversed(name.split(".")):
+                nested = {part: nested}
+            from_dict(Config, nested, where=word.partition("=")[0])
 
 
 def _from_path(path: Path) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.cli.arguments import open_run, refuse_rest, take_option
 from meshwright.core.errors import ConfigError
 
@@ -20,6 +22,7 @@ def run(argv: list[str]) -> int:
     temperature, argv = take_option(argv, "--temperature", float)
     seed, argv = take_option(argv, "--seed", int)
     step, argv = take_option(argv, "--step", int)
+    _check(tokens, temperature, seed)
     if not argv:
         raise ConfigError("meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '")
     folder, config = open_run(argv[0])
@@ -36,3 +39,14 @@ def run(argv: list[str]) -> int:
     )
     print(text)
     return 0
+
+
+def _check(tokens: int | None, temperature: float | None, seed: int | None) -> None:
+    """Raise ConfigError for a flag out of the range that the config has for it."""
+    for flag, value, is_legal, words in (
+        ("--tokens", tokens, lambda value: value >= 0, "0 or more"),
+        ("--temperature", temperature, lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
+        ("--seed", seed, lambda value: 0 <= value < 2**63, "from 0 to 2**63 - 1"),
+    ):
+        if value is not None and not is_legal(value):
+            raise ConfigError(f"{flag} = {value} is out of range: it must be {words}")

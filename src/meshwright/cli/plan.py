@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.cli.arguments import read_config, take_option
+from meshwright.core.errors import ConfigError
 
 
 def run(argv: list[str]) -> int:
@@ -11,8 +12,8 @@ def run(argv: list[str]) -> int:
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
-    from meshwright.core.errors import ConfigError
     from meshwright.data import load_tokenizer
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
@@ -33,3 +34,12 @@ def run(argv: list[str]) -> int:
         raise
     print(table(plan, batch))
     return 0
+
+
+def _check(world: int | None, per_node: int | None, device: str | None) -> None:
+    """Raise ConfigError for a cluster that cannot be."""
+    for name, value in (("--world", world), ("--per-node", per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} = {value}: there is at least 1")
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device = {device!r} is none of cpu, cuda")

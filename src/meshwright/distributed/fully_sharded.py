@@ -28,7 +28,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, **shared)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
-    fully_shard(model, reshard_after_forward=False, **shared).register_forward_hook(_see_into_output)
+    fully_shard(model, reshard_after_forward=False, **shared)
+    model.register_forward_hook(_see_into_output)
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
             # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone
@@ -39,7 +40,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _see_into_output(root: FSDPModule, inputs: tuple, output: Any) -> None:
+def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
     """Start the root's backward from the logits of an object of the user's own.
 
     torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients unreduced.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,7 @@ def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Te
     made: dict[int, Tensor] = {}
     pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
     for part in module.modules():
-        holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for held in holders:
+        for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
             kept.append((held, dict(held)))
             for name, tensor in list(held.items()):
                 if tensor is None:

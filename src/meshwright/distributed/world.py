@@ -80,8 +80,8 @@ def first_host(nodelist: str) -> str:
     Raises:
         ConfigError: it is not such a list.
     """
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)  # up to the first comma outside brackets
-    name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
+    first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)", nodelist)  # up to the first comma outside brackets
+    name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group(1)) if first else ""
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", name):
         raise ConfigError(f"cannot read the first host of Slurm's host list '{nodelist}'; set MASTER_ADDR to its address")
     return name

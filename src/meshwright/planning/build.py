@@ -44,6 +44,8 @@ def plan(
     """
     from meshwright.introspection.source import as_module
 
+    if reduction not in ("sum", "mean"):
+        raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
     facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model))
     wishes = as_techniques(techniques)
     cluster = cluster or Cluster(world=layout.world, device=local_device())

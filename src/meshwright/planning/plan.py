@@ -8,6 +8,7 @@ from typing import Literal
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,11 @@ class Plan:
         """The plan that ``to_json`` wrote. Raises ConfigError where it is not one."""
         from meshwright.core.config import from_dict
 
-        return from_dict(cls, json.loads(text), where="plan")
+        try:
+            said = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"this text is not a plan: it is no JSON ({error})") from None
+        return from_dict(cls, said, where="plan")
 
     def diff(self, other: Plan) -> list[str]:
         """One line per leaf that differs, "path: here -> there"; empty for equal plans."""

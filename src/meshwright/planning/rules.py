@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.names import matching
 from meshwright.introspection.facts import ModelFacts
 
@@ -42,6 +42,22 @@ ABSENT = {
     Axis.EP: "expert parallelism",
 }
 """Axes whose technique does not exist yet."""
+
+
+LEGAL = {
+    "data_parallel": ("auto", "ddp", "fully_shard"),
+    "sync_grad_accum": (False, True, "shard"),
+    "activation_checkpointing": ("none", "full", "selective"),
+}
+"""Values of the techniques that are words: a config is checked when it is read, a Techniques made in code only here."""
+
+
+def legal_words(case: Case) -> Found:
+    for key, legal in LEGAL.items():
+        value = getattr(case.techniques, key)
+        if value not in legal:
+            words = ", ".join(str(word).lower() for word in legal)
+            yield ConfigError(f"techniques.{key} = {value!r}: legal are {words}.{nearest(str(value), legal)}")
 
 
 def absent_axes(case: Case) -> Found:
@@ -103,11 +119,6 @@ def postponed_all_reduce(case: Case) -> Found:
         )
 
 
-def offload_fits(case: Case) -> Found:
-    if case.techniques.cpu_offload and case.technique == "none":
-        yield ConfigError("techniques.cpu_offload = true needs techniques.data_parallel = fully_shard (it works on one process too)")
-
-
 def shardable_parameters(case: Case) -> Found:
     if case.technique != "fully_shard":
         return
@@ -133,8 +144,6 @@ def running_statistics(case: Case) -> Found:
 
 def checkpointing_matches(case: Case) -> Found:
     mode = case.techniques.activation_checkpointing
-    if mode not in ("none", "full", "selective"):
-        yield ConfigError(f"techniques.activation_checkpointing = '{mode}': legal are none, full, selective")
     if mode == "full" and not case.facts.blocks:
         yield ConfigError(_no_blocks("techniques.activation_checkpointing = full", case.facts))
     if mode == "selective" and not case.facts.attentions:
@@ -157,12 +166,12 @@ def something_trains(case: Case) -> Found:
 
 
 RULES: tuple[Callable[[Case], Found], ...] = (
+    legal_words,
     absent_axes,
     half_precision,
     ddp_fits,
     resharding,
     postponed_all_reduce,
-    offload_fits,
     shardable_parameters,
     running_statistics,
     checkpointing_matches,

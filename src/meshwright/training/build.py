@@ -12,7 +12,8 @@ import torch
 from meshwright.core.errors import ConfigError
 from meshwright.data import Loader, Order, Prepared, load_tokenizer, open_corpus, prepare
 from meshwright.data.packing import Split
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.sources import STDLIB
+from meshwright.data.tokenizers import BYTES, Tokenizer
 from meshwright.distributed import agree
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
@@ -27,7 +28,7 @@ from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.plan import Plan
 
-from .config import Config
+from .config import Config, DataConfig
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
 from .optim.schedules import Schedule
@@ -56,6 +57,7 @@ def build_run(config: Config, timeline: Timeline, say) -> Run:
     Raises:
         ConfigError, UnsupportedError: refused; before any process group exists where the config alone tells.
     """
+    schedule = build_schedule(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
@@ -81,7 +83,7 @@ def build_run(config: Config, timeline: Timeline, say) -> Run:
         plan,
         model,
         optimizer,
-        build_schedule(config),
+        schedule,
         prepared,
         loader,
         corpus.validation,
@@ -141,7 +143,7 @@ def run_identity(config: Config, model_config: DecoderConfig, tokenizer: Tokeniz
 
 
 def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
-    """The config with everything that was left open about the model and its dtypes filled in."""
+    """The config with everything filled in that was left open about the model and its dtypes, and readable from any folder."""
     known = {f.name for f in dataclasses.fields(config.model)}
     model = replace(config.model, **{key: value for key, value in vars(model_config).items() if key in known})
     p = plan.precision
@@ -151,9 +153,23 @@ def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
         config,
         run="",
         model=model,
+        data=replace(config.data, **_absolute(config.data)),
         techniques=replace(config.techniques, precision=precision),
         schedule=replace(config.schedule, warmup_steps=warmup),
     )
+
+
+def _absolute(data: DataConfig) -> dict[str, Any]:
+    """The paths of the data section, whatever folder a run is continued from."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    return {
+        "source": tuple(source if source == STDLIB else absolute(source) for source in data.source),
+        "tokenizer": data.tokenizer if data.tokenizer == BYTES else absolute(data.tokenizer),
+        "cache": absolute(data.cache) if data.cache else "",
+    }
 
 
 def _distributed_config(config: Config) -> DistributedConfig:

@@ -102,7 +102,7 @@ class OptimizerConfig:
     max_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     max_skipped_steps: int = 10
-    """Steps in a row that may be skipped for a gradient that is not finite before the run stops with an error."""
+    """The run stops with an error after so many steps in a row that were skipped for a gradient that is not finite; 0: after the first."""
     overrides: tuple[GroupOverride, ...] = ()
     """Tables of values for parameters whose names match a pattern; the first match counts."""
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.core.errors import IntegrityError
 from meshwright.core.units import bytes_text, count_text
 from meshwright.planning.plan import Plan
 
@@ -24,13 +25,21 @@ def describe_run(path: Path, config: Config) -> str:
         f"  data        {', '.join(config.data.source)} ({identity.get('data', 'unknown')[:12]}), seed {config.seed}",
     ]
     lines += _progress(path, config)
-    latest = folder.checkpoints.latest()
+    latest, problem = _latest(folder)
+    lines += [f"  latest      {problem}"] if problem else []
     for step in folder.checkpoints.steps():
         where = folder.checkpoints.of_step(step)
         lines.append(f"  checkpoint  {_checkpoint(where)}{'  (latest)' if where == latest else ''}")
     lines += [f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()]
     plan = path / "plan.json"
     return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+
+
+def _latest(folder: RunFolder) -> tuple[Path | None, str]:
+    try:
+        return folder.checkpoints.latest(), ""
+    except IntegrityError as error:
+        return None, str(error)
 
 
 def _progress(path: Path, config: Config) -> list[str]:
@@ -45,7 +54,10 @@ def _progress(path: Path, config: Config) -> list[str]:
 
 
 def _checkpoint(folder: Path) -> str:
-    manifest = Manifest.read(folder)
+    try:
+        manifest = Manifest.read(folder)
+    except IntegrityError as error:
+        return f"{folder.name}: {error}"
     parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
     size = sum(entry.bytes for entry in manifest.files.values())
     inside = f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors"

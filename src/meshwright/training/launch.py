@@ -7,12 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from types import FrameType
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.distributed.local import WorkerFailed, WorkerPool
+from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.distributed.world import get_world_info
 
 from .config import Config
@@ -34,11 +33,17 @@ def launch(config: Config) -> int:
     count = 1 if world > 1 else process_count(config)
     if count == 1:
         return train(config, started)
-    with WorkerPool(count) as pool, _forwarded_signals(pool):
+    with closing(WorkerPool(count)) as pool, _Signals(pool) as signals:
         try:
+            pool.start()
+            signals.reach_workers = True
             return pool.run(train, config, started)[0]
         except WorkerFailed as failure:
             raise _for_the_user(failure) from None
+        except WorkerDied as death:
+            if signals.explain(death):
+                raise Stopped(signals.first) from None
+            raise
 
 
 def train(config: Config, started: float) -> int:
@@ -79,24 +84,45 @@ def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
     return failure
 
 
-@contextmanager
-def _forwarded_signals(pool: WorkerPool) -> Iterator[None]:
-    """Let the workers answer signals: Ctrl-C reaches them by itself, TERM and USR1 are passed on; a third Ctrl-C ends all at once."""
-    interrupts = 0
+class Stopped(MeshwrightError):
+    """A signal came before the workers could note it; the exit status is 128 + its number."""
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > 2:
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} before a step was under way; nothing was written")
+        self.exit_status = 128 + number
+
+
+class _Signals:
+    """Lets the workers answer signals: Ctrl-C reaches them by itself, TERM and USR1 are passed on; a third Ctrl-C ends all at once.
+
+    Before there are workers the first signal ends the command.
+    """
+
+    def __init__(self, pool: WorkerPool):
+        self.pool = pool
+        self.reach_workers = False
+        self.first = self.interrupts = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._answer) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def explain(self, death: WorkerDied) -> bool:
+        """Whether a worker ended because a signal met it before it took note of signals."""
+        return bool(self.first) and death.exit_code in (-self.first, 0, 1)
+
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        if not self.reach_workers:
+            raise Stopped(number)
+        if number != signal.SIGINT:
+            self.pool.signal_all(number)
+            return
+        self.interrupts += 1
+        if self.interrupts > 2:
             raise KeyboardInterrupt
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        pool.signal_all(number)
-
-    handlers: dict[int, Callable] = {signal.SIGINT: on_interrupt, signal.SIGTERM: forward, signal.SIGUSR1: forward}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ class RunFolder:
             ConfigError: the folder holds a run of another identity, or files that are no run.
         """
         if not config.run:
-            return cls(_new_folder(Path(config.out), config.name))
-        folder = cls(Path(config.run))
+            return cls(_new_folder(Path(config.out).expanduser(), config.name))
+        folder = cls(Path(config.run).expanduser())
         folder.check_identity(identity)
-        folder.path.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run = {folder.path}: cannot make this folder ({error})") from None
         return folder
 
     def check_identity(self, identity: dict[str, Any]) -> None:
@@ -55,12 +59,10 @@ class RunFolder:
                 raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
             return
         before = json.loads(stored.read_text())
-        changed = [
-            f"{key} (there {_short(before.get(key))}, now {_short(value)})" for key, value in identity.items() if before.get(key) != value
-        ]
+        changed = list(_differences(before, json.loads(json.dumps(identity))))
         if changed:
             raise ConfigError(
-                f"run = {self.path} holds another run: {'; '.join(changed)} differ. Model, data, tokenizer and seed make a run's identity;"
+                f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a run's identity;"
                 f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
             )
 
@@ -91,7 +93,9 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k} = {v}" for k, v in value.items())[:120]
-    return str(value)[:24]
+def _differences(there: Any, now: Any, key: str = "") -> Iterator[str]:
+    if isinstance(there, dict) and isinstance(now, dict):
+        for name in now:
+            yield from _differences(there.get(name), now[name], f"{key}.{name}" if key else name)
+    elif there != now:
+        yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"

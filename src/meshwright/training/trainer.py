@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import meshwright.checkpoint as checkpoint
+from meshwright.checkpoint.manifest import NAME as MANIFEST
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import bytes_text, count_text, duration_text
 from meshwright.data import validation_batches
@@ -21,7 +23,7 @@ from .build import Run, build_run, device_name
 from .config import Config, check
 from .monitoring.flops import mfu, peak_flops, training_flops_per_token
 from .monitoring.memory import read_memory
-from .monitoring.metrics import MetricsWriter, SilentMetrics
+from .monitoring.metrics import MetricsWriter, SilentMetrics, check_tensorboard
 from .monitoring.progress import Progress, StepReport, build_progress
 from .monitoring.report import ClosingReport
 from .monitoring.throughput import Throughput
@@ -54,6 +56,7 @@ class Trainer:
             MeshwrightError: refused before the start, or too many steps in a row were skipped.
         """
         self.timeline.record("launch", time.time() - self.started)
+        check_tensorboard(self.config.logging.tensorboard)
         with StopRequest() as stop, build_progress(is_main=is_rank_zero()) as progress:
             try:
                 run = build_run(self.config, self.timeline, progress.say)
@@ -80,7 +83,8 @@ class _Loop:
         self.last_validation: float | None = None
         self.saved: Path | None = None
         self.throughput = Throughput()
-        self.metrics = MetricsWriter(folder.path, self.config.logging.tensorboard) if is_rank_zero() else SilentMetrics()
+        opened = agree.together(lambda: MetricsWriter(folder.path, self.config.logging.tensorboard), here=is_rank_zero())
+        self.metrics: MetricsWriter | SilentMetrics = opened or SilentMetrics()
         self.rank, self.ranks = data_position(run.model.mesh)
         c = run.model_config
         embedding = 0 if c.tied_embeddings else c.vocab_size * c.dim
@@ -91,23 +95,40 @@ class _Loop:
 
     def train(self) -> int:
         self._resume()
-        if is_rank_zero():
-            self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json())
         self.progress.start(self._header())
-        stopped = 0
         if self.step >= self.config.steps:
             self.progress.say(f"this run is complete: step {self.step} of {self.config.steps}. Raise steps to train it further.")
+            return self._close(0)
+        self._begin()
+        stopped, validates = 0, self._validates()
         while self.step < self.config.steps and not stopped:
             report = self._one_step()
-            due = self._is_due(self.config.validation.every) and self.r.validation.n_tokens > self.config.data.seq_len
             stopped = agree.largest(self.stop.signal)
-            if due and not stopped:
+            due = validates and self._is_due(self.config.validation.every) and not stopped
+            if due:
                 self.last_validation = self._validate()
-            if report is not None:
-                self._tell(report, self.last_validation if due and not stopped else None)
+            self._tell(report, self.last_validation if due else None)
+            self._refuse_to_skip_on()
             if stopped or self._is_due(self.config.checkpoint.every):
                 self._save()
         return self._close(stopped)
+
+    def _begin(self) -> None:
+        """Write down what the run is made of; what its metrics say of steps that will be taken again belongs to an abandoned past."""
+        write = self.folder.write_facts
+        agree.together(lambda: write(self.config, self.r.identity, self.r.plan.to_json()), here=is_rank_zero())
+        if self.step or self.metrics.has_past:
+            self.metrics.resumed(self.step)
+
+    def _validates(self) -> bool:
+        """Whether there will be validations; where they are wanted and cannot be, that is said."""
+        if not self.config.validation.every:
+            return False
+        held_out, seq_len = self.r.validation.n_tokens, self.config.data.seq_len
+        if held_out < seq_len:
+            said = f"no validation: the held-out text has {held_out} tokens, less than a row of data.seq_len = {seq_len}"
+            self.progress.say(f"{said} (data.validation_fraction = {self.config.data.validation_fraction})")
+        return held_out >= seq_len
 
     def _is_due(self, every: int) -> bool:
         return (bool(every) and self.step % every == 0) or self.step == self.config.steps
@@ -124,7 +145,8 @@ class _Loop:
         self.throughput.add(loss.tokens, seconds)
         if "first step" not in self.timeline.seconds:
             self._after_first_step(seconds)
-        self._count_skips(result.skipped)
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         memory = read_memory(self.r.model.device)
         speed = self.throughput.tokens_per_second
         return StepReport(
@@ -148,16 +170,15 @@ class _Loop:
         phases: dict[str, Any] = dict(self.timeline.seconds)
         self.metrics.event("startup", **phases)
 
-    def _count_skips(self, skipped: bool) -> None:
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+    def _refuse_to_skip_on(self) -> None:
         limit = self.config.optimizer.max_skipped_steps
-        if self.skipped_in_a_row >= limit:
+        if self.skipped_in_a_row >= max(limit, 1):
             where = self.saved or "none was written yet"
+            first = self.r.loader.state - self.skipped_in_a_row * self.config.batch.global_batch
             raise MeshwrightError(
-                f"{limit} steps in a row (the last is step {self.step}) had a loss or gradient that is not finite, and were skipped on all"
-                f" ranks (optimizer.max_skipped_steps = {limit}). The weights are those before them. Lower optimizer.lr, lengthen"
-                f" schedule.warmup_steps, or look at the data from sample {self.r.loader.state} on. Last checkpoint: {where}."
+                f"{self.skipped_in_a_row} steps in a row (the last is step {self.step}) had a loss or gradient that is not finite, and were"
+                f" skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights are those before them. Lower optimizer.lr,"
+                f" lengthen schedule.warmup_steps, or look at the data from sample {first} on. Last checkpoint: {where}."
             )
 
     def _tell(self, report: StepReport, validation: float | None) -> None:
@@ -204,7 +225,12 @@ class _Loop:
         for leftover in folder.half_written():
             self.progress.say(f"{leftover} was never finished (an interrupted save); it is not used")
         latest = agree.from_rank_zero(agree.together(folder.latest, here=is_rank_zero()))
+        for path in map(folder.of_step, folder.steps()):
+            if not (path / MANIFEST).is_file():
+                self.progress.say(f"{path} has no {MANIFEST}: it is not used, and a save of that step would be refused; remove it")
         if latest is None:
+            if self.metrics.has_past:
+                self.progress.say(f"{self.folder.path} has no checkpoint to continue from: it begins again at step 0")
             return
         with self.timeline.phase("checkpoint"):
             extra = checkpoint.load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
@@ -212,7 +238,6 @@ class _Loop:
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
         self.r.loader.seek(state["consumed"])
         self.saved = latest
-        self.metrics.resumed(self.step)
         self.progress.say(f"continuing from {latest} (step {self.step}, sample {state['consumed']:,})")
 
     # --- words
@@ -256,7 +281,7 @@ class _Loop:
         self.progress.close()
         self.progress.say("\n" + report.text())
         if stopped:
-            self.progress.say(f"\nstopped by signal {stopped}, saved. Continue with: meshwright train {self.folder.path}")
+            self.progress.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train {self.folder.path}")
         else:
             self.progress.say(f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"')
         return 128 + stopped if stopped else 0

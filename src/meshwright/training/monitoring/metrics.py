@@ -53,6 +53,8 @@ class MetricsWriter:
         self._resumed_at: int | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.path)
+        self.has_past = self.path.exists() and self.path.stat().st_size > 0
+        """Whether the file holds lines of an earlier part of the run."""
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -93,11 +95,8 @@ class MetricsWriter:
         self.close()
 
     def _decide_tensorboard(self, mode: TensorboardMode) -> None:
-        if mode not in ("auto", "on", "off"):
-            raise ConfigError(f"tensorboard = {mode!r} is none of auto, on, off")
+        check_tensorboard(mode)
         installed = importlib.util.find_spec("tensorboard") is not None
-        if mode == "on" and not installed:
-            raise MissingExtraError("tensorboard = 'on'", "tensorboard", "track")
         if mode == "off":
             self.note = "off (tensorboard = 'off')"
         elif not installed:
@@ -124,10 +123,24 @@ class MetricsWriter:
         self._file.flush()
 
 
+def check_tensorboard(mode: str) -> None:
+    """Refuse a mode that cannot be had: before a run folder is made for it.
+
+    Raises:
+        ConfigError: ``mode`` is none of auto, on, off.
+        MissingExtraError: it is on, and the package is not installed.
+    """
+    if mode not in ("auto", "on", "off"):
+        raise ConfigError(f"logging.tensorboard = {mode!r} is none of auto, on, off")
+    if mode == "on" and importlib.util.find_spec("tensorboard") is None:
+        raise MissingExtraError("logging.tensorboard = 'on'", "tensorboard", "track")
+
+
 class SilentMetrics:
     """For ranks that write nothing: the methods of :class:`MetricsWriter`, without effect."""
 
     path: Path | None = None
+    has_past = False
     tensorboard_folder: Path | None = None
     note = ""
 

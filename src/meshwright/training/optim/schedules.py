@@ -130,24 +130,24 @@ def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, d
 
 def _check(peak: float, total_steps: int, kind: str, warmup_steps: int, final_ratio: float, decay_fraction: float) -> None:
     if kind not in KINDS:
-        raise ConfigError(f"schedule kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+        raise ConfigError(f"schedule.kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     if not (math.isfinite(peak) and peak >= 0):
         raise ConfigError(f"peak = {peak}: the highest learning rate is a finite number, 0 or more")
     if total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: a run has 1 step or more")
     if not 0 <= final_ratio <= 1:
-        raise ConfigError(f"final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1")
+        raise ConfigError(f"schedule.final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1")
     if not 0 < decay_fraction <= 1:
-        raise ConfigError(f"decay_fraction = {decay_fraction}: the decaying part of the run is above 0 and at most 1")
+        raise ConfigError(f"schedule.decay_fraction = {decay_fraction}: the decaying part of the run is above 0 and at most 1")
     if warmup_steps < 0 or warmup_steps >= max(total_steps, 2):
         raise ConfigError(
-            f"warmup_steps = {warmup_steps} with total_steps = {total_steps}: the warm-up has 0 steps or more and ends before "
-            f"the run does. Set warmup_steps to at most {max(total_steps - 1, 1)}, or train for longer"
+            f"schedule.warmup_steps = {warmup_steps} in a run of {total_steps} steps: the warm-up has 0 steps or more and ends before"
+            f" the run does. Set schedule.warmup_steps to at most {max(total_steps - 1, 1)}, or raise steps"
         )
     at_peak = max(warmup_steps, 1)  # step 0 is at the peak where there is no warm-up
     if kind == "wsd" and total_steps > 1 and at_peak + _decay_steps(total_steps, decay_fraction) > total_steps:
         raise ConfigError(
-            f"schedule wsd: reaching the peak takes {at_peak} step(s) and the decay {_decay_steps(total_steps, decay_fraction)} "
-            f"(decay_fraction = {decay_fraction} of {total_steps}), together more than total_steps = {total_steps}. "
-            f"Lower warmup_steps, or set decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
+            f"schedule.kind = wsd: reaching the peak takes {at_peak} step(s) and the decay {_decay_steps(total_steps, decay_fraction)}"
+            f" (schedule.decay_fraction = {decay_fraction} of {total_steps}), together more than steps = {total_steps}. Lower"
+            f" schedule.warmup_steps, or set schedule.decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
         )

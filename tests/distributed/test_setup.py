@@ -1,0 +1,371 @@
+"""Process group and mesh: up from every launcher's variables, refused before anything hangs, down without hanging."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright.distributed import (
+    DistributedConfig,
+    destroy_distributed,
+    get_cp_mesh,
+    get_dp_mesh,
+    get_ep_mesh,
+    get_fsdp_mesh,
+    get_pp_mesh,
+    get_pp_rank,
+    get_pp_size,
+    get_tp_mesh,
+    get_world_info,
+    has_dp_mesh,
+    init_distributed,
+)
+from meshwright.distributed import setup as floor
+from meshwright.distributed.local import STORE
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def summed(group: dist.ProcessGroup | None = None) -> int:
+    """Sum of the ranks plus one over a group."""
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+# --- meshes
+
+
+def described(mesh) -> tuple | None:
+    return None if mesh is None else (mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist())
+
+
+def mesh_job(sizes: dict[str, int]) -> dict:
+    mesh = init_distributed(DistributedConfig(**sizes))
+    return {
+        "axes": (mesh.mesh_dim_names, tuple(mesh.shape)),
+        "dp": described(get_dp_mesh(mesh)),
+        "fsdp": [described(get_fsdp_mesh(mesh)) for _ in range(2)],
+        "one axis": [described(get(mesh)) for get in (get_pp_mesh, get_cp_mesh, get_tp_mesh, get_ep_mesh)],
+        "pp": (get_pp_rank(mesh), get_pp_size(mesh)),
+        "has": has_dp_mesh(mesh),
+        "position": data_position(mesh),
+        "world": summed(),
+    }
+
+
+def test_axes_of_size_one_exist_and_data_axes_make_one_mesh(spmd):
+    found = spmd(4, mesh_job, {"dp_replicate": 2})
+    for rank, got in enumerate(found):
+        group = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert got["axes"] == (AXES, (1, 2, 2, 1, 1)), "the open size took what was left"
+        assert got["dp"] == (("dp_replicate", "dp_shard"), (2, 2), [0, 1, 2, 3])
+        assert got["fsdp"] == [(("dp_shard",), (2,), group)] * 2
+        assert got["one axis"] == [(("pp",), (1,), [rank]), (("cp",), (1,), [rank]), (("tp",), (1,), [rank]), None]
+        assert (got["pp"], got["has"], got["position"], got["world"]) == ((0, 1), True, (rank, 4), 10)
+
+
+def test_axes_without_data(spmd):
+    found = spmd(4, mesh_job, {"pp": 2, "tp": 2, "dp_shard": 1})
+    for rank, got in enumerate(found):
+        assert got["pp"] == (rank // 2, 2), "stages are outermost"
+        assert got["dp"] == (("dp_shard",), (1,), [rank]) and not got["has"], "an axis of size 1 is there, and counts as none"
+        assert got["one axis"][2] == (("tp",), (2,), [rank // 2 * 2, rank // 2 * 2 + 1])
+        assert got["position"] == (0, 1)
+
+
+def test_dense_parameters_are_sharded_over_context_too(spmd):
+    found = spmd(4, mesh_job, {"cp": 2, "dp_shard": 2})
+    for rank, got in enumerate(found):
+        assert got["fsdp"] == [(("dp_shard_cp",), (4,), [0, 1, 2, 3])] * 2
+        assert got["dp"] == (("dp_shard",), (2,), [rank % 2, rank % 2 + 2])
+        assert got["position"] == (rank // 2, 2)
+
+
+def foreign_mesh_job() -> list:
+    init_distributed(Layout())
+    only_tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    try:
+        get_dp_mesh(only_tp)
+        said = "none"
+    except ValueError as error:
+        said = f"{type(error).__name__}: {error}"
+    getters = (get_pp_mesh, get_cp_mesh, get_ep_mesh, get_fsdp_mesh)
+    only_replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+    return [
+        said,
+        [get(only_tp) for get in getters],
+        (get_pp_rank(only_tp), get_pp_size(only_tp), has_dp_mesh(only_tp), data_position(only_tp)),
+        (described(get_dp_mesh(only_replicas)), has_dp_mesh(only_replicas)),
+        (get_pp_rank(None), get_pp_size(None), has_dp_mesh(None), data_position(None)),
+    ]
+
+
+def test_axes_that_a_mesh_lacks(spmd):
+    for rank, (said, absent, lacking, replicas, nothing) in enumerate(spmd(2, foreign_mesh_job)):
+        assert said == "ValueError: the mesh has the axes ('tp',) and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first"
+        assert absent == [None] * 4
+        assert lacking == nothing == (0, 1, False, (0, 1))
+        assert replicas == ((("dp_replicate",), (2,), [0, 1]), True)
+        assert rank in (0, 1)
+
+
+# --- streams
+
+
+def stream_job(layout: Layout, seed: int) -> list[float]:
+    init_distributed(layout, seed)
+    return torch.rand(2).tolist()
+
+
+def test_streams_differ_where_samples_do_and_only_there(spmd):
+    data = spmd(2, stream_job, Layout(dp_shard=2), 7)
+    tensor = spmd(2, stream_job, Layout(tp=2, dp_shard=1), 7)
+    assert data[0] != data[1] and tensor[0] == tensor[1] == data[0]
+    assert spmd(2, stream_job, Layout(dp_replicate=2, dp_shard=1), 7) == data
+    assert spmd(1, stream_job, Layout(), 7) == [data[0]], "one process draws what rank 0 draws"
+    assert spmd(2, stream_job, Layout(dp_shard=2), 8)[0] not in data
+    torch.manual_seed(7)
+    assert torch.rand(2).tolist() != data[0]
+
+
+# --- refusals, before any process group exists
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE):
+        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    yield monkeypatch
+    assert not dist.is_initialized()
+
+
+def test_one_process_needs_no_group(alone):
+    assert init_distributed(DistributedConfig()) is None
+    first = torch.rand(1)
+    assert init_distributed(Layout(), seed=42) is None and torch.rand(1) == first, "42 is the seed where none is given"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "kind", "words"),
+    [
+        (Layout(dp_shard=2), 1, ConfigError, "dp_shard=2 = 2 does not divide the world size 1. Start 2 processes"),
+        (Layout(dp_shard=3), 2, ConfigError, "dp_shard=3 = 3 does not divide the world size 2. Start 3 processes, or change the layout"),
+        (Layout(tp=4), 6, ConfigError, "tp=4 = 4 does not divide the world size 6. Start a multiple of 4 processes"),
+        (Layout(ep=2), 2, UnsupportedError, "layout.ep = 2: expert parallelism is not in this version. Set layout.ep = 1"),
+        (DistributedConfig(dp_shard=2, ep=2), 2, UnsupportedError, "layout.ep = 2"),
+        (
+            DistributedConfig(backend="nccl"),
+            2,
+            ConfigError,
+            "backend 'nccl': 'nccl' for cuda is not available in this torch on this machine",
+        ),
+        (DistributedConfig(backend="cpu:gloo,cuda:mpi"), 1, ConfigError, "'mpi' for cuda is not available"),
+        (
+            DistributedConfig(backend="cpu:glue"),
+            1,
+            ConfigError,
+            "'glue' for cpu is not available in this torch on this machine. Available: gloo",
+        ),
+        (DistributedConfig(backend=""), 1, ConfigError, "backend ''"),
+        (Layout(), 2, ConfigError, "MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA says")
+def test_what_cannot_come_up_is_refused(alone, layout, world, kind, words):
+    if world > 1:
+        alone.setenv("RANK", "0")
+        alone.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(kind) as caught:
+        init_distributed(layout)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["", "http", "0", "70000", "-1"])
+def test_a_port_that_is_none_is_refused(alone, port):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        alone.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        init_distributed(Layout())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA drops nothing")
+def test_what_the_default_loses_is_said(caplog):
+    with caplog.at_level(logging.INFO, logger="meshwright"):
+        assert choose_backend(DEFAULT_BACKEND) == ("gloo", "cpu")
+        assert "back ends that this machine lacks were dropped: cuda:nccl" in caplog.text
+        caplog.clear()
+        assert choose_backend("gloo") == choose_backend("cpu:gloo") == ("gloo", "cpu") and not caplog.text
+
+
+# --- launchers
+
+
+@contextmanager
+def environment(**values: str):
+    """The launcher's variables, and no others."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE)
+    kept = dict(os.environ)
+    for name in [name for name in os.environ if name in names or name.startswith("SLURM_")]:
+        del os.environ[name]
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def srun_job(job_id: int) -> tuple:
+    with environment(SLURM_PROCID=os.environ["RANK"], SLURM_LOCALID=os.environ["RANK"], SLURM_NTASKS="2", SLURM_JOB_ID=str(job_id)):
+        mesh = init_distributed(DistributedConfig(startup_timeout_sec=20))
+        found = (get_world_info(), tuple(mesh.shape), summed(), os.environ["MASTER_PORT"])
+        destroy_distributed()
+        return found
+
+
+def test_plain_srun_variables_bring_the_world_up(spmd):
+    port = 0
+    while not 20_000 <= port < 40_000:  # where the ports of job ids lie
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    assert spmd(2, srun_job, port - 20_000) == [((rank, rank, 2), (1, 1, 2, 1, 1), 3, str(port)) for rank in range(2)]
+
+
+def own_store_job(path: str) -> int:
+    with environment(RANK=os.environ["RANK"], WORLD_SIZE="2"):
+        init_distributed(Layout(), store=dist.FileStore(path, 2))
+        return summed()
+
+
+def test_a_store_of_the_callers_own(spmd, tmp_path):
+    assert spmd(2, own_store_job, str(tmp_path / "store")) == [3, 3]
+
+
+def refused_job(layout: Layout) -> tuple[str, bool, int]:
+    try:
+        init_distributed(layout)
+        said = "none"
+    except ConfigError as error:
+        said = str(error)
+    up = dist.is_initialized()
+    init_distributed(Layout())
+    return said, up, summed()
+
+
+def test_a_refused_layout_leaves_the_way_free_for_another(spmd):
+    for said, up, total in spmd(2, refused_job, Layout(dp_shard=4)):
+        assert "dp_shard=4 = 4 does not divide the world size 2" in said and not up and total == 3
+
+
+ELASTIC = """
+    import os, signal
+    import torch
+    import torch.distributed as dist
+    from meshwright.distributed import DistributedConfig, destroy_distributed, init_distributed
+
+    mesh = init_distributed(DistributedConfig(startup_timeout_sec=60))
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total, group=mesh["dp_shard"].get_group())
+    if attempt == "0" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    os.write(1, f"attempt {attempt} rank {rank} total {int(total)}\\n".encode())
+    destroy_distributed()
+"""
+
+
+def test_elastic_restart_after_a_rank_was_killed(tmp_path):
+    """The one slow test of this file: a real torchrun, of which rank 1 kills itself with -9; the second attempt must come up."""
+    script = tmp_path / "elastic.py"
+    script.write_text(textwrap.dedent(ELASTIC))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, "--monitor-interval", "0.1", str(script)], env=env, capture_output=True, text=True, timeout=120, cwd=Path(tmp_path)
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert sorted(ended.stdout.splitlines()) == [f"attempt 1 rank {rank} total 3" for rank in range(2)]
+    assert "exitcode  : -9" in ended.stderr or "SIGKILL" in ended.stderr or "-9" in ended.stderr, "rank 1 was killed once"
+
+
+# --- time limits and the end
+
+
+def limit_job(folder: str) -> list:
+    """No rank joins rank 0's collectives until it has given up twice: over an axis, and over the world."""
+    mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
+    begin_steps(None, 1.0)
+    begin_steps(mesh, 1.0)
+    done = Path(folder) / "done"
+    if dist.get_rank() > 0:
+        while not done.exists():
+            time.sleep(0.02)
+        return []
+    found = []
+    for group in (mesh["dp_shard"].get_group(), None):
+        begun = time.monotonic()
+        try:
+            summed(group)
+            found.append("none")
+        except RuntimeError as error:
+            found.append((time.monotonic() - begun, str(error)))
+    done.touch()
+    return found
+
+
+def test_a_collective_that_a_rank_never_joins_fails_in_time(spmd, tmp_path):
+    found = spmd(4, limit_job, str(tmp_path))[0]
+    assert len(found) == 2
+    for seconds, said in found:
+        assert 0.9 < seconds < 3 and "imed out" in said, found
+
+
+def broken_job() -> tuple[float, bool]:
+    init_distributed(Layout(dp_shard=2))
+    summed()
+    begun = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 is in trouble")
+        dist.barrier()
+    except (ValueError, RuntimeError):
+        destroy_distributed()
+        destroy_distributed()
+    return time.monotonic() - begun, dist.is_initialized()
+
+
+def test_the_end_after_an_exception_does_not_hang(spmd):
+    for seconds, up in spmd(2, broken_job):
+        assert seconds < 5 and not up
+
+
+def test_the_end_gives_up_waiting_and_says_so(monkeypatch, caplog):
+    destroy_distributed()  # without a group: nothing to do
+    monkeypatch.setattr(floor.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: time.sleep(3))
+    begun = time.monotonic()
+    destroy_distributed(patience_sec=0.1)
+    assert time.monotonic() - begun < 2 and "did not close within" in caplog.text
+    monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: 1 / 0)
+    destroy_distributed()
+    assert "closing the process group: division by zero" in caplog.text

@@ -1,0 +1,593 @@
+"""Transforms from config: strict, in the one order, and equal to one process with torch's averaging."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.odd import LAYOUTS, VOCAB, Mix, Odd, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright.distributed import init_distributed
+from meshwright.distributed.mesh import axis_sizes, data_position
+from meshwright.distributed.order import NAMES
+from meshwright.distributed.transform_registry import in_order
+from meshwright.distributed.transforms import (
+    ActivationCheckpointTransformConfig,
+    DDPTransformConfig,
+    FullyShardTransformConfig,
+    MixedPrecisionConfig,
+    ModelTransform,
+    apply_model_transforms,
+    build_model_transform,
+    register_model_transform,
+)
+from meshwright.distributed.wire import WireCounter
+
+ROWS, SEQ = 4, 5
+
+
+@dataclass(frozen=True)
+class LabelConfig:
+    """Config of the transforms that the tests register."""
+
+    text: str = "label"
+    size: int = 1
+    tags: tuple[str, ...] = field(default=())
+
+
+class Label(ModelTransform):
+    """Writes its text on the model."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        model.__dict__.setdefault("labels", []).append(self.config.text)
+        return model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def registered(name: str, *, kind: type[ModelTransform] = Label, **wishes) -> None:
+    register_model_transform(name, LabelConfig, **wishes)(type(f"{name.title()}Transform", (kind,), {}))
+
+
+@register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))
+class Wrap(ModelTransform):
+    def apply(self, model: nn.Module) -> nn.Module:
+        return Wrapper(model)
+
+
+registered("first")
+registered("late", after=["fully_shard"])
+registered("between", after=["activation_checkpoint"], before=["compile"])
+registered("before_late", before=["late"])
+
+BUILT_IN = ["activation_checkpoint", "compile", "fully_shard", "ddp"]
+
+
+# --- the registry
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("fully_shards", {}, "'fully_shards' is not a registered model transform. Did you mean 'fully_shard'? Registered: activation_checkpoint,"),
+        ("ddp", {"find_unused": True}, "ddp: unknown key 'find_unused'. Did you mean 'find_unused_parameters'? Keys here: find_unused_parameters,"),
+        ("ddp", {"static_graph": 1}, "ddp: static_graph = 1 is a whole number; expected true or false"),
+        ("fully_shard", {"mixed_precision": {"param_dtype": "bf16"}}, "fully_shard: 'mixed_precision.reduce_dtype' is missing"),
+        ("fully_shard", {"mixed_precision": {"param_type": "bf16"}}, "unknown key 'mixed_precision.param_type'. Did you mean 'mixed_precision.param_dtype'?"),
+        ("fully_shard", {"sync_grad_accum": "shards"}, 'sync_grad_accum = "shards" is text; expected true or false, or "shard".'),
+        ("fully_shard", {"reshard_after_forward": "2"}, "Write it without quotes: reshard_after_forward = 2"),
+        ("fully_shard", {"offload": True}, "fully_shard: offload = true is true or false; expected a table"),
+        ("fully_shard", DDPTransformConfig(), "transform 'fully_shard' takes a FullyShardTransformConfig or a dict of it, not DDPTransformConfig"),
+        ("first", {"text": 3}, "first: text = 3 is a whole number; expected text"),
+        ("compile", [], "transform 'compile' takes a CompileTransformConfig or a dict of it, not list"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_wrong_is_refused(name, config, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        build_model_transform(name, config)
+
+
+def test_a_config_is_an_instance_a_dict_or_nothing():
+    for config in (None, {}, DDPTransformConfig()):
+        assert build_model_transform("ddp", config).config == DDPTransformConfig(False, True, False)
+    assert build_model_transform("ddp", {"static_graph": True}, seed=3).context == {"seed": 3}
+    default = build_model_transform("fully_shard").config
+    assert default == FullyShardTransformConfig(False, None, None, True, False)
+    mixed = build_model_transform(
+        "fully_shard", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+    ).config.mixed_precision
+    assert mixed == MixedPrecisionConfig("bf16", "fp32", None, True)
+
+
+ALIASES = {
+    torch.float32: ("float32", "fp32"),
+    torch.float16: ("float16", "fp16", "half"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float64: ("float64", "double"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in ALIASES.items() for name in names])
+def test_dtypes_go_by_all_their_names(dtype, name):
+    policy = MixedPrecisionConfig(name, name, name, False).policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs) == (dtype, dtype, dtype, False)
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_a_dtype_that_is_none_is_refused_at_once(key):
+    values = {"param_dtype": "bf16", "reduce_dtype": "bf16"} | {key: "float23"}
+    legal = "Legal: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double/fp64."
+    with pytest.raises(
+        ConfigError, match=re.escape(f"mixed_precision.{key} = 'float23' is not a dtype that meshwright knows.") + ".*" + legal
+    ):
+        build_model_transform("fully_shard", {"mixed_precision": values})
+
+
+def test_registering_refuses_what_would_go_wrong_later():
+    with pytest.raises(ConfigError, match="must be a dataclass"):
+        register_model_transform("odd", dict)
+    with pytest.raises(ConfigError, match="'fully_sharded' is not a registered model transform. Did you mean 'fully_shard'"):
+        register_model_transform("odd", LabelConfig, after=["fully_sharded"])
+    with pytest.raises(ConfigError, match="the transform name 'ddp' is taken by meshwright.distributed.builtin_transforms.DDPTransform"):
+        register_model_transform("ddp", LabelConfig)(Label)
+    with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):
+        register_model_transform("ddp", LabelConfig)(type("DDPTransform", (Label,), {}))
+    register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))(Wrap)  # the same class again, as a notebook does
+    with pytest.raises(ConfigError, match="'odd' is not a registered"):
+        build_model_transform("odd")
+
+
+# --- the order
+
+
+def test_built_in_ones_come_in_the_one_order_however_they_are_listed():
+    assert [name for name in NAMES if name in BUILT_IN] == BUILT_IN
+    for number in range(len(BUILT_IN) + 1):
+        for names in itertools.permutations(BUILT_IN, number):
+            assert in_order(names) == [name for name in BUILT_IN if name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [
+        (["first", *BUILT_IN], [("first", "activation_checkpoint")]),
+        (["late", *BUILT_IN], [("fully_shard", "late")]),
+        (["between", *BUILT_IN], [("activation_checkpoint", "between"), ("between", "compile")]),
+        (["late", "before_late", "fully_shard"], [("fully_shard", "late"), ("before_late", "late")]),
+        (["between", "ddp"], []),
+    ],
+)
+def test_a_users_own_come_where_they_say(names, pairs):
+    for permuted in itertools.islice(itertools.permutations(names), 60):
+        found = in_order(permuted)
+        assert sorted(found) == sorted(names)
+        assert all(found.index(before) < found.index(after) for before, after in pairs), found
+        assert [name for name in found if name in BUILT_IN] == [name for name in BUILT_IN if name in names]
+
+
+def test_wishes_that_contradict_each_other_are_refused():
+    registered("impossible", after=["ddp"], before=["compile"])
+    assert in_order(["impossible", "ddp"]) == ["ddp", "impossible"], "what is not there is in nobody's way"
+    with pytest.raises(ConfigError, match="cannot be ordered: their before= and after= wishes contradict each other") as caught:
+        in_order(["impossible", "ddp", "compile", "first"])
+    assert "impossible" in str(caught.value)
+
+
+def test_all_configs_are_read_before_the_model_is_touched():
+    model = Odd()
+    with pytest.raises(ConfigError, match="unknown key 'stray'"):
+        apply_model_transforms(model, {"first": {}, "late": {"stray": 1}})
+    assert not hasattr(model, "labels")
+
+
+def test_users_transforms_run_with_their_typed_config():
+    model = apply_model_transforms(Odd(), {"late": {"text": "b", "tags": ["x"]}, "before_late": LabelConfig("a"), "first": None})
+    assert model.labels[-1] == "b" and sorted(model.labels) == ["a", "b", "label"]
+    assert build_model_transform("late", {"tags": ["x"]}).config.tags == ("x",)
+
+
+# --- what jobs share
+
+
+def built(seed: int = 0, make: Callable[[], nn.Module] = Odd) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def up(layout: str) -> Layout:
+    init_distributed(LAYOUTS[layout][1])
+    return LAYOUTS[layout][1]
+
+
+def microbatches(rank: int, ranks: int, number: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    words = torch.randint(0, VOCAB, (number, ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
+    own = words[:, rank * ROWS // ranks : (rank + 1) * ROWS // ranks]
+    return [(piece[:, :-1], piece[:, 1:]) for piece in own]
+
+
+def mean_loss(model: nn.Module, piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(piece[0]).double().flatten(0, 1), piece[1].flatten())
+
+
+def accumulate(model: nn.Module, pieces: list) -> None:
+    """A loop of a user's own."""
+    for number, piece in enumerate(pieces):
+        with model.accumulation_context(is_last_microbatch=number == len(pieces) - 1):
+            (mean_loss(model, piece) / len(pieces)).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {name: whole(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
+
+
+def oracle(make: Callable[[], nn.Module] = Odd) -> dict[str, torch.Tensor]:
+    """Mean of the microbatches' means, in one process and without any of this."""
+    model = built(make=make)
+    pieces = microbatches(0, 1)
+    for piece in pieces:
+        (mean_loss(model, piece) / len(pieces)).backward()
+    return gradients(model)
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest error of a tensor, in its own norm or a millionth of the whole."""
+    assert found.keys() == wanted.keys()
+    floor = 1e-6 * torch.stack([w.double().norm() for w in wanted.values()]).norm()
+    return max(((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item() for n, w in wanted.items())
+
+
+def refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def position(layout: Layout) -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+# --- equality, and when gradients travel
+
+
+def travel_job(layout: str, name: str, config: dict) -> dict:
+    model = apply_model_transforms(built(), {name: config}, layout=up(layout))
+    pieces = microbatches(*position(LAYOUTS[layout][1]))
+    sent = []
+    for number, piece in enumerate(pieces):
+        with WireCounter() as wire, model.accumulation_context(number == len(pieces) - 1):
+            (mean_loss(model, piece) / len(pieces)).backward()
+        sent.append(Counter(s.op for s in wire.sent if s.op != "all_gather"))
+    once = worst(gradients(model), oracle())
+    # and again, after the state that the first round left
+    model.zero_grad()
+    accumulate(model, pieces)
+    return {"error": once, "again": worst(gradients(model), oracle()), "sent": sent, "kind": type(model).__mro__}
+
+
+NOTHING: dict[str, int] = {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "config", "sent"),
+    [
+        ("ddp2", "ddp", {}, [NOTHING, NOTHING, {"all_reduce": 1}]),
+        ("ddp2", "ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": False}, [NOTHING, NOTHING, {"all_reduce": 2}]),
+        ("ddp2", "ddp", {"static_graph": True}, None),
+        ("fsdp2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3}]),
+        ("fsdp2", "fully_shard", {"sync_grad_accum": True, "reshard_after_forward": True}, [{"reduce_scatter": 3}] * 3),
+        ("hsdp2x2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3, "all_reduce": 3}]),
+        ("hsdp2x2", "fully_shard", {"sync_grad_accum": "shard"}, [{"reduce_scatter": 3}] * 2 + [{"reduce_scatter": 3, "all_reduce": 3}]),
+        ("hsdp2x2", "fully_shard", {"sync_grad_accum": True}, [{"reduce_scatter": 3, "all_reduce": 3}] * 3),
+        ("fsdp4", "fully_shard", {"reshard_after_forward": 2, "offload": {"cpu_offload": True, "pin_memory": False}}, [NOTHING, NOTHING, {"reduce_scatter": 3}]),
+    ],
+)  # fmt: skip
+def test_gradients_equal_one_process_and_travel_when_they_should(spmd, layout, name, config, sent):
+    for rank, found in enumerate(spmd(LAYOUTS[layout][0], travel_job, layout, name, config)):
+        assert found["error"] < 1e-10 and found["again"] < 1e-10, rank
+        assert sent is None or found["sent"] == sent
+        assert (DistributedDataParallel if name == "ddp" else FSDPModule) in found["kind"]
+
+
+def broken_job(layout: str, name: str) -> list[float]:
+    model = apply_model_transforms(built(), {name: {}}, layout=up(layout))
+    pieces = microbatches(*position(LAYOUTS[layout][1]))
+    errors = []
+    for stage in ("before forward", "after forward", "after backward"):
+        for last in (False, True):
+            try:
+                with model.accumulation_context(last):
+                    if stage != "before forward":
+                        loss = mean_loss(model, pieces[0])
+                    if stage == "after backward":
+                        loss.backward()
+                    raise ValueError("the body raised")
+            except ValueError as error:
+                assert "the body raised" in str(error)
+            model.zero_grad()
+            # outside any context a backward is synced, as by default
+            mean_loss(model, pieces[0]).backward()
+            single = gradients(model)
+            model.zero_grad()
+            accumulate(model, pieces)
+            errors += [worst(gradients(model), oracle()), worst(single, first_piece())]
+            model.zero_grad()
+    return errors
+
+
+def first_piece() -> dict[str, torch.Tensor]:
+    model = built()
+    mean_loss(model, microbatches(0, 1)[0]).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("layout", "name"), [("ddp2", "ddp"), ("fsdp2", "fully_shard"), ("hsdp2x2", "fully_shard")])
+def test_all_is_restored_after_an_exception(spmd, layout, name):
+    for errors in spmd(LAYOUTS[layout][0], broken_job, layout, name):
+        assert len(errors) == 12 and max(errors) < 1e-10, errors
+
+
+# --- sharding
+
+
+def hybrid_job(per_node: str | None, config: dict, layout: Layout | None) -> tuple[dict[str, int], bool]:
+    init_distributed(Layout(dp_shard=4))
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if per_node:
+        os.environ["LOCAL_WORLD_SIZE"] = per_node
+    context = {} if layout is None else {"layout": layout}
+    model = build_model_transform("fully_shard", config, **context).apply(built())
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    weight = model.embed.weight
+    assert isinstance(weight, DTensor)
+    return axis_sizes(weight.device_mesh), weight.to_local().numel() < weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("per_node", "config", "layout", "sizes"),
+    [
+        ("2", {}, None, {"dp_replicate": 2, "dp_shard": 2}),
+        ("4", {}, None, {"dp_shard": 4}),
+        (None, {}, None, {"dp_shard": 4}),
+        ("2", {"use_hybrid_sharding": False}, None, {"dp_shard": 4}),
+        ("2", {}, Layout(dp_shard=4), {"dp_shard": 4}),
+        ("4", {}, Layout(dp_replicate=2, dp_shard=-1), {"dp_replicate": 2, "dp_shard": 2}),
+        ("2", {"use_hybrid_sharding": False}, Layout(dp_replicate=2, dp_shard=-1), {"dp_replicate": 2, "dp_shard": 2}),
+    ],
+)
+def test_hybrid_sharding_chooses_sizes_only_where_the_layout_left_both_open(spmd, per_node, config, layout, sizes):
+    assert spmd(4, hybrid_job, per_node, config, layout) == [(sizes, True)] * 4
+
+
+def precision_job() -> dict:
+    model = built(make=lambda: Odd(dtype=torch.float32))
+    config = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "double"}}
+    half = {"mixed_precision": {"param_dtype": "half", "reduce_dtype": "fp32"}}
+    said = refusal(lambda: apply_model_transforms(model, {"fully_shard": half}, layout=up("fsdp2")))
+    untouched = not isinstance(model, FSDPModule)
+    model = apply_model_transforms(model, {"fully_shard": config}, layout=LAYOUTS["fsdp2"][1])
+    seen: list[torch.dtype] = []
+    model.blocks[0].inner.register_forward_hook(lambda module, args, output: seen.extend([module.weight.dtype, args[0].dtype]))
+    output = model(microbatches(0, 2)[0][0])
+    output.sum().backward()
+    return {"said": said, "untouched": untouched, "seen": set(seen), "output": output.dtype, "grad": model.embed.weight.grad.dtype}
+
+
+def test_mixed_precision_acts_and_float16_is_refused(spmd):
+    for found in spmd(2, precision_job):
+        assert found["said"].startswith("UnsupportedError: ") and "float16 needs loss scaling" in found["said"] and found["untouched"]
+        assert found["seen"] == {torch.bfloat16} and found["output"] == torch.float64 and found["grad"] == torch.float32
+
+
+def chain_job(layout: str, configs: dict) -> dict:
+    calls: Counter[str] = Counter()
+    model = built()
+    forward = Mix.forward
+    try:
+        Mix.forward = lambda self, x: (calls.update(["mix"]), forward(self, x))[1]  # type: ignore[method-assign]
+        model = apply_model_transforms(model, configs, layout=up(layout))
+        accumulate(model, microbatches(*position(LAYOUTS[layout][1])))
+    finally:
+        Mix.forward = forward  # type: ignore[method-assign]
+    inner = model
+    while isinstance(inner, (Wrapper, DistributedDataParallel)):
+        inner = inner.inner if isinstance(inner, Wrapper) else inner.module
+    groups = model.make_parameter_groups(weight_decay=0.3, overrides=[("gain", {"lr": 7.0})])
+    names = {id(p): name for name, p in inner.named_parameters()}
+    return {
+        "error": worst(gradients(inner), oracle()),
+        "mix": calls["mix"],
+        "labels": model.__dict__.get("labels", inner.__dict__.get("labels")),
+        "groups": [({names[id(p)] for p in g["params"]}, {k: v for k, v in g.items() if k != "params"}) for g in groups],
+        "compiled": [module._compiled_call_impl is not None for module in inner.blocks],
+    }
+
+
+@pytest.mark.parametrize("data", ["ddp", "fully_shard"])
+def test_a_chain_in_any_listing_is_one_model(spmd, data):
+    configs = {data: {}, "activation_checkpoint": {"layer_classes": ["support.odd.Mix"]}, "first": {}, "wrap": {}}
+    layout = "ddp2" if data == "ddp" else "fsdp2"
+    for found in spmd(2, chain_job, layout, configs):
+        assert found["error"] < 1e-10
+        assert found["mix"] == 2 * 2 * 3, "each of two blocks, twice, for each microbatch"
+        assert found["labels"] == ["label"]
+        decayed, special, plain = sorted(
+            found["groups"], key=lambda group: -len(group[0]) * (len(group[1]) == 1) - 9 * (group[1]["weight_decay"] > 0)
+        )
+        assert decayed == ({"embed.weight", *(f"blocks.{i}.{w}.weight" for i in (0, 1) for w in ("inner", "outer"))}, {"weight_decay": 0.3})
+        vectors = [({"norm.weight", "norm.bias", *(f"blocks.{i}.outer.bias" for i in (0, 1))}, {"weight_decay": 0.0})]
+        gains = [({f"blocks.{i}.gain.{n}" for i in (0, 1) for n in ("one", "three")}, {"weight_decay": 0.0, "lr": 7.0})]
+        assert [special, plain] in (vectors + gains, gains + vectors)
+
+
+class OwnGroups(Odd):
+    def make_parameter_groups(self, *, rate: float):
+        return [{"params": [p], "lr": rate} for p in self.parameters()]
+
+
+def own_groups_job() -> list[tuple[int, float]]:
+    layout = up("ddp2")
+    found = []
+    for name, chosen in (("ddp", layout), ("fully_shard", LAYOUTS["fsdp2"][1])):
+        model = apply_model_transforms(built(make=OwnGroups), {name: {}}, layout=chosen)
+        groups = model.make_parameter_groups(rate=0.5)
+        own = {id(p) for p in model.parameters()}
+        assert all(id(p) in own for g in groups for p in g["params"]), "the parameters that will be trained, not those before sharding"
+        found.append((len(groups), groups[0]["lr"]))
+    return found
+
+
+def test_a_models_own_groups_are_reached_through_every_wrapper(spmd):
+    assert spmd(2, own_groups_job) == [[(13, 0.5), (13, 0.5)]] * 2
+
+
+def compile_job() -> dict:
+    model = apply_model_transforms(built(), {"compile": {"compile_kwargs": {"backend": "eager", "dynamic": False}}})
+    compiled = [module._compiled_call_impl is not None for module in model.blocks]
+    accumulate(model, microbatches(0, 1))
+    return {"compiled": compiled, "error": worst(gradients(model), oracle())}
+
+
+def test_compile_acts_on_the_blocks(spmd):
+    (found,) = spmd(1, compile_job)
+    assert found["compiled"] == [True, True] and found["error"] < 1e-10
+
+
+# --- weights that a user brings
+
+
+def unequal_job() -> dict:
+    layout = up("ddp2")
+    model = apply_model_transforms(built(seed=dist.get_rank()), {"ddp": {}}, layout=layout)
+    reference = built(seed=0)
+    inner = dict(model.module.named_parameters())
+    return {
+        "ddp": all(torch.equal(inner[name], p) for name, p in reference.named_parameters()),
+        "fully_shard": refusal(lambda: build_model_transform("fully_shard", layout=LAYOUTS["fsdp2"][1]).apply(built(seed=dist.get_rank()))),
+        "hybrid": refusal(
+            lambda: build_model_transform("fully_shard", layout=Layout(dp_replicate=2, dp_shard=1)).apply(built(seed=dist.get_rank()))
+        ),
+    }
+
+
+def test_unequal_weights_are_made_equal_by_ddp_and_refused_on_sharded_replicas(spmd):
+    for found in spmd(2, unequal_job):
+        assert found["ddp"], "those of the first replica, as torch does"
+        assert found["fully_shard"] == "none", "each rank keeps its own shard"
+        assert found["hybrid"].startswith("IntegrityError") and "differs between ranks that should hold the same values" in found["hybrid"]
+
+
+def meta_job() -> tuple[bool, bool]:
+    layout = up("ddp2")
+    with torch.device("meta"):
+        replicated, sharded = Odd(), Odd()
+    replicated = apply_model_transforms(replicated, {"ddp": {}}, layout=layout, seed=4).module
+    sharded = apply_model_transforms(sharded, {"fully_shard": {}}, layout=LAYOUTS["fsdp2"][1], seed=4)
+    other = {name: whole(p) for name, p in sharded.named_parameters()}
+    equal = all(torch.equal(other[name], p) for name, p in replicated.named_parameters())
+    return equal, replicated.head.weight is replicated.embed.weight
+
+
+def test_a_model_on_meta_gets_the_same_weights_on_every_layout(spmd):
+    assert spmd(2, meta_job) == [(True, True)] * 2
+
+
+# --- one process, and no process group
+
+
+def alone_job() -> dict:
+    found = {}
+    for name in ("ddp", "fully_shard"):
+        model = apply_model_transforms(built(), {name: {}})
+        with WireCounter() as wire:
+            accumulate(model, microbatches(0, 1))
+        found[name] = (worst(gradients(model), oracle()), type(model).__name__, sum(s.bytes for s in wire.sent))
+    model = apply_model_transforms(built(), {})
+    accumulate(model, microbatches(0, 1))
+    found["plain"] = (worst(gradients(model), oracle()), type(model).__name__, float(len(model.make_parameter_groups())))
+    return found
+
+
+def test_one_process_is_served_too(spmd):
+    (found,) = spmd(1, alone_job)
+    assert found["ddp"] == (0.0, "Odd", 0) and found["plain"] == (0.0, "Odd", 2.0)
+    assert found["fully_shard"][0] < 1e-10 and found["fully_shard"][1:] == ("FSDPOdd", 0)
+
+
+def groupless_job() -> list[str]:
+    return [refusal(lambda name=name: apply_model_transforms(built(), {name: {}})) for name in ("ddp", "fully_shard")]
+
+
+def test_several_processes_without_a_group_are_told_what_to_call(spmd):
+    wanted = (
+        "ConfigError: there are 2 processes and no process group: call init_distributed before the transforms, or give them device_mesh="
+    )
+    assert spmd(2, groupless_job) == [[wanted] * 2] * 2
+
+
+def misfit_job() -> list[str]:
+    up("fsdp2")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    own = apply_model_transforms(built(), {"fully_shard": {}}, device_mesh=mesh)
+    assert own.embed.weight.device_mesh.size() == 2 and data_position(mesh)[1] == 2
+    return [
+        refusal(lambda: apply_model_transforms(built(), {"ddp": {}}, device_mesh=mesh)),
+        refusal(lambda: apply_model_transforms(built(), {"ddp": {}, "fully_shard": {}}, layout=Layout(dp_shard=2))),
+        refusal(lambda: apply_model_transforms(built(), {"fully_shard": {}}, layout=Layout(dp_shard=4))),
+        refusal(lambda: apply_model_transforms(own, {"activation_checkpoint": {}}, device_mesh=mesh)),
+    ]
+
+
+def test_what_does_not_fit_is_refused(spmd):
+    for sharded, both, world, late in spmd(2, misfit_job):
+        assert sharded.startswith(
+            "ConfigError: techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = 2"
+        )
+        assert both.startswith("ConfigError: ")
+        assert "dp_shard=4 = 4 does not divide the world size 2" in world
+        assert "activation_checkpoint must come before fully_shard" in late
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "kind", "words"),
+    [
+        ("activation_checkpoint", {"layer_classes": ["torch.nn.Conv2d"]}, ConfigError, "layer_classes = ['torch.nn.Conv2d']: no module of Odd is one of them"),
+        ("activation_checkpoint", {"layer_classes": ["support.odd.Mux"]}, ImportError, "cannot import the class 'support.odd.Mux'"),
+        ("activation_checkpoint", {"use_reentrant": True}, UnsupportedError, "activation_checkpoint.use_reentrant = true"),
+        ("activation_checkpoint", {"ops_to_save": ["aten.mm"]}, UnsupportedError, "activation_checkpoint.ops_to_save: a policy per operator is not in"),
+        ("compile", {"activation_memory_budget": 0.5}, UnsupportedError, "compile.activation_memory_budget is not in this version"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_met_are_refused(name, config, kind, words):
+    with pytest.raises(kind, match=re.escape(words)):
+        apply_model_transforms(built(), {name: config})
+
+
+def test_recomputation_without_classes_takes_the_blocks():
+    model = apply_model_transforms(built(), {"activation_checkpoint": ActivationCheckpointTransformConfig()})
+    assert [hasattr(block.forward, "__wrapped__") for block in model.blocks] == [True, True]
+    with pytest.raises(ConfigError, match="acts on repeated blocks, and none was found in Linear"):
+        apply_model_transforms(nn.Linear(2, 2), {"activation_checkpoint": {}})

@@ -1,0 +1,192 @@
+"""Meshwright, deliberately broken: each mutant is a fault that has been met in the wild, as a context manager of a few lines.
+
+The parity tests are only as good as what they catch; test_mutants runs them against this gallery.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.distributed import accumulation, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.models import decoder
+
+
+def per_rank_mean():
+    """Every rank divides by its own tokens; the mean of the ranks' means is taken."""
+    whole = ParallelModel._open_step
+
+    def opened(self, batch):
+        found, _ = whole(self, batch)
+        return found, step_batch.count(found) * self.plan.data_ranks
+
+    return patch.object(ParallelModel, "_open_step", opened)
+
+
+@contextmanager
+def mean_of_microbatch_means():
+    """Every microbatch divides by its own tokens; accumulation takes the mean of the means."""
+    whole_open, whole_sum = ParallelModel._open_step, ParallelModel._loss_sum
+
+    def opened(self, batch):
+        found, _ = whole_open(self, batch)
+        return found, len(found) * self.plan.data_ranks
+
+    def mean(self, piece):
+        return whole_sum(self, piece) / max(step_batch.count([piece]), 1)
+
+    with patch.object(ParallelModel, "_open_step", opened), patch.object(ParallelModel, "_loss_sum", mean):
+        yield
+
+
+def averaged_gradients():
+    """Gradients of a loss that is divided by the global token count already are divided by the number of ranks once more."""
+    made = parallelize.make_plan
+
+    def averaging(*args, **kwargs):
+        return made(*args, **kwargs, reduction="mean")
+
+    return patch.object(parallelize, "make_plan", averaging)
+
+
+@contextmanager
+def ddp_hook_without_sum():
+    """The communication hook hands back what it was given."""
+
+    def alone(group, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with patch.object(replicated, "_sum", alone), unaudited():
+        yield
+
+
+def divide_factor_on_the_root_only():
+    """The sum is switched on for the root; the blocks still average."""
+    return patch.object(fully_sharded, "sharded_modules", lambda model: [model] if isinstance(model, FSDPModule) else [])
+
+
+@contextmanager
+def untied():
+    """Tied weights come out of meta as two."""
+    with patch.object(weights, "_tie", lambda model, ties: None), unaudited():
+        yield
+
+
+@contextmanager
+def frozen_parameter_trained():
+    with patch.object(freezing, "apply", lambda model, plan: model), unaudited():
+        yield
+
+
+def clipped_by_the_local_norm():
+    """Each rank clips by the norm of its own shards."""
+    return patch.object(grad_clip, "_summed", lambda value, group: value)
+
+
+def last_microbatch_unsynced():
+    """Gradients never travel."""
+    context = accumulation.context
+    return patch.object(accumulation, "context", lambda module, plan, is_last: context(module, plan, False))
+
+
+def synced_gradients_summed_again():
+    """With gradients synced at every microbatch, DDP sums what it has summed already."""
+
+    def naive(wrapped, data, is_last):
+        return nullcontext() if is_last or data.sync_grad_accum else wrapped.no_sync()
+
+    return patch.object(replicated, "accumulation", naive)
+
+
+def documents_mixed():
+    """The mask of packed documents is dropped: plain causal attention."""
+    mask = decoder.document_mask
+    return patch.object(decoder, "document_mask", lambda ids: mask(torch.zeros_like(ids)))
+
+
+def positions_dropped():
+    """Positions count from the start of the row, not from the document's."""
+    tables = decoder.rotary_tables
+
+    def from_zero(config, positions, dtype):
+        return tables(config, torch.arange(positions.shape[1]).expand_as(positions), dtype)
+
+    return patch.object(decoder, "rotary_tables", from_zero)
+
+
+def loss_mask_dropped():
+    return patch.object(step_batch, "labels_of", lambda batch: batch["labels"])
+
+
+def padding_counted():
+    """Tokens without a loss count in the denominator."""
+    return patch.object(step_batch, "count", lambda pieces: sum(piece["labels"].numel() for piece in pieces))
+
+
+def context_not_restored():
+    """What a microbatch switches off stays off when it raises."""
+
+    @contextmanager
+    def naive(model, sync, is_last):
+        modules = fully_sharded.sharded_modules(model)
+        if not is_last:
+            for module in modules:
+                module.set_requires_gradient_sync(False, recurse=False)
+        yield
+        if not is_last:
+            for module in modules:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+    return patch.object(fully_sharded, "accumulation", naive)
+
+
+def stale_after_evaluation():
+    """Parameters that were gathered for an evaluation are used again after the optimizer step."""
+    return patch.object(fully_sharded, "reshard", lambda model: None)
+
+
+@contextmanager
+def skip_not_agreed():
+    """Every rank decides by its own loss; what it reports is right."""
+    reduced, stepped = ParallelModel._sum_over_data_ranks, ParallelModel.optimizer_step
+    own = {}
+
+    def remember(self, value):
+        own["loss"] = value.clone()
+        return reduced(self, value)
+
+    def step(self, *args):
+        self._last_loss = own["loss"]
+        return stepped(self, *args)
+
+    with patch.object(ParallelModel, "_sum_over_data_ranks", remember), patch.object(ParallelModel, "optimizer_step", step):
+        yield
+
+
+def never_skips():
+    """A non-finite loss is stepped on."""
+    return patch("meshwright.distributed.parallel_model.math.isfinite", lambda value: True)
+
+
+def same_block_on_every_rank():
+    """Every rank draws its shard as if it were the first."""
+    part = weights.local_part
+    return patch.object(weights, "local_part", lambda parameter: (part(parameter)[0], (0,) * parameter.dim()))
+
+
+def unaudited() -> AbstractContextManager:
+    """The audit sees some mutants before a parity check could: away with it."""
+    return patch.object(ParallelModel, "audit", lambda self: None)
+
+
+def bf16_reduction():
+    """Gradients are summed over ranks in bf16."""
+    policy = fully_sharded.policy
+    return patch.object(fully_sharded, "policy", lambda precision: policy(replace(precision, reduce="bfloat16")))

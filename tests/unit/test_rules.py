@@ -1,0 +1,304 @@
+"""Every rule refuses what it is there for, and its words name the key, the numbers and the way out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ConfigError, Layout, Plan, Precision, Techniques, UnsupportedError, plan
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import model_facts
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning import rules
+from meshwright.planning.batch import Batch
+
+DEBUG = SIZES["debug"]
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.q = nn.Linear(4, 4, dtype=dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, attention: str = "attention", norm_dtype=torch.float32):
+        super().__init__()
+        self.add_module(attention, Attention() if attention == "attention" else nn.Linear(4, 4))
+        self.norm = nn.LayerNorm(4, dtype=norm_dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module, **others: nn.Module | nn.Parameter):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        for name, other in others.items():
+            setattr(self, name, other)
+
+
+def plain() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def scalar() -> nn.Module:
+    return Model(Block(), scale=nn.Parameter(torch.ones(())))
+
+
+def mixed_block() -> nn.Module:
+    return Model(Block(), Block(norm_dtype=torch.bfloat16))
+
+
+def mixed_rest() -> nn.Module:
+    return Model(Block(), a=nn.Linear(2, 2), b=nn.Linear(2, 2, dtype=torch.float64))
+
+
+def batch_norm() -> nn.Module:
+    return Model(Block(), norm=nn.BatchNorm1d(4))
+
+
+def no_attention() -> nn.Module:
+    return Model(Block("mixer"))
+
+
+def frozen() -> nn.Module:
+    return plain().requires_grad_(False)
+
+
+FSDP2, FSDP4, DDP2, ONE = Layout(dp_shard=2), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=1)
+
+
+def absent(axis: str, what: str) -> tuple:
+    words = (
+        f"layout.{axis} = 2: {what} parallelism is not in this version. Set layout.{axis} = 1 and give the ranks to"
+        f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
+    )
+    return "absent_axes", DEBUG, Layout(**{"dp_shard": 1, axis: 2}), {}, UnsupportedError, words
+
+
+def half(key: str, name: str) -> tuple:
+    words = f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16"
+    return "half_precision", DEBUG, FSDP2, {"precision": {key: name}}, UnsupportedError, words
+
+
+def reshard(shards: int, wish: int, legal: str) -> tuple:
+    words = (
+        f"techniques.reshard_after_forward = {wish}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
+        f" {shards}; legal here: {legal}, or true / false."
+    )
+    return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": wish}, ConfigError, words
+
+
+def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str) -> tuple:
+    return rule, model, layout, techniques, kind, " ".join(words)
+
+
+CASES = [
+    *(absent(*axis) for axis in (("pp", "pipeline"), ("tp", "tensor"), ("cp", "context"), ("ep", "expert"))),
+    *(half(*wish) for wish in (("master", "float16"), ("compute", "fp16"), ("reduce", "half"), ("output", "fp16"))),
+    *(reshard(*wish) for wish in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
+    refuse(
+        *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
+        "techniques.reshard_after_forward = 2 is about sharded parameters, and ddp has none",
+    ),
+    refuse(
+        *("ddp_fits", DEBUG, Layout(dp_replicate=3, dp_shard=2), {"data_parallel": "ddp"}, ConfigError),
+        "techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = 2 cuts them.",
+        "Set layout.dp_shard = 1 and layout.dp_replicate = 6, or techniques.data_parallel = fully_shard.",
+    ),
+    refuse(
+        *("ddp_fits", DEBUG, DDP2, {"data_parallel": "ddp", "precision": {"compute": "bf16"}}, UnsupportedError),
+        "techniques.precision (mixed) does not go with techniques.data_parallel = ddp; fully_shard does it for",
+        "layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard.",
+    ),
+    refuse(
+        *("ddp_fits", DEBUG, ONE, {"data_parallel": "ddp", "cpu_offload": True}, UnsupportedError),
+        "techniques.cpu_offload does not go with techniques.data_parallel = ddp",
+    ),
+    refuse(
+        *("postponed_all_reduce", DEBUG, FSDP2, {"sync_grad_accum": "shard"}, ConfigError),
+        "techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate > 1 with",
+        "fully_shard; here layout.dp_replicate = 1, fully_shard. Use true or false.",
+    ),
+    refuse(
+        *("postponed_all_reduce", DEBUG, DDP2, {"sync_grad_accum": "shard"}, ConfigError),
+        "here layout.dp_replicate = 2, ddp. Use true or false.",
+    ),
+    refuse(
+        *("shardable_parameters", scalar, FSDP2, {}, UnsupportedError),
+        "parameter 'scale' has no dims and cannot be sharded; give it the shape (1,)",
+    ),
+    refuse(
+        *("shardable_parameters", mixed_block, FSDP2, {}, UnsupportedError),
+        "block 'blocks.1' mix the dtypes bfloat16, float32; fully_shard needs one dtype. Convert the model first.",
+    ),
+    refuse(
+        *("shardable_parameters", mixed_rest, FSDP2, {}, UnsupportedError),
+        "the parameters outside the blocks mix the dtypes float32, float64",
+    ),
+    refuse(
+        *("running_statistics", batch_norm, Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
+        "module 'norm' (BatchNorm) keeps running statistics, which would differ on each of the 6 data ranks.",
+        "Use a norm without them (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False.",
+    ),
+    refuse(
+        *("checkpointing_matches", plain, ONE, {"activation_checkpointing": "full"}, ConfigError),
+        "techniques.activation_checkpointing = full acts on repeated blocks, and none was found in Linear: put them into an",
+        "nn.ModuleList or nn.ModuleDict, each with parameters of its own",
+    ),
+    refuse(
+        *("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "selective"}, ConfigError),
+        "techniques.activation_checkpointing = selective recomputes attention, but no module of Model inside a repeated block",
+        "is called attention. Use full, or name the module *attention*.",
+    ),
+    refuse(
+        *("compile_matches", plain, ONE, {"compile": True}, ConfigError),
+        "techniques.compile = true acts on repeated blocks, and none was found in Linear",
+    ),
+    refuse(
+        *("something_trains", frozen, ONE, {}, ConfigError),
+        "all 2 parameters of Linear are frozen: nothing would be trained (see techniques.freeze)",
+    ),
+    refuse("something_trains", plain, ONE, {"freeze": ["weight", "^bias$"]}, ConfigError, "all 2 parameters of Linear are frozen"),
+    refuse(
+        *("legal_words", DEBUG, DDP2, Techniques(data_parallel="fsdp"), ConfigError),  # type: ignore[arg-type]
+        "techniques.data_parallel = 'fsdp': legal are auto, ddp, fully_shard",
+    ),
+    refuse(
+        *("legal_words", DEBUG, FSDP2, Techniques(sync_grad_accum="shards"), ConfigError),  # type: ignore[arg-type]
+        "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?",
+    ),
+    refuse(
+        *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
+        "techniques.activation_checkpointing = 'ful': legal are none, full, selective. Did you mean 'full'?",
+    ),
+]
+
+
+def attempt(model, layout: Layout, techniques) -> Plan:
+    return plan(model, layout, cluster=Cluster(layout.world), techniques=techniques)
+
+
+@pytest.mark.parametrize(("rule", "model", "layout", "techniques", "kind", "words"), CASES)
+def test_a_rule_refuses_in_the_words_of_the_config(rule, model, layout, techniques, kind, words, monkeypatch):
+    with pytest.raises(kind, match=re.escape(words)):
+        attempt(model, layout, techniques)
+    monkeypatch.setattr(rules, "RULES", tuple(r for r in rules.RULES if r.__name__ != rule))
+    try:
+        attempt(model, layout, techniques)
+    except (ConfigError, UnsupportedError, KeyError) as error:
+        assert words not in str(error), f"{rule} is not the rule that says this"
+
+
+def test_every_rule_is_tried_above():
+    assert {case[0] for case in CASES} == {rule.__name__ for rule in rules.RULES}
+
+
+LEGAL = [
+    (DEBUG, Layout(dp_shard=12), {"reshard_after_forward": 6}),
+    (DEBUG, FSDP2, {"reshard_after_forward": False}),
+    (DEBUG, Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
+    (DEBUG, DDP2, {"precision": {"compute": "bf16"}}),
+    (DEBUG, ONE, {"cpu_offload": True}),
+    (DEBUG, DDP2, {"data_parallel": "fully_shard", "cpu_offload": True}),
+    (scalar, DDP2, {}),
+    (batch_norm, ONE, {}),
+    (no_attention, FSDP2, {"activation_checkpointing": "full", "compile": True}),
+    (lambda: Model(Block(), norm=nn.BatchNorm1d(4, track_running_stats=False)), DDP2, {}),
+    (plain, FSDP2, {"freeze": ["bias"]}),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "techniques"), LEGAL)
+def test_what_is_legal_is_planned(model, layout, techniques):
+    assert attempt(model, layout, techniques).world == layout.world
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(UnsupportedError) as caught:
+        attempt(DEBUG, Layout(dp_shard=2, tp=2), {"precision": {"compute": "float16"}, "sync_grad_accum": "shard"})
+    said = str(caught.value)
+    assert [key for key in ("layout.tp = 2", "compute = float16", "sync_grad_accum = 'shard'") if key in said] == [
+        "layout.tp = 2",
+        "compute = float16",
+        "sync_grad_accum = 'shard'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("techniques", "words"),
+    [
+        (
+            {"precision": {"compute": "bf17"}},
+            "techniques.precision.compute = 'bf17' is not a dtype that meshwright knows. Did you mean",
+        ),
+        ({"precision": {"master": "int8"}}, "techniques.precision.master = 'int8' is not a dtype"),
+        ({"precision": {"reduce": "x"}}, "techniques.precision.reduce = 'x' is not a dtype"),
+        ({"precision": {"output": "x"}}, "techniques.precision.output = 'x' is not a dtype"),
+        ({"freeze": ["layers.7."]}, "techniques.freeze: 'layers.7.' matches no parameter of the model"),
+        ({"freeze": ["("]}, "techniques.freeze: '(' is not a regular expression"),
+        ({"compiles": True}, "techniques: unknown key 'compiles'. Did you mean 'compile'?"),
+        ({"compile": 1}, "techniques: compile = 1 is a whole number; expected true or false"),
+        ({"data_parallel": "fsdp"}, 'data_parallel = "fsdp" is text; expected one of "auto", "ddp", "fully_shard"'),
+    ],
+)
+def test_wishes_that_cannot_be_read_are_refused(techniques, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        attempt(DEBUG, FSDP2, techniques)
+
+
+def test_auto_precision_follows_device_and_model():
+    resolved = {
+        (dtype, device): rules.resolve_precision(Techniques(), dtype, device)
+        for dtype in ("float32", "bfloat16", "float64")
+        for device in ("cpu", "cuda")
+    }
+    assert {key: (p.master, p.compute, p.reduce) for key, p in resolved.items()} == {
+        ("float32", "cpu"): ("float32", "float32", "float32"),
+        ("float32", "cuda"): ("float32", "bfloat16", "float32"),
+        ("bfloat16", "cpu"): ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "cuda"): ("bfloat16", "bfloat16", "float32"),
+        ("float64", "cpu"): ("float64", "float64", "float64"),
+        ("float64", "cuda"): ("float64", "float64", "float64"),
+    }
+    given = rules.resolve_precision(Techniques(precision=Precision("fp32", "double", "bf16", "half")), "float64", "cuda")
+    assert (given.master, given.compute, given.reduce, given.output) == ("float32", "float64", "bfloat16", "float16")
+
+
+# --- batches
+
+HSDP = Layout(dp_replicate=2, dp_shard=3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (Batch(8, 16), "batch.global_batch = 8 rows do not divide over 6 data ranks (dp_replicate = 2 × dp_shard = 3)"),
+        (Batch(8, 16), "Use a multiple of 6, such as 6 or 12."),
+        (Batch(1, 16), "Use a multiple of 6, such as 6 or 12."),
+        (Batch(0, 16), "batch: 0 rows of 16 tokens, 0 rows per forward: sizes start at 1"),
+        (Batch(6, 0), "batch: 6 rows of 0 tokens"),
+        (Batch(6, 16, -1), "-1 rows per forward"),
+        (Batch(6, 257), "data.seq_len = 257 is longer than the model's maximum, model.max_seq_len = 256. Lower data.seq_len"),
+        (Batch(6, 16, vocab_size=300), "the tokenizer has 300 token ids, the model only model.vocab_size = 256: ids from 256 up"),
+        (Batch(6, 16, vocab_size=300), "Set model.vocab_size = 300"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(batch, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan(DEBUG, HSDP, batch=batch, cluster=Cluster(6))
+
+
+def test_a_batch_that_fits_is_accepted_and_leaves_the_plan_alone():
+    batch = Batch(12, 256, 1, vocab_size=256)
+    assert plan(DEBUG, HSDP, batch=batch, cluster=Cluster(6)) == plan(DEBUG, HSDP, cluster=Cluster(6))
+    assert batch.microbatches(6) == 2 and replace(batch, microbatch_rows=0).microbatches(6) == 1
+
+
+def test_facts_of_the_models_above_are_what_the_rules_are_tried_on():
+    with torch.device("meta"):
+        facts = model_facts(Model(Block(), Block()))
+    assert facts.blocks == ("blocks.0", "blocks.1") and facts.attentions == ("blocks.0.attention", "blocks.1.attention")
