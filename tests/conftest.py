@@ -61,7 +61,7 @@ FIGURES = pytest.StashKey[dict]()
 
 @pytest.fixture
 def measured(request):
-    """``measured(who, what, {quantity: error})``: keep the largest for the table at the end of the session."""
+    """``measured(who, what, {quantity: error})``: keep the largest for the table at the end of the session (-v)."""
     table = request.config.stash.setdefault(FIGURES, {})
 
     def note(who, what, errors):
@@ -74,8 +74,8 @@ def measured(request):
 
 def pytest_terminal_summary(terminalreporter, config):
     table = config.stash.get(FIGURES, {})
-    if table and config.get_verbosity() >= 0:
-        terminalreporter.section("worst relative errors")
+    if table and config.get_verbosity() > 0:
+        terminalreporter.section("measured")
         for (what, who), row in sorted(table.items()):
             figures = "  ".join(f"{quantity} {error:.1e}" for quantity, error in row.items())
             terminalreporter.write_line(f"{what:32} {who:48} {figures}")

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from support.odd import LAYOUTS, Odd, moments, odd, train, weights
 from support.oracle import relative_errors
 
-from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, load, parallelize, save
+from meshwright import IntegrityError, load, parallelize, save
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.distributed import agree
@@ -101,13 +102,11 @@ def test_every_layout_reads_what_every_other_wrote(spmd, tmp_path):
                     assert max(relative_errors({n: got["last"][n] for n in floats}, floats).values()) < 1e-10, pair
     one = written["one"][0]
     assert one["losses"][2] != one["losses"][0]
-    assert set(one["moments"]) == {
-        f"{name}/{state}"
-        for name in one["weights"]
-        for state in ("step", "exp_avg", "exp_avg_sq")
-        if not name.endswith(("offset", "seen", *FROZEN))
-    }, "the frozen parameter and the buffers have no optimizer state"
-    assert bits_equal({FROZEN[0]: one["last"][FROZEN[0]]}, {FROZEN[0]: one["weights"][FROZEN[0]]}) == []
+    trained = [name for name in one["weights"] if not name.endswith(("offset", "seen", *FROZEN))]
+    assert set(one["moments"]) == {f"{name}/{state}" for name in trained for state in ("step", "exp_avg", "exp_avg_sq")}, (
+        "the frozen parameter and the buffers have no optimizer state"
+    )
+    assert torch.equal(one["last"][FROZEN[0]], one["weights"][FROZEN[0]]), "and stays as it was"
     for name, folder in folders.items():
         kinds = {path.suffix for path in pathlib.Path(folder).iterdir()}
         assert kinds == {".safetensors", ".json"}, f"{name}: nothing pickled (.metadata, .distcp) lies there"
@@ -251,14 +250,8 @@ def test_damage_is_named_and_changes_nothing(spmd, tmp_path):
         assert "IntegrityError" in said and "unfinished save" in said and not changed
         for name, (said, changed) in found.items():
             assert said.startswith("IntegrityError: "), f"rank {rank}, {name}: {said}"
-            assert pytest.approx(0) == 0 and _matches(DAMAGE[name][1], said), f"rank {rank}, {name}: {said}"
+            assert re.search(DAMAGE[name][1], said, re.DOTALL), f"rank {rank}, {name}: {said}"
             assert changed == [], f"rank {rank}, {name}"
-
-
-def _matches(pattern: str, text: str) -> bool:
-    import re
-
-    return re.search(pattern, text, re.DOTALL) is not None
 
 
 # --- another model, another optimizer
@@ -303,9 +296,8 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(spmd, tmp
         "dtype": "is float64[2] there and float32[2] in the model",
         "optimizer": "holds the state of AdamW, which SGD cannot continue",
         "frozen others": "has no optimizer state for blocks.0.gain.three (1 in all): were other parameters frozen?",
-        "groups": "was written with other optimizer groups: embed.weight and blocks.0.inner.weight",
+        "groups": "was written with other optimizer groups: embed.weight and ",
     }
-    words["groups"] = "was written with other optimizer groups"
     for name, text in words.items():
         said, unchanged = found[name]
         assert said.startswith("ConfigError: ") and text in said and "Nothing was loaded" in said, f"{name}: {said}"
@@ -483,7 +475,7 @@ def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
             module.describe_file, module._finish = kept
             again = odd("fsdp2", seed=3)
             extra = load(again, runs.latest())
-            other = refusal(lambda: load(again, runs.of_step(2)))
+            other = refusal(lambda again=again: load(again, runs.of_step(2)))
             found.append((said, bits_equal(weights(again), before), f"{extra} {runs.steps()} {other}"))
     return found
 
@@ -662,9 +654,3 @@ def test_a_manifest_keeps_what_it_is_given(tmp_path):
     assert read.extra == extra and read.groups == [{"params": ["a"], "options": {"betas": [0.9, 0.95]}}] and read.optimizer == "AdamW"
     text = (tmp_path / NAME).read_text()
     assert json.loads(text)["crc32"] > 0
-
-
-def test_layouts_of_this_file_are_what_they_say():
-    assert {name: layout.resolve(world).world for name, (world, layout) in LAYOUTS.items()} == {n: w for n, (w, _) in LAYOUTS.items()}
-    assert LAYOUTS["hsdp2x2"][1] == Layout(dp_replicate=2, dp_shard=2)
-    assert ConfigError is not UnsupportedError

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import (
@@ -35,7 +36,7 @@ from meshwright.distributed import (
 )
 from meshwright.distributed import setup as floor
 from meshwright.distributed.local import STORE
-from meshwright.distributed.mesh import data_position
+from meshwright.distributed.mesh import build_mesh, data_position
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -274,6 +275,19 @@ def refused_job(layout: Layout) -> tuple[str, bool, int]:
 def test_a_refused_layout_leaves_the_way_free_for_another(spmd):
     for said, up, total in spmd(2, refused_job, Layout(dp_shard=4)):
         assert "dp_shard=4 = 4 does not divide the world size 2" in said and not up and total == 3
+
+
+def meshes_job(number: int) -> float:
+    """A sharded parameter over the last of several equal meshes, as one whole tensor."""
+    meshes = [init_distributed(Layout(dp_replicate=2, dp_shard=2))]
+    meshes += [build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu") for _ in range(number - 1)]
+    mesh = meshes[-1]["dp_replicate", "dp_shard"]
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
+    return parameter.detach().full_tensor().sum().item()
+
+
+def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
+    assert spmd(4, meshes_job, 3) == spmd(4, meshes_job, 1) == [4.0] * 4
 
 
 ELASTIC = """

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from e2e_runs import Job, Result, command
+from e2e_runs import Job, Result, finish, start
 
 WORDS = "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum".split()
 
@@ -97,7 +96,7 @@ def environment(tmp_path) -> dict[str, str]:
 def meshwright(environment, tmp_path):
     """``meshwright("train", ...)``: the command in a process of its own; waits for its end."""
 
-    def run(*words, cwd=None, prefix=(sys.executable, "-m", "meshwright"), timeout=60.0):
-        return command([*prefix, *map(str, words)], environment, cwd or tmp_path, timeout)
+    def run(*words, cwd=None, prefix=(sys.executable, "-m", "meshwright")):
+        return finish(start([*prefix, *map(str, words)], environment, cwd or tmp_path))
 
     return run

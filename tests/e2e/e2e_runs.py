@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import random
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,15 +151,15 @@ class Ended:
     err: str
 
 
-def command(words: Sequence[str], environment: Mapping[str, str], cwd: Path, timeout: float = 60.0) -> Ended:
-    """Run a command to its end. One that does not end is ended with all its children, and fails the test."""
-    process = subprocess.Popen(
+def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> subprocess.Popen:
+    """Start a command as the first of a process group of its own, as a terminal does."""
+    return subprocess.Popen(
         words, env=dict(environment), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    return finish(process, timeout)
 
 
-def finish(process: subprocess.Popen, timeout: float = 60.0) -> Ended:
+def finish(process: subprocess.Popen, timeout: float = 100.0) -> Ended:
+    """Wait for the end. What does not end is ended with all its children, and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -177,3 +179,12 @@ def end(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def free_port() -> int:
+    """A port in the range that Slurm's job numbers are mapped to."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")

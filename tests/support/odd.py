@@ -55,7 +55,7 @@ class Gain(nn.Module):
             self.scratch.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.one + self.three.sum() + self.offset.sum()
+        return x * self.one + F.pad(self.three, (0, x.shape[-1] - 3)) + self.offset.sum()
 
 
 class Odd(nn.Module):

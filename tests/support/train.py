@@ -24,7 +24,7 @@ class Disturbed(Exception):
 
 
 class Loss:
-    """The usual loss, until a test disturbs it: "raise" in forward, or "infinite" (with finite gradients) on the last rank."""
+    """The usual loss, until a test disturbs it. What is not finite is so on the last rank only."""
 
     disturbance = ""
 
@@ -33,7 +33,14 @@ class Loss:
         rank, _, world = get_world_info()
         if self.disturbance == "raise":
             raise Disturbed
-        return loss + torch.inf if self.disturbance == "infinite" and rank == world - 1 else loss
+        if rank == world - 1:
+            if self.disturbance == "infinite":  # with finite gradients
+                return loss + torch.inf
+            if self.disturbance == "nan":
+                return loss * torch.nan
+            if self.disturbance == "nan in backward":  # the loss stays what it is
+                return loss + (logits.sum() * 0).sqrt()
+        return loss
 
 
 def lay_out(problem: Problem, way: Way, **options: Any) -> ParallelModel:
@@ -63,9 +70,10 @@ def mutated(name: str) -> AbstractContextManager:
 def train(problem: Problem, way: Way, disturbance: str = "", mutant: str = "") -> Outcome:
     """The outcome on this rank (tensors on rank 0 only); the replicas are audited at the end.
 
-    Disturbances, none of which may change the outcome, happen in the second step: "raise" (a first attempt breaks off in the
-    loss of the first of several microbatches), "evaluate" (before the optimizer step and after it), "infinite" (an extra step
-    whose loss, not its gradients, is infinite on one rank). ``mutant``: a name in support.mutants.
+    Disturbances, none of which may change the outcome, happen in the second step: "raise" and "raise in backward" (a first
+    attempt breaks off in the loss, or in the middle of the backward, of the first of several microbatches), "evaluate" (and
+    generate, before the optimizer step and after it), "infinite" (an extra step whose loss, not its gradients, is infinite on one
+    rank). ``mutant``: a name in support.mutants.
     """
     with mutated(mutant):
         return _train(problem, way, disturbance)
@@ -81,13 +89,14 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
     outcome = Outcome([], [], weights(model), {}, {})
     for number, batch in enumerate(problem.data.steps(problem.steps)):
         mine = as_brought(share(batch, rank, world), way)
-        if number == 1 and disturbance in ("raise", "infinite"):
+        if number == 1 and disturbance in ("raise", "raise in backward", "infinite"):
             in_pieces = as_brought(share(batch, rank, world), replace(way, microbatches="list"))
             disturb(model, loss_fn, disturbance, in_pieces, optimizer)
         loss = model.forward_backward(mine)
         outcome.gradients = outcome.gradients or gradients(model)
         if number == 1 and disturbance == "evaluate":
             model.evaluate(mine)
+            model.generate([1, 2, 3], 2)
         result = model.optimizer_step(optimizer, problem.max_norm)
         if number == 1 and disturbance == "evaluate":
             model.evaluate(mine)
@@ -102,12 +111,24 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
 
 def disturb(model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     loss_fn.disturbance = disturbance
+    trap = model.parts[0].get_submodule("layers.1").register_forward_hook(_raise_in_backward)
+    if disturbance != "raise in backward":
+        trap.remove()
     try:
         model.forward_backward(batch)
         model.optimizer_step(optimizer)
     except Disturbed:
         optimizer.zero_grad(set_to_none=True)
+    trap.remove()
     loss_fn.disturbance = ""
+
+
+def _raise_in_backward(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise Disturbed
+
+    if output.requires_grad:
+        output.register_hook(fail)
 
 
 def gradients_of_first_step(problem: Problem, way: Way, mutant: str = "") -> Named:

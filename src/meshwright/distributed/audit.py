@@ -24,12 +24,27 @@ def audit(model: nn.Module, facts: ModelFacts, plan: Plan, data_groups: list[dis
         IntegrityError: naming the first parameters that are wrong, and how.
     """
     found = {clean(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    problems = [*_structure(found, facts, plan), *_replicas(model, data_groups)]
-    problems = agree.everybody_says(problems)
-    merged = list(dict.fromkeys(problem for said in problems for problem in said))
+    _refuse("the model is not what the plan says", [*_structure(found, facts, plan), *_replicas(model, data_groups)])
+
+
+def refuse_unequal(model: nn.Module, data_groups: list[dist.ProcessGroup]) -> None:
+    """Compare the weights that the ranks bring. Collective over the data groups.
+
+    Sharding would put one model together from the shards of several, and no later audit could see it.
+
+    Raises:
+        IntegrityError: naming the first parameters that differ.
+    """
+    if data_groups:
+        _refuse("the ranks bring different models", list(_replicas(model, data_groups)))
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    said = agree.everybody_says(problems)
+    merged = list(dict.fromkeys(problem for one in said for problem in one))
     if merged:
         more = f" (and {len(merged) - 5} more)" if len(merged) > 5 else ""
-        raise IntegrityError("the model is not what the plan says: " + "; ".join(merged[:5]) + more)
+        raise IntegrityError(f"{what}: " + "; ".join(merged[:5]) + more)
 
 
 def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from .mesh import axis_sizes
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     """Shard every unit of the plan, then the root, in place. ``model`` may be on meta."""
     mesh = _mesh(device_mesh)
-    shared = {"mesh": mesh, "mp_policy": policy(plan.precision), "offload_policy": _offload(plan)}
+    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
+    whole = policy(plan.precision)
+    inner = replace(whole, output_dtype=None)  # what a block hands to the next one is no output of the model
     for unit in plan.units:
         if unit.name:
-            block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, **shared)
+            block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, mp_policy=inner, **shared)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
-    fully_shard(model, reshard_after_forward=False, **shared)
+    fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
@@ -87,10 +90,18 @@ def accumulation(model: nn.Module, sync: bool | str, is_last: bool) -> Iterator[
 
 
 def recover(model: nn.Module) -> None:
-    """Bring torch's per-iteration state back to rest after a forward or backward that raised."""
+    """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:
-        if hasattr(module, "reset_iter_state"):  # torch >= 2.12
+        begun = module._get_fsdp_state()._is_root is not None  # torch makes the state at the first forward
+        if begun and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 def reshard(model: nn.Module) -> None:

@@ -86,8 +86,9 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             done = applied(model)
             if row.name != "weights":
                 refuse_misorder(row.name, done, type(model).__name__)
-            model = row.apply(model, plan, site)
-            model.__dict__["_meshwright_applied"] = (*done, row.name)
+            before, model = model, row.apply(model, plan, site)
+            for module in (before, model):  # two where the technique wraps: neither may be laid out again
+                module.__dict__["_meshwright_applied"] = (*done, row.name)
     return model
 
 

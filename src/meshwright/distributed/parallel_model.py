@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.axes import DATA_AXES
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.names import clean
@@ -23,7 +22,7 @@ from meshwright.planning.plan import Plan
 
 from . import accumulation, agree, audit, fully_sharded, generation, step_batch
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
-from .mesh import axis_sizes
+from .mesh import data_groups
 from .parameter_groups import make_parameter_groups
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -77,8 +76,7 @@ class ParallelModel:
         self._model = module.module if isinstance(module, DistributedDataParallel) else module
         self._signature = step_batch.Signature.of(self._model)
         self._last_loss: Tensor | None = None
-        sizes = axis_sizes(mesh)
-        self._data_groups = [mesh.get_group(a.value) for a in DATA_AXES if sizes.get(a.value, 1) > 1] if mesh is not None else []
+        self._data_groups = data_groups(mesh)
 
     # --- what it consists of
 

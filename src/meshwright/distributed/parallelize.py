@@ -20,8 +20,8 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
-from . import order
-from .mesh import axis_sizes, build_mesh
+from . import audit, order
+from .mesh import axis_sizes, build_mesh, data_groups
 from .parallel_model import LossFunction, ParallelModel
 from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
 from .world import get_world_info, ranks_per_node
@@ -66,6 +66,8 @@ def parallelize(
             plan = make_plan(facts, layout, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
         mesh = _bring_up(plan, seed)
     _refuse_other_mesh(plan, mesh)
+    if not facts.on_meta:
+        audit.refuse_unequal(module, data_groups(mesh))
     module = order.apply(module, plan, order.Site(mesh, facts, seed))
     made = ParallelModel(module, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
     made.audit()

@@ -53,7 +53,9 @@ def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: 
         reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
         if reduced:
             torch._foreach_zero_(reduced)
-    travels = is_last or data.sync_grad_accum is True
+    # torch records a static graph in the first backward, which must be a synced one
+    records = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
+    travels = is_last or data.sync_grad_accum is True or records
     setattr(wrapped, UNREDUCED, True)
     with nullcontext() if travels else wrapped.no_sync():
         yield

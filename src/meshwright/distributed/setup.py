@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.layout import Layout
@@ -92,6 +94,14 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     worker.join(patience_sec)
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of DTensor operations: they hand out equal meshes of this process group to tensors of the next one."""
+    with suppress(AttributeError):  # another torch may keep them elsewhere
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
 
 
 def _destroy() -> None:

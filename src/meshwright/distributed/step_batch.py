@@ -56,6 +56,12 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
         raise ConfigError(
             f"the batch has no '{sorted(missing)[0]}'; it is a dict with tokens and labels, both (rows, seq), not {sorted(batch)}"
         )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"batch['{key}'] is a {type(value).__name__}; it must be a tensor")
+    for key, legal in (("tokens", (torch.int64, torch.int32)), ("labels", (torch.int64,))):
+        if batch[key].dtype not in legal:
+            raise ConfigError(f"batch['{key}'] holds {batch[key].dtype}; it must hold {legal[0]} (batch['{key}'].long())")
     shape = batch["tokens"].shape
     if len(shape) != 2:
         raise ConfigError(f"batch['tokens'] has shape {tuple(shape)}; it must be (rows, seq)")
@@ -73,6 +79,13 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
         if low < 0 or high >= vocab_size:
             raise ConfigError(
                 f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)"
+            )
+        labels = labels_of(batch)
+        low, high = _extremes(labels.masked_fill(labels == IGNORED, 0))
+        if low < 0 or high >= vocab_size:
+            raise ConfigError(
+                f"batch['labels'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size);"
+                f" a token without a loss has the label {IGNORED}"
             )
     documents = batch.get("document_ids")
     if documents is not None and signature.takes["document_ids"] is None and bool((documents != documents[:, :1]).any()):
@@ -94,11 +107,17 @@ def _extremes(ids: Tensor) -> tuple[int, int]:
 def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
     """The step cut along rows, ``rows`` per microbatch (0: in one piece); a list is taken as cut already."""
     if not isinstance(batch, Mapping):
+        if not isinstance(batch, Sequence) or not batch or not all(isinstance(piece, Mapping) for piece in batch):
+            raise ConfigError(f"a step's batch is a dict of tensors, or a list of at least one of them (microbatches), not {_words(batch)}")
         return list(batch)
     total = batch["tokens"].shape[0] if isinstance(batch.get("tokens"), Tensor) else 0
     if not rows or total <= rows:
         return [batch]
     return [{key: value[start : start + rows] for key, value in batch.items()} for start in range(0, total, rows)]
+
+
+def _words(batch: object) -> str:
+    return f"{type(batch).__name__} of {[type(piece).__name__ for piece in batch][:3]}" if isinstance(batch, list) else type(batch).__name__
 
 
 def count(pieces: list[Batch]) -> int:

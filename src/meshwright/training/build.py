@@ -32,6 +32,7 @@ from .config import Config, DataConfig
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
 from .optim.schedules import Schedule
+from .stopping import StopRequest
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Run:
     identity: dict[str, Any]
 
 
-def build_run(config: Config, timeline: Timeline, say) -> Run:
+def build_run(config: Config, timeline: Timeline, say, stop: StopRequest) -> Run:
     """Build a run on every rank, in the order: refuse, meet, read data, lay out the model.
 
     Raises:
@@ -62,7 +63,7 @@ def build_run(config: Config, timeline: Timeline, say) -> Run:
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     plan = plan_run(config, model_config, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
-    with timeline.phase("process group"):
+    with timeline.phase("process group"), stop.released():
         mesh = init_distributed(_distributed_config(config), config.seed)
     with timeline.phase("data"):
         prepared = _prepare_once_per_node(config, tokenizer, say)

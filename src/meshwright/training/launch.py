@@ -38,12 +38,8 @@ def launch(config: Config) -> int:
             pool.start()
             signals.reach_workers = True
             return pool.run(train, config, started)[0]
-        except WorkerFailed as failure:
-            raise _for_the_user(failure) from None
-        except WorkerDied as death:
-            if signals.explain(death):
-                raise Stopped(signals.first) from None
-            raise
+        except (WorkerFailed, WorkerDied) as trouble:
+            raise signals.explain(trouble) or _for_the_user(trouble) from None
 
 
 def train(config: Config, started: float) -> int:
@@ -74,9 +70,9 @@ def gpu_count() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
+def _for_the_user(failure: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
     """What the worker meant to say: our own errors as they are, anything else with its traceback."""
-    error = failure.error
+    error = failure.error if isinstance(failure, WorkerFailed) else None
     if isinstance(error, ConfigError | MeshwrightError | KeyboardInterrupt):
         if os.environ.get("MESHWRIGHT_DEBUG"):
             print(failure, file=sys.stderr)
@@ -112,9 +108,13 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def explain(self, death: WorkerDied) -> bool:
-        """Whether a worker ended because a signal met it before it took note of signals."""
-        return bool(self.first) and death.exit_code in (-self.first, 0, 1)
+    def explain(self, trouble: WorkerFailed | WorkerDied) -> BaseException | None:
+        """What to raise where a signal was the cause: a second Ctrl-C breaks off whatever is done, and a worker that has not yet
+        begun to take note of signals dies of the first."""
+        if self.interrupts > 1:
+            return KeyboardInterrupt()
+        died_of_it = isinstance(trouble, WorkerDied) and trouble.exit_code in (-self.first, 0, 1)
+        return Stopped(self.first) if self.first and died_of_it else None
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or number

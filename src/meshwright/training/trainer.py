@@ -59,7 +59,10 @@ class Trainer:
         check_tensorboard(self.config.logging.tensorboard)
         with StopRequest() as stop, build_progress(is_main=is_rank_zero()) as progress:
             try:
-                run = build_run(self.config, self.timeline, progress.say)
+                run = build_run(self.config, self.timeline, progress.say, stop)
+                if stopped := agree.largest(stop.signal):
+                    progress.say(f"stopped by {signal.Signals(stopped).name} before the first step; nothing was written")
+                    return 128 + stopped
                 folder = _open_folder(run, self.config)
                 return _Loop(run, folder, self, stop, progress).train()
             finally:

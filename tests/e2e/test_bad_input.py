@@ -1,0 +1,156 @@
+"""What cannot be done is refused in a sentence, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_runs import Job, tree
+
+from meshwright.cli.main import main
+
+CONFIG, REFUSED = 2, 3
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(pool, corpus, cache, tmp_path_factory) -> Path:
+    """The folder of a run that bad words are said about."""
+    small = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32, "steps": 1}
+    quiet = {"batch.global_batch": 8, "sample.tokens": 0, "validation.every": 0, "out": str(tmp_path_factory.mktemp("out"))}
+    return pool.run(Job(small | quiet), world=1, timeout=60)[0].folder
+
+
+@pytest.fixture
+def refused(flags, tmp_path, run, capsys, monkeypatch):
+    """``refused(status, changes, *words)``: the command says no, in one sentence with those words, and leaves no trace."""
+    monkeypatch.chdir(tmp_path)
+
+    def attempt(status, changes, *words, argv=None):
+        before = tree(run)
+        for place in ({}, {"run": str(run)}) if argv is None else ({},):
+            asked = ["train", *flags({"process.count": 1} | place | changes)] if argv is None else argv
+            try:
+                ended = main(asked)
+            except SystemExit as error:
+                ended = error.code
+            said = capsys.readouterr().err
+            assert ended == status, said
+            assert "Traceback" not in said and all(word in said for word in words), said
+            assert (said.startswith("meshwright: ") and len(said.splitlines()) == 1) or argv == "tyro", said
+            assert not (tmp_path / "runs").exists() and tree(run) == before
+        return said
+
+    return attempt
+
+
+def test_a_file_with_a_mistake_is_refused_by_line(refused, tmp_path):
+    unknown = write(tmp_path / "unknown.toml", "steps = 2\n[data]\nseqlen = 32\n")
+    refused(CONFIG, None, f"{unknown}:3", "'data.seqlen'", "Did you mean 'data.seq_len'?", argv=["train", unknown])
+    wrong = write(tmp_path / "wrong.toml", '[batch]\n\nglobal_batch = "8"\n')
+    refused(CONFIG, None, f"{wrong}:3", 'batch.global_batch = "8" is text; expected a whole number', argv=["train", wrong])
+    torn = write(tmp_path / "torn.toml", "steps = \n")
+    refused(CONFIG, None, f"{torn}:1", "not valid TOML", argv=["train", torn])
+    refused(CONFIG, None, "none.toml: no such file", argv=["train", "none.toml"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--stpes=3", ["unknown key 'stpes'", "Did you mean 'steps'?"]),
+        ("--data.seqlen=3", ["unknown key 'data.seqlen'", "Did you mean 'data.seq_len'?"]),
+        ("--lr=0.1", ["unknown key 'lr'", "belongs elsewhere: optimizer.lr"]),
+        ("--steps.x=1", ["steps", "expected a whole number"]),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest(refused, flag, words):
+    refused(CONFIG, None, *words, argv=["train", flag])
+
+
+@pytest.mark.parametrize(("flag", "word"), [("--steps=many", "--steps"), ("--schedule.kind=cosin", "'cosin'"), ("--layout.tp", "tp")])
+def test_a_flag_of_the_wrong_type_is_refused_by_name(flag, word, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["train", flag])
+    said = capsys.readouterr().err
+    assert left.value.code == CONFIG and word in said and "Traceback" not in said
+    assert not any(tmp_path.iterdir())
+
+
+HALF = "techniques.precision.compute"
+
+
+@pytest.mark.parametrize(
+    ("status", "changes", "words"),
+    [
+        (CONFIG, {"steps": 0}, ["steps = 0", "1 or more"]),
+        (CONFIG, {"optimizer.lr": "nan"}, ["optimizer.lr = nan"]),
+        (CONFIG, {"schedule.warmup_steps": 6}, ["schedule.warmup_steps = 6", "run of 6 steps", "at most 5"]),
+        (CONFIG, {"name": "a/b"}, ["name = 'a/b'"]),
+        (CONFIG, {"model.size": "debugg"}, ["model.size = 'debugg'", "Did you mean 'debug'?"]),
+        (CONFIG, {"model.dim": 65}, ["model.dim = 65", "model.n_heads = 4"]),
+        (CONFIG, {"data.seq_len": 512}, ["data.seq_len = 512", "model.max_seq_len = 256"]),
+        (CONFIG, {"layout.dp_shard": 3, "process.count": 4}, ["dp_shard=3", "world size 4", "layout"]),
+        (CONFIG, {"layout.tp": -1}, ["dp_shard, tp", "open (-1)"]),
+        (CONFIG, {"batch.global_batch": 6, "process.count": 4}, ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"]),
+        (REFUSED, {"layout.tp": 2, "process.count": 2}, ["layout.tp = 2", "not in this version"]),
+        (REFUSED, {"layout.pp": 2, "process.count": 2}, ["layout.pp = 2", "not in this version"]),
+        (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),
+        (REFUSED, {"layout.ep": 2}, ["layout.ep = 2", "not in this version"]),
+        (REFUSED, {HALF: "float16"}, [HALF + " = float16", "Use bfloat16"]),
+        (CONFIG, {HALF: "bf61"}, [HALF, "Did you mean 'bf16'?"]),
+        (CONFIG, {"techniques.freeze": ["("]}, ["techniques.freeze[0] = '('", "no regular expression"]),
+        (CONFIG, {"techniques.freeze": ["xyzzy"]}, ["techniques.freeze", "'xyzzy' matches no parameter"]),
+        (CONFIG, {"techniques.freeze": ["."]}, ["all 25 parameters", "techniques.freeze"]),
+        (CONFIG, {"techniques.data_parallel": "ddp", "process.count": 2, "layout.dp_shard": 2}, ["techniques.data_parallel = ddp"]),
+        (CONFIG, {"optimizer.overrides": "[{pattern='xyzzy'}]"}, ["optimizer.overrides", "'xyzzy' matches no trainable parameter"]),
+        (CONFIG, {"sample.prompt": ""}, ["sample.prompt = ''"]),
+        (CONFIG, {"data.tokenizer": "gpt2"}, ["data.tokenizer = 'gpt2'", "Nothing is downloaded"]),
+        (CONFIG, {"data.source": ["nowhere"]}, ["data.source: 'nowhere' does not exist"]),
+        (CONFIG, {"data.source": ["stdlb"]}, ["data.source: 'stdlb'", "Did you mean 'stdlib'?"]),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(refused, status, changes, words):
+    refused(status, changes, *words)
+
+
+def test_text_that_cannot_be_trained_on_is_refused(refused, tmp_path):
+    (tmp_path / "empty folder").mkdir()
+    refused(CONFIG, {"data.source": ["empty folder"]}, "data.source", "empty folder holds no text file")
+    refused(CONFIG, {"data.source": [write(tmp_path / "empty.txt", "")]}, "data.source", "all of 0 bytes")
+    latin = write(tmp_path / "latin.txt", "café".encode("latin-1"))
+    refused(CONFIG, {"data.source": [latin]}, "data.source", "latin.txt is not UTF-8: byte 0xe9 at offset 3")
+    short = write(tmp_path / "short.txt", "hello")
+    refused(CONFIG, {"data.source": [short]}, "the training split has 5 tokens", "data.seq_len = 32", "seq_len from 1 to 5")
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 300)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w1"))
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    wanted = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "model.vocab_size": 257}
+    refused(CONFIG, wanted, "300 token ids", "model.vocab_size = 257", "Set model.vocab_size = 300")
+    refused(CONFIG, {"data.tokenizer": write(tmp_path / "other.json", "{}")}, "data.tokenizer", "other.json is not a tokenizer.json")
+
+
+@pytest.mark.parametrize("key", ["out", "run"])
+def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(flags, tmp_path, capsys, key):
+    taken = write(tmp_path / "taken", "years of work")
+    assert main(["train", *flags({key: taken, "process.count": 1})]) == CONFIG
+    said = capsys.readouterr().err
+    assert said.startswith(f"meshwright: {key} = {taken}: cannot make") and len(said.splitlines()) == 1
+    assert Path(taken).read_text() == "years of work"
+
+
+def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status(meshwright, flags, tmp_path):
+    asked = flags({"process.count": 2, "layout.dp_shard": 2, "techniques.reshard_after_forward": 7})
+    done = meshwright("train", *asked)
+    assert done.status == CONFIG and done.out == ""
+    assert done.err.startswith("meshwright: techniques.reshard_after_forward = 7") and len(done.err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists() and not list((tmp_path / "tmp").glob("meshwright-*"))

@@ -1,0 +1,186 @@
+"""What a run does when it is told to stop, or loses a process. Real commands: signals are between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from e2e_runs import Ended, end, family, finish, free_port, losses, metrics, only_run, start, tree
+
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.manifest import Manifest
+
+ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
+
+
+def wait_until(happens: Callable[[], object], process: subprocess.Popen, seconds: float = 90.0):
+    """Its value once it is true. Fails when the process ends first."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if value := happens():
+                return value
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError(f"did not happen within {seconds} s")
+
+
+class Command:
+    """A training command that is under way, and all processes that it ever had."""
+
+    def __init__(self, words, environment, cwd):
+        self.process = start([sys.executable, "-m", "meshwright", "train", *words], environment, cwd)
+        self.seen: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[psutil.Process]:
+        """Its descendants now: a resource tracker, the fork server, and the fork server's workers."""
+        found = family(self.process)
+        self.seen |= {child.pid: child for child in found}
+        return found
+
+    def workers(self) -> list[psutil.Process]:
+        direct = psutil.Process(self.process.pid).children()
+        return [child for child in self.look() if child not in direct]
+
+    def steps_taken(self, runs: Path, more_than: int = 0) -> int:
+        """Wait until the run has taken some steps."""
+        return wait_until(lambda: (taken := len(metrics(only_run(runs)))) > more_than and taken, self.process)
+
+    def to_group(self, number: int) -> None:
+        """As a terminal does on Ctrl-C: every process of the group gets it."""
+        self.look()
+        os.killpg(self.process.pid, number)
+
+    def to_parent(self, number: int) -> None:
+        self.look()
+        os.kill(self.process.pid, number)
+
+    def ended(self) -> Ended:
+        """Its end; then nothing may be left of it."""
+        done = finish(self.process)
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=30)
+        left = [child for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        end(left)
+        assert not left, left
+        return done
+
+
+@pytest.fixture
+def begin(environment, tmp_path):
+    """``begin(*flags)``: start ``meshwright train`` with them. It ends with the test, and leaves no temporary files."""
+    started = []
+
+    def run(*words) -> Command:
+        started.append(Command(words, environment, tmp_path))
+        return started[-1]
+
+    yield run
+    for command in started:
+        if command.process.poll() is None:
+            end([*command.look(), psutil.Process(command.process.pid)])
+    assert not list((tmp_path / "tmp").glob("meshwright-*"))
+
+
+def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
+    """All ranks stopped at one step, it was saved whole, and how to go on is said. Returns the step."""
+    assert (done.status, done.err) == (128 + number, "")
+    latest = CheckpointFolder(run / "checkpoints").latest()
+    assert latest is not None
+    state = Manifest.read(latest).extra["state"]
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, state["step"] + 1)) and state["consumed"] == 8 * state["step"]
+    assert latest.name == f"step-{state['step']:08d}" and f"saved {latest.relative_to(run.parent.parent)}" in done.out
+    assert (
+        f"stopped by {signal.Signals(number).name}, saved. Continue with: meshwright train {run.relative_to(run.parent.parent)}" in done.out
+    )
+    return state["step"]
+
+
+def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin, flags, tmp_path, train):
+    endless = ENDLESS | {"techniques.precision.master": "float64"}
+    command = begin(*flags(endless | {"out": "runs"}))
+    command.steps_taken(tmp_path / "runs")
+    command.to_group(signal.SIGINT)
+    run = only_run(tmp_path / "runs")
+    taken = assert_stopped_cleanly(command.ended(), signal.SIGINT, run)
+
+    copies = {number: shutil.copytree(run, tmp_path / number.name / run.name) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    commands = {number: begin(str(copy.relative_to(tmp_path)), "--process.count=2") for number, copy in copies.items()}
+    for number, copy in copies.items():
+        commands[number].steps_taken(copy.parent, taken)
+        commands[number].to_parent(number)
+    further = {number: assert_stopped_cleanly(commands[number].ended(), number, copy) for number, copy in copies.items()}
+    assert min(further.values()) > taken
+
+    straight = train(2, endless | {"steps": max(further.values())})[0]
+    for number, copy in copies.items():
+        assert losses(copy) == pytest.approx(losses(straight.folder)[: further[number]], rel=1e-7)
+
+
+def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_path):
+    moments = {"importing": lambda command: len(command.look()) >= 2, "forking": lambda command: len(command.workers()) == 2}
+    cases = [("importing", signal.SIGINT), ("forking", signal.SIGINT), ("forking", signal.SIGTERM)]
+    started = [begin(*flags(ENDLESS | {"out": f"runs{place}", "process.count": 2})) for place in range(len(cases))]
+    for command, (moment, number) in zip(started, cases, strict=True):
+        wait_until(lambda: moments[moment](command), command.process)  # noqa: B023
+        command.to_group(number) if number == signal.SIGINT else command.to_parent(number)
+    for place, (command, (_, number)) in enumerate(zip(started, cases, strict=True)):
+        done, runs = command.ended(), tmp_path / f"runs{place}"
+        assert done.status == 128 + number
+        if "saved" in done.out:  # the machine was slow to send it, and the run had begun
+            assert_stopped_cleanly(done, number, only_run(runs))
+        else:
+            assert "meshwright: " in done.err or "before the first step" in done.out, done
+            assert not runs.exists()
+
+
+def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_path):
+    port = free_port()
+    task = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+    words = [sys.executable, "-m", "meshwright", "train", *flags({"out": "runs"})]
+    process = start(words, environment | task | {"SLURM_STEP_NODELIST": "127.0.0.1"}, tmp_path)
+    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, process)
+    process.terminate()
+    assert finish(process, 30).status == -signal.SIGTERM
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tmp_path, train):
+    command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 2, "checkpoint.every": 1}))
+    command.steps_taken(tmp_path / "runs", more_than=2)
+    command.to_group(signal.SIGINT)
+    time.sleep(0.03)
+    command.to_group(signal.SIGINT)
+    done = command.ended()
+    assert done.status == 130 and "Traceback" not in done.err
+    run = only_run(tmp_path / "runs")
+    latest = CheckpointFolder(run / "checkpoints").latest()
+    assert latest is not None
+    step = Manifest.read(latest).extra["state"]["step"]
+    again = train(2, {"steps": step + 1}, folder=run)[0]
+    assert again.status == 0 and [row["step"] for row in metrics(run)] == list(range(1, step + 2))
+
+
+def test_a_killed_worker_ends_the_run_with_its_rank(begin, flags, tmp_path):
+    command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 3, "batch.global_batch": 9, "checkpoint.every": 2}))
+    command.steps_taken(tmp_path / "runs", more_than=3)
+    victim = max(command.workers(), key=lambda child: child.pid)
+    begun = time.monotonic()
+    victim.kill()
+    done = command.ended()
+    assert time.monotonic() - begun < 30
+    assert done.status == 1 and done.err.startswith("meshwright: rank ") and "was killed by SIGKILL in the middle" in done.err
+    assert len(done.err.splitlines()) == 1
+    run = only_run(tmp_path / "runs")
+    before = tree(run)
+    assert CheckpointFolder(run / "checkpoints").latest() is not None and tree(run) == before
