@@ -20,7 +20,6 @@ from meshwright.distributed.weights import BLOCK_ELEMENTS
 from meshwright.models.decoder_config import DecoderConfig, parameter_count
 
 
-
 def torchs_own() -> nn.Module:
     """Its attention initialises itself by ``_reset_parameters``, parameters of submodules included."""
     return nn.TransformerEncoderLayer(6, 3, dim_feedforward=5)
@@ -42,7 +41,9 @@ def initial(model, layout, seed):
     made = parallelize(model, layout, seed=seed)
     values = {name: whole(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
     tied = all(
-        made.parts[0].get_parameter(alias) is made.parts[0].get_parameter(fact.name) for fact in made.facts.parameters for alias in fact.aliases
+        made.parts[0].get_parameter(alias) is made.parts[0].get_parameter(fact.name)
+        for fact in made.facts.parameters
+        for alias in fact.aliases
     )
     return {} if torch.distributed.is_initialized() and torch.distributed.get_rank() else values, tied
 
@@ -72,7 +73,9 @@ def test_seeds_and_names_make_different_weights(spmd, name):
     assert len(random) > 9
     for key in one:
         assert torch.equal(one[key], again[key])
-        assert torch.equal(one[key], other[key]) == (key not in random and not key.endswith(("qkv.bias", "out.bias", "0.bias", "2.bias"))), key
+        assert torch.equal(one[key], other[key]) == (
+            key not in random and not key.endswith(("qkv.bias", "out.bias", "0.bias", "2.bias"))
+        ), key
     for first, second in combinations(random, 2):
         if one[first].shape == one[second].shape:
             assert not torch.equal(one[first], one[second]), f"{first} and {second} are the same"

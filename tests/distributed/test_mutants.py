@@ -37,7 +37,9 @@ GALLERY = {
 """Mutant -> the problem, the way and the disturbance in which it shows."""
 
 
-@pytest.mark.parametrize("case", list(dict.fromkeys(GALLERY.values())), ids=lambda case: f"{case[1].layout}, {case[1].microbatches}, {case[2]}")
+@pytest.mark.parametrize(
+    "case", list(dict.fromkeys(GALLERY.values())), ids=lambda case: f"{case[1].layout}, {case[1].microbatches}, {case[2]}"
+)
 def test_the_original_passes(spmd, reference, case):
     problem, way, disturbance = case
     assert not faults(spmd(2, train, problem, way, disturbance), reference(problem), EXACT)

@@ -160,7 +160,12 @@ def shapes(draw):
 
 @given(problem=shapes(), layout=st.sampled_from([FSDP2, HSDP]), microbatches=st.sampled_from(["one", "rows"]))
 @settings(
-    max_examples=12, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=12,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 def test_any_shape_equals_one_process(pool, problem, layout, microbatches):
     errors = pool.run(compare, problem, Way(layout, (), microbatches), world=layout.world, timeout=60)[0]

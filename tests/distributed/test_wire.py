@@ -8,7 +8,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.problems import DDP2, DDP4, FSDP2, FSDP4, HSDP, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way, as_brought, make_optimizer, share
+from support.problems import (
+    DDP2,
+    DDP4,
+    FSDP2,
+    FSDP4,
+    HSDP,
+    PARTLY_FROZEN,
+    TIED,
+    UNTIED,
+    Data,
+    Problem,
+    Way,
+    as_brought,
+    make_optimizer,
+    share,
+)
 from support.train import lay_out
 
 from meshwright import Layout
@@ -96,7 +111,14 @@ def test_the_plan_foresees_every_byte(spmd, name):
 def drawn(draw):
     heads, head = draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
     model = DecoderConfig(
-        draw(st.integers(2, 99)), heads * head, draw(st.integers(1, 4)), heads, heads, draw(st.integers(1, 40)), 8, tied_embeddings=draw(st.booleans())
+        draw(st.integers(2, 99)),
+        heads * head,
+        draw(st.integers(1, 4)),
+        heads,
+        heads,
+        draw(st.integers(1, 40)),
+        8,
+        tied_embeddings=draw(st.booleans()),
     )
     layout = draw(st.sampled_from([DDP2, FSDP2, FSDP4, HSDP]))
     techniques = {"sync_grad_accum": draw(st.booleans())}
@@ -110,7 +132,12 @@ def drawn(draw):
 
 @given(drawn())
 @settings(
-    max_examples=16, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=16,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 def test_the_plan_foresees_every_byte_of_any_shape(pool, case):
     problem, way = case

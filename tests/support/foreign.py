@@ -125,5 +125,17 @@ def tiny_gpt2() -> nn.Module:
     """Tied embeddings, learned positions, packed qkv as Conv1D, biases everywhere."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = GPT2Config(vocab_size=257, n_positions=16, n_embd=20, n_layer=3, n_head=5, bos_token_id=1, eos_token_id=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    config = GPT2Config(
+        vocab_size=257,
+        n_positions=16,
+        n_embd=20,
+        n_layer=3,
+        n_head=5,
+        bos_token_id=1,
+        eos_token_id=1,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+    )
     return seeded(AutoModelForCausalLM.from_config, config=config)

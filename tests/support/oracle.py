@@ -100,7 +100,9 @@ def loss_sum(model: nn.Module, piece: Named, problem: Problem) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else output.logits
     labels = piece["labels"].where(piece["loss_mask"], -100)
     logits = logits.flatten(0, 1)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def real_tokens(batch: Named) -> int:

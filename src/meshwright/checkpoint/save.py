@@ -22,7 +22,7 @@ from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
-from .replacing import PARTIAL, beside, put_in_place, settle, sync_folder
+from .replacing import PARTIAL, beside, put_in_place, sync_folder
 from .state import group_records, model_tensors, optimizer_tensors, shape_and_dtype
 
 Result = TypeVar("Result")
@@ -85,7 +85,6 @@ def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)") from None
-    settle(path)
     if path.exists() and not (path / NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} is there and is no checkpoint: it would be replaced. Give a new folder, or remove it first.")
     shutil.rmtree(partial, ignore_errors=True)

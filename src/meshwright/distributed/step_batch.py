@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,19 +75,9 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
             )
     if max_seq_len and shape[1] > max_seq_len:
         raise ConfigError(f"the batch has sequences of {shape[1]} tokens, more than the model's maximum of {max_seq_len}: shorten them")
-    if vocab_size and shape.numel():
-        low, high = _extremes(batch["tokens"])
-        if low < 0 or high >= vocab_size:
-            raise ConfigError(
-                f"batch['tokens'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size)"
-            )
-        labels = labels_of(batch)
-        low, high = _extremes(labels.masked_fill(labels == IGNORED, 0))
-        if low < 0 or high >= vocab_size:
-            raise ConfigError(
-                f"batch['labels'] holds ids from {low} to {high}, but the model knows 0 to {vocab_size - 1} (model.vocab_size);"
-                f" a token without a loss has the label {IGNORED}"
-            )
+    if vocab_size:
+        _check_ids("tokens", _view(batch["tokens"]).ravel(), vocab_size, "")
+        _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
     documents = batch.get("document_ids")
     if documents is not None and signature.takes["document_ids"] is None and bool((documents != documents[:, :1]).any()):
         raise ConfigError(
@@ -95,13 +86,23 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
         )
 
 
-def _extremes(ids: Tensor) -> tuple[int, int]:
-    """Smallest and largest id. numpy on the CPU: the check should cost no dispatched operation there."""
-    if ids.device.type == "cpu":
-        view = ids.numpy()
-        return int(view.min()), int(view.max())
-    low, high = ids.aminmax()
-    return int(low), int(high)
+def _check_ids(key: str, ids: Any, vocab_size: int, hint: str) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ConfigError(
+            f"batch['{key}'] holds ids from {int(ids.min())} to {int(ids.max())}, but the model knows 0 to {vocab_size - 1}"
+            f" (model.vocab_size){hint}"
+        )
+
+
+def _view(tensor: Tensor) -> Any:
+    """The tensor, as a numpy array where it is on the CPU: looking at it should cost no dispatched operation there."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def real_labels(batch: Batch) -> Any:
+    """The labels that have a loss, flat (numpy on the CPU, else a tensor)."""
+    labels = _view(labels_of(batch))
+    return labels[labels != IGNORED]
 
 
 def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
@@ -122,4 +123,4 @@ def _words(batch: object) -> str:
 
 def count(pieces: list[Batch]) -> int:
     """Tokens that have a loss."""
-    return sum(int((labels_of(piece) != IGNORED).sum()) for piece in pieces)
+    return sum(len(real_labels(piece)) for piece in pieces)
