@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # workers import the jobs by module name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from meshwright.distributed.local import WorkerPool  # noqa: E402
+from meshwright.distributed.local import WorkerPool
 
 LARGEST_WORLD = 4
 

@@ -1,18 +1,16 @@
-"""Every layout computes what one process computes. The oracle is plain torch (support/oracle); CONTRIBUTING says how equality is measured."""
+"""Every layout computes what one process computes. The oracle is plain torch (support/oracle); CONTRIBUTING says what "equal" means."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support import foreign
 from support.oracle import bf16_gradients, differences, excesses, faults, relative_errors, worst
 from support.pairwise import covering_array, legal_combinations, pairs_of
-from support.problems import DDP2, DDP4, FSDP2, FSDP4, HSDP, LAYOUTS, ONE, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way
+from support.problems import DDP2, FSDP2, FSDP4, HSDP, LAYOUTS, ONE, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way
 from support.train import compare, gradients_of_first_step, train
 
 from meshwright import Layout

@@ -53,6 +53,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def weights(model: ParallelModel) -> Named:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
@@ -81,8 +86,10 @@ def train(problem: Problem, way: Way, disturbance: str = "", mutant: str = "") -
 
 def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
     rank, _, world = get_world_info()
-    if "compile" in dict(way.techniques):
+    compiles = "compile" in dict(way.techniques)
+    if compiles:
         torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
+        torch._dynamo.utils.counters.clear()
     loss_fn = Loss()
     model = lay_out(problem, way, loss_fn=loss_fn)
     optimizer = make_optimizer(problem.optimizer, model.parameters())
@@ -104,6 +111,7 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
         outcome.norms.append(result.grad_norm)
     outcome.parameters = weights(model)
     model.audit()
+    assert not compiles or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
     if rank:
         outcome.initial = outcome.gradients = outcome.parameters = {}
     return outcome
@@ -131,11 +139,15 @@ def _raise_in_backward(module: torch.nn.Module, inputs: Any, output: torch.Tenso
         output.register_hook(fail)
 
 
-def gradients_of_first_step(problem: Problem, way: Way, mutant: str = "") -> Named:
+def gradients_of_first_step(problem: Problem, way: Way, mutant: str = "", disturbance: str = "") -> Named:
     rank, _, world = get_world_info()
+    batch, loss_fn = share(problem.data.step(0), rank, world), Loss()
     with mutated(mutant):
-        model = lay_out(problem, way)
-        model.forward_backward(as_brought(share(problem.data.step(0), rank, world), way))
+        model = lay_out(problem, way, loss_fn=loss_fn)
+        if disturbance:
+            in_pieces = as_brought(batch, replace(way, microbatches="list"))
+            disturb(model, loss_fn, disturbance, in_pieces, make_optimizer("sgd", model.parameters()))
+        model.forward_backward(as_brought(batch, way))
     return gradients(model)
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright import ConfigError, Layout
@@ -49,6 +49,9 @@ def test_hybrid_sharding_stays_inside_a_node(layout, left, per_node):
             assert resolved.dp_shard * inner == per_node, "a node is used whole where that divides"
 
 
+@example(Layout(dp_shard=2), 4, False)
+@example(Layout(tp=2, dp_shard=2), 2, True)
+@example(Layout(tp=2, dp_shard=2), 3, True)
 @given(FIXED, st.integers(1, 200), st.booleans())
 def test_what_does_not_fit_is_refused_with_its_numbers(layout, world, is_open):
     wished = replace(layout, dp_shard=-1) if is_open else layout

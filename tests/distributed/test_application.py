@@ -1,0 +1,141 @@
+"""What is applied is what was planned: unequal ranks, second and misordered applications are refused, and every field of a plan acts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import foreign
+from support.oracle import relative_errors
+from support.problems import DDP2, FSDP2, HSDP, Problem, Way, share
+from support.train import gradients, lay_out, local
+
+from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
+from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed
+from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.world import get_world_info
+
+EVERY_KIND = pytest.mark.parametrize("layout", [DDP2, FSDP2, HSDP], ids=["ddp2", "fsdp2", "hsdp2x2"])
+
+
+def unequal_ranks(layout: Layout, buffers_only: bool) -> str:
+    model = foreign.on_cpu()
+    rank = get_world_info()[0]
+    with torch.no_grad():
+        (model.waves.table if buffers_only else model.out.bias)[0] += rank * 1e-3
+    with pytest.raises(IntegrityError) as caught:
+        parallelize(model, layout)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("buffers_only", [False, True])
+@EVERY_KIND
+def test_ranks_that_bring_different_weights_are_refused(spmd, layout, buffers_only):
+    for text in spmd(layout.world, unequal_ranks, layout, buffers_only):
+        assert f"{'waves.table' if buffers_only else 'out.bias'} differs between ranks" in text
+        assert "build the model on meta, or seed every rank alike" in text
+        assert "embed.weight" not in text
+
+
+def drifted(layout: Layout) -> str:
+    """A replica that changes on one rank after all was well."""
+    model = lay_out(Problem(), Way(layout))
+    if get_world_info()[0] == layout.world - 1:
+        with torch.no_grad():
+            local(model.parts[0].norm.weight)[0] += 1e-9
+    try:
+        model.audit()
+    except IntegrityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [DDP2, HSDP], ids=["ddp2", "hsdp2x2"])
+def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
+    for text in spmd(layout.world, drifted, layout):
+        assert "norm.weight differs between ranks" in text
+
+
+def applied_again(layout: Layout) -> list[str]:
+    """What a second application says, of the module that came in and of the one that came out; and one in the wrong order."""
+    model = foreign.on_cpu()
+    laid_out = parallelize(model, layout)
+    told = []
+    for again in (model, laid_out.module):
+        for attempt in (lambda m: parallelize(m, layout), lambda m: apply_ac(m, "full")):
+            with pytest.raises(ConfigError) as caught:
+                attempt(again)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize(("layout", "technique"), [(DDP2, "ddp"), (FSDP2, "fully_shard")])
+def test_a_second_application_and_a_misordered_one_are_refused(spmd, layout, technique):
+    for told in spmd(2, applied_again, layout):
+        assert [technique in text and "already" in text for text in told] == [True] * 4
+        assert "apply it once" in told[0]
+        assert "must come before" in told[1]
+
+
+def sharded_again() -> str:
+    mesh = init_distributed(FSDP2)
+    model = apply_fsdp2(apply_ac(foreign.on_cpu(), "full"), mesh)
+    with pytest.raises(ConfigError) as caught:
+        apply_fsdp2(model, mesh)
+    return str(caught.value)
+
+
+def test_sharding_twice_is_refused(spmd):
+    assert all("fully_shard is on this" in text for text in spmd(2, sharded_again))
+
+
+def plan_for_another_mesh() -> str:
+    with pytest.raises(ConfigError) as caught:
+        parallelize(Problem().model, init_distributed(FSDP2), plan=plan(Problem().model, DDP2))
+    return str(caught.value)
+
+
+def test_a_plan_for_another_mesh_is_refused(spmd):
+    assert all(
+        "the plan is for the mesh {'dp_replicate': 2}, but the mesh here is {'dp_shard': 2}" in text
+        for text in spmd(2, plan_for_another_mesh)
+    )
+
+
+# --- the plan is what is applied
+
+
+def applied(edits: dict, layout: Layout):
+    """What a model does whose plan was edited: all-gathers and forwards of each block in a step, gradients, trained parameters."""
+    problem = Problem(dtype="float32")
+    made = plan(problem.model, layout)
+    data = edits.pop("data", {})
+    units = tuple(replace(unit, **edits.get("units", {})) if unit.name else unit for unit in made.units)
+    made = replace(made, data=replace(made.data, **data), **{**edits, "units": units})
+    model = parallelize(problem.model, layout, plan=made, seed=11)
+    runs = dict.fromkeys(model.facts.blocks, 0)
+    for name in runs:
+        model.parts[0].get_submodule(name).attention.register_forward_hook(lambda *_, name=name: runs.update({name: runs[name] + 1}))
+    with WireCounter() as wire:
+        model.forward_backward(share(problem.data.step(0), *get_world_info()[::2]))
+    gathers = sum(sent.op == "all_gather" for sent in wire.sent)
+    return gathers, runs, gradients(model), {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_editing_one_field_of_a_plan_changes_the_applied_model(spmd):
+    gathers, runs, whole_gradients, frozen = spmd(2, applied, {}, FSDP2)[0]
+    assert (gathers, set(runs.values()), frozen) == (4 + 2, {1}, set())
+
+    assert spmd(2, applied, {"units": {"reshard_after_forward": False}}, FSDP2)[0][0] == 4
+
+    runs = spmd(2, applied, {"checkpointed": ("layers.1",)}, FSDP2)[0][1]
+    assert runs == {"layers.0": 1, "layers.1": 2, "layers.2": 1}
+
+    halves = spmd(2, applied, {"data": {"reduction": "mean"}}, FSDP2)[0][2]
+    assert max(relative_errors(halves, {name: g / 2 for name, g in whole_gradients.items()}).values()) == 0
+    halves = spmd(2, applied, {"data": {"reduction": "mean"}}, DDP2)[0][2]
+    assert max(relative_errors(halves, {name: g / 2 for name, g in whole_gradients.items()}).values()) < 1e-6
+
+    frozen = spmd(2, applied, {"frozen": ("norm.weight",)}, FSDP2)[0][3]
+    assert frozen == {"norm.weight"}
