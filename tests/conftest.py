@@ -27,7 +27,7 @@ def spmd(pool):
     ``job`` is a module-level function. World 1 runs in a worker too: the one-process reference sees the same environment.
     """
 
-    def run(world, job, *args, timeout=60.0):
+    def run(world, job, *args, timeout=120.0):
         return pool.run(job, *args, world=world, timeout=timeout)
 
     return run
@@ -42,7 +42,7 @@ def reference(pool):
 
     def ask(problem, job=oracle):
         if (problem, job) not in known:
-            known[problem, job] = pool.run(job, problem, world=1, timeout=60)[0]
+            known[problem, job] = pool.run(job, problem, world=1, timeout=120)[0]
         return known[problem, job]
 
     return ask

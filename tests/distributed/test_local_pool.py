@@ -25,6 +25,7 @@ def two():
 
 @contextmanager
 def within(seconds: float):
+    """Far below every time limit of these jobs, and far above what a busy machine needs."""
     begun = time.monotonic()
     yield
     took = time.monotonic() - begun
@@ -96,7 +97,7 @@ def goes_on(two):
 )
 def test_a_death_names_rank_and_manner(two, what, words):
     two.run(meet)
-    with within(5), pytest.raises(WorkerDied, match=words + " in the middle of the job") as caught:
+    with within(8), pytest.raises(WorkerDied, match=words + " in the middle of the job") as caught:
         two.run(meet_then, 1, what, timeout=30)
     assert caught.value.rank == 1
 
@@ -110,7 +111,7 @@ def test_a_worker_that_died_between_jobs_is_replaced(two):
 
 def test_a_rank_that_hangs_ends_at_the_limit(two):
     two.run(meet)
-    with within(4), pytest.raises(WorkerTimeout, match=r"did not end within 1.0 s on ranks \[0, 1\]"):
+    with within(8), pytest.raises(WorkerTimeout, match=r"did not end within 1.0 s on ranks \[0, 1\]"):
         two.run(meet_then, 1, "hang", timeout=1.0)
     with pytest.raises(WorkerTimeout, match=r"on ranks \[1\]"):
         two.run(staged, (0.0, "return"), (0.0, "hang"), timeout=0.5)
@@ -122,7 +123,7 @@ def test_a_rank_that_hangs_ends_at_the_limit(two):
 )
 def test_an_error_is_told_at_once_while_the_others_wait(two, what, words):
     two.run(meet)
-    with within(3), pytest.raises(WorkerFailed, match="rank 1 failed:") as caught:
+    with within(8), pytest.raises(WorkerFailed, match="rank 1 failed:") as caught:
         two.run(meet_then, 1, what, timeout=30)
     assert caught.value.rank == 1 and words in str(caught.value) and "in act" in str(caught.value), "with its traceback"
     assert str(caught.value.error) in words
@@ -141,7 +142,7 @@ def test_an_error_is_told_at_once_while_the_others_wait(two, what, words):
 )
 def test_of_several_troubles_the_cause_is_told(two, acts, rank, kind):
     two.run(meet)
-    with within(4), pytest.raises(kind) as caught:
+    with within(8), pytest.raises(kind) as caught:
         two.run(staged, *acts, timeout=30)
     assert caught.value.rank == rank
 
@@ -223,7 +224,8 @@ def test_nothing_is_left_and_the_parent_stays_free_of_torch(tmp_path):
     """Neither after close, nor when the parent is killed in the middle of a job."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed parent leaves its folder
+    with subprocess.Popen([sys.executable, str(path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         try:
             assert parent.stdout is not None and parent.stderr is not None
             assert parent.stdout.readline() == "left [] False False\n", parent.stderr.read()
@@ -232,4 +234,4 @@ def test_nothing_is_left_and_the_parent_stays_free_of_torch(tmp_path):
             assert set(sleepers) <= set(family)
         finally:
             parent.kill()
-    assert gone(family, seconds=5) == []
+    assert gone(family, seconds=15) == []

@@ -166,7 +166,7 @@ def shapes(draw):
     suppress_health_check=list(HealthCheck),
 )
 def test_any_shape_equals_one_process(pool, problem, layout, microbatches):
-    errors = pool.run(compare, problem, Way(layout, (), microbatches), world=layout.world, timeout=60)[0]
+    errors = pool.run(compare, problem, Way(layout, (), microbatches), world=layout.world, timeout=120)[0]
     assert not excesses(errors, EXACT), excesses(errors, EXACT)[:8]
 
 
@@ -192,5 +192,5 @@ def test_foreign_models_equal_one_process(spmd, reference, measured, name, layou
         os.environ["HF_HUB_OFFLINE"] = "1"
         arguments = (("positions", "position_ids"),)
     problem = Problem(factory, data=Data(arguments=arguments))
-    runs = spmd(2, train, problem, Way(layout, (), "list"), timeout=120)
+    runs = spmd(2, train, problem, Way(layout, (), "list"))
     measured(f"{name}, {layout}", "fp64", assert_equal(runs, reference(problem), bound))

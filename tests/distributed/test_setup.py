@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import (
     DistributedConfig,
+    agree,
     destroy_distributed,
     get_cp_mesh,
     get_dp_mesh,
@@ -322,6 +323,46 @@ def test_elastic_restart_after_a_rank_was_killed(tmp_path):
     assert "exitcode  : -9" in ended.stderr or "SIGKILL" in ended.stderr or "-9" in ended.stderr, "rank 1 was killed once"
 
 
+# --- agreement
+
+
+class Unportable(Exception):
+    """Survives no pickling: its arguments are not those of its constructor."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def agreement_job() -> list:
+    init_distributed(Layout())
+    rank = dist.get_rank()
+    said = []
+    for error in (ConfigError("a config"), Unportable("one", "two"), OSError(28, "disk")):
+
+        def act(error=error):
+            if rank == 1:
+                raise error
+            return "fine"
+
+        try:
+            said.append(agree.together(act))
+        except Exception as caught:
+            said.append((type(caught).__name__, str(caught)))
+    return [
+        *said,
+        agree.together(lambda: rank, here=rank == 1),
+        agree.everybody_says(rank * 10),
+        agree.from_rank_zero(f"said by {rank}"),
+        (agree.largest(rank), agree.any_rank(rank == 1), agree.any_rank(False)),
+    ]
+
+
+def test_what_one_rank_meets_all_ranks_hear(spmd):
+    for rank, found in enumerate(spmd(2, agreement_job)):
+        assert found[:3] == [("ConfigError", "a config"), ("MeshwrightError", "Unportable: one and two"), ("OSError", "[Errno 28] disk")]
+        assert found[3:] == [None if rank == 0 else 1, [0, 10], "said by 0", (1, True, False)]
+
+
 # --- time limits and the end
 
 
@@ -351,7 +392,7 @@ def test_a_collective_that_a_rank_never_joins_fails_in_time(spmd, tmp_path):
     found = spmd(4, limit_job, str(tmp_path))[0]
     assert len(found) == 2
     for seconds, said in found:
-        assert 0.9 < seconds < 3 and "imed out" in said, found
+        assert 0.9 < seconds < 10 and "imed out" in said, found
 
 
 def broken_job() -> tuple[float, bool]:
@@ -370,16 +411,16 @@ def broken_job() -> tuple[float, bool]:
 
 def test_the_end_after_an_exception_does_not_hang(spmd):
     for seconds, up in spmd(2, broken_job):
-        assert seconds < 5 and not up
+        assert seconds < 10 and not up
 
 
 def test_the_end_gives_up_waiting_and_says_so(monkeypatch, caplog):
     destroy_distributed()  # without a group: nothing to do
     monkeypatch.setattr(floor.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: time.sleep(3))
+    monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: time.sleep(15))
     begun = time.monotonic()
     destroy_distributed(patience_sec=0.1)
-    assert time.monotonic() - begun < 2 and "did not close within" in caplog.text
+    assert time.monotonic() - begun < 8 and "did not close within" in caplog.text
     monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: 1 / 0)
     destroy_distributed()
     assert "closing the process group: division by zero" in caplog.text

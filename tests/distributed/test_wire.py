@@ -132,7 +132,7 @@ def drawn(draw):
 
 @given(drawn())
 @settings(
-    max_examples=16,
+    max_examples=12,
     derandomize=True,
     database=None,
     deadline=None,
@@ -141,7 +141,7 @@ def drawn(draw):
 )
 def test_the_plan_foresees_every_byte_of_any_shape(pool, case):
     problem, way = case
-    assert_foreseen(*pool.run(one_warm_step, problem, way, world=way.layout.world, timeout=60)[0])
+    assert_foreseen(*pool.run(one_warm_step, problem, way, world=way.layout.world, timeout=120)[0])
 
 
 # --- the closed formulas, from nothing but parameter counts
@@ -157,8 +157,11 @@ def even_sizes() -> tuple[int, int, int]:
     return tuple(4 * sum(p.numel for p in part) for part in (facts.parameters, facts.of_unit(""), facts.of_unit("layers.2")))
 
 
-@pytest.mark.parametrize("microbatches", ["one", "rows"])
-@pytest.mark.parametrize("layout", [DDP2, DDP4, FSDP2, FSDP4, HSDP], ids=["ddp2", "ddp4", "fsdp2", "fsdp4", "hsdp2x2"])
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [(DDP2, "rows"), (DDP4, "one"), (FSDP2, "one"), (FSDP2, "rows"), (FSDP4, "one"), (HSDP, "one"), (HSDP, "rows")],
+    ids=lambda value: str(value),
+)
 def test_even_shapes_move_no_more_than_the_formulas_say(spmd, measured, layout, microbatches):
     every, root, last = even_sizes()
     shards, replicas = layout.dp_shard, layout.dp_replicate

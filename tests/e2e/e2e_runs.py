@@ -158,7 +158,7 @@ def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> su
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 100.0) -> Ended:
+def finish(process: subprocess.Popen, timeout: float = 200.0) -> Ended:
     """Wait for the end. What does not end is ended with all its children, and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -23,7 +23,7 @@ from meshwright.checkpoint.manifest import Manifest
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 
 
-def wait_until(happens: Callable[[], object], process: subprocess.Popen, seconds: float = 90.0):
+def wait_until(happens: Callable[[], object], process: subprocess.Popen, seconds: float = 200.0):
     """Its value once it is true. Fails when the process ends first."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -33,6 +33,11 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen, seconds
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     raise AssertionError(f"did not happen within {seconds} s")
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Command:
@@ -149,9 +154,9 @@ def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_p
     task = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
     words = [sys.executable, "-m", "meshwright", "train", *flags({"out": "runs"})]
     process = start(words, environment | task | {"SLURM_STEP_NODELIST": "127.0.0.1"}, tmp_path)
-    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, process)
+    wait_until(lambda: is_open(port), process)
     process.terminate()
-    assert finish(process, 30).status == -signal.SIGTERM
+    assert finish(process).status == -signal.SIGTERM
     assert not (tmp_path / "runs").exists()
 
 

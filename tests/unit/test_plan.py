@@ -146,7 +146,7 @@ def test_the_table_with_a_batch_tells_its_bytes():
 
 @pytest.mark.parametrize(("world", "layout"), [(64, Layout(dp_shard=-1)), (512, Layout(dp_replicate=-1, dp_shard=-1))])
 def test_a_large_plan_needs_no_process_group_and_little_time(world, layout):
-    begun = time.perf_counter()
+    begun = time.process_time()  # other processes of this machine are none of its business
     made = plan(
         SIZES["8B"],
         layout,
@@ -155,7 +155,7 @@ def test_a_large_plan_needs_no_process_group_and_little_time(world, layout):
         techniques=Techniques(activation_checkpointing="full"),
     )
     text = table(made, Batch(1024, 8192, 1))
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
     assert not dist.is_initialized()
     assert made.world == world and made.size("dp_shard") == (64 if world == 64 else 8) and made.precision.compute == "bfloat16"
     assert "8.03B parameters" in text and "32 blocks" not in text and "layers.* (32)" in text
