@@ -69,7 +69,9 @@ def main() -> int:
     memory = read_memory(model.device)
     if is_rank_zero():
         utilisation = f"MFU {100 * share:.1f} %" if share is not None else "MFU unknown (no peak known for this device)"
-        print(f"torch {torch.__version__} on {model.plan.world} × {name}, compute {model.plan.precision.compute}, {model.plan.data.technique}")
+        print(
+            f"torch {torch.__version__} on {model.plan.world} × {name}, compute {model.plan.precision.compute}, {model.plan.data.technique}"
+        )
         print(f"{o.size}: {o.rows} rows × {o.seq_len} tokens per rank, recompute {o.ac}, compile {o.compile}; first step {warm[0]:.2f} s")
         print(f"{seconds * 1e3:.1f} ms per step, {speed:,.0f} tokens/s, {utilisation}, {memory.label} {memory.peak / 2**30:.2f} GiB")
     destroy_distributed()

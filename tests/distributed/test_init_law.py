@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import foreign
 from support.problems import FSDP4, LAYOUTS, ONE, SEED, TIED, UNTIED
-from support.train import whole
+from support.train import collect
 from torch import nn
 
 from meshwright import UnsupportedError, parallelize
@@ -40,13 +40,13 @@ MODELS = {
 def initial(model, layout, seed):
     """Parameters and buffers by name (of rank 0 only), and whether every tie is one tensor."""
     made = parallelize(model, layout, seed=seed)
-    values = {name: whole(tensor) for name, tensor in [*made.named_parameters(), *made.named_buffers()]}
+    values = collect(dict([*made.named_parameters(), *made.named_buffers()]))
     tied = all(
         made.parts[0].get_parameter(alias) is made.parts[0].get_parameter(fact.name)
         for fact in made.facts.parameters
         for alias in fact.aliases
     )
-    return {} if torch.distributed.is_initialized() and torch.distributed.get_rank() else values, tied
+    return values, tied
 
 
 @pytest.mark.parametrize("name", MODELS)

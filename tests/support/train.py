@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright import parallelize
 from meshwright.core.losses import cross_entropy_sum
@@ -59,11 +60,35 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights(model: ParallelModel) -> Named:
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return collect(dict(model.named_parameters()))
 
 
 def gradients(model: ParallelModel) -> Named:
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return collect({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+
+
+def collect(tensors: Named) -> Named:
+    """The whole tensors on rank 0, nothing elsewhere. One collective for all, where ``full_tensor`` would take one for each."""
+    if not dist.is_initialized():
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    first = dist.get_rank() == 0
+    mine = [(name, tensor.shape, *_placed(tensor)) for name, tensor in tensors.items() if first or isinstance(tensor, DTensor)]
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everybodys if first else None)
+    found: Named = {}
+    for name, shape, offset, part in [item for one in everybodys if one for item in one]:
+        into = found.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
+        into[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
+    return found
+
+
+def _placed(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Where this rank's part begins, and the part."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor.detach().clone()
+    offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    part = tensor.to_local().detach().clone()
+    return (tuple(offset) if part.numel() else (0,) * tensor.dim()), part
 
 
 def mutated(name: str) -> AbstractContextManager:
@@ -100,7 +125,8 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
             in_pieces = as_brought(share(batch, rank, world), replace(way, microbatches="list"))
             disturb(model, loss_fn, disturbance, in_pieces, optimizer)
         loss = model.forward_backward(mine)
-        outcome.gradients = outcome.gradients or gradients(model)
+        if number == 0:
+            outcome.gradients = gradients(model)
         if number == 1 and disturbance == "evaluate":
             model.evaluate(mine)
             model.generate([1, 2, 3], 2)
@@ -112,8 +138,6 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
     outcome.parameters = weights(model)
     model.audit()
     assert not compiles or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
-    if rank:
-        outcome.initial = outcome.gradients = outcome.parameters = {}
     return outcome
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import IntegrityError
+from meshwright.core.files import replace_text
 
-from .replacing import PARTIAL, is_there, remove, sync_folder
+from .replacing import PARTIAL, is_there, remove
 
 LATEST = "latest"
 STEP = r"step-(\d{8,})"
@@ -52,13 +52,7 @@ class CheckpointFolder:
 
     def point_to(self, step: int) -> None:
         """Move ``latest``, atomically."""
-        temporary = self.path / (LATEST + ".new")
-        with open(temporary, "w") as file:
-            file.write(self.of_step(step).name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / LATEST)
-        sync_folder(self.path)
+        replace_text(self.path / LATEST, self.of_step(step).name + "\n")
 
     def keep_last(self, count: int) -> None:
         """Remove all but the newest ``count`` steps (0: keep all); the one that ``latest`` names always stays."""

@@ -8,6 +8,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.core.files import sync_folder
+
 log = logging.getLogger("meshwright")
 
 PARTIAL = ".partial"
@@ -69,12 +71,3 @@ def remove(place: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         log.warning("%s could not be removed: %s", place, error)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

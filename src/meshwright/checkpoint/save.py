@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
+from meshwright.core.files import sync_folder
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
-from .replacing import PARTIAL, beside, put_in_place, sync_folder
+from .replacing import PARTIAL, beside, put_in_place
 from .state import group_records, model_tensors, optimizer_tensors, shape_and_dtype
 
 Result = TypeVar("Result")

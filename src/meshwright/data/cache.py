@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus import VERSION, Meta, find_damage, read_meta, sync_folder, write_corpus
+from meshwright.core.files import sync_folder
+from meshwright.data.corpus import VERSION, Meta, find_damage, read_meta, write_corpus
 from meshwright.data.holdout import check_fraction, cut_point, hold_out
 from meshwright.data.sources import Scan, scan_sources
 from meshwright.data.tokenizers import Tokenizer

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import sync_folder
 from meshwright.data.packing import Split
 
 VERSION = 1
@@ -142,15 +143,6 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], facts: dict) -> 
         os.fsync(text.fileno())
     sync_folder(folder)
     return meta
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk know the names in ``folder`` (fsync of a file does not)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _ArrayFile:

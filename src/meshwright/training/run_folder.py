@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
+from meshwright.core.files import replace_text
 
 from .config import Config
 
@@ -68,9 +68,9 @@ class RunFolder:
 
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str) -> None:
         """Write what the run is made of (each file whole or not at all)."""
-        _write(self.config, to_toml(config))
-        _write(self.path / "identity.json", json.dumps(identity, indent=1))
-        _write(self.path / "plan.json", plan_text)
+        replace_text(self.config, to_toml(config))
+        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))
+        replace_text(self.path / "plan.json", plan_text)
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -85,12 +85,6 @@ def _new_folder(parent: Path, name: str) -> Path:
         except OSError as error:
             raise ConfigError(f"out = {parent}: cannot make a run folder there ({error})") from None
     raise ConfigError(f"out = {parent}: a thousand runs named {name} started this second")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _differences(there: Any, now: Any, key: str = "") -> Iterator[str]:

@@ -1,0 +1,26 @@
+"""Writing to disk so that a crash leaves the old or the new, and never a half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk know the names in ``folder`` (fsync of a file does not)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small text file, whole on disk before it has its name."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
