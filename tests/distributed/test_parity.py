@@ -36,17 +36,21 @@ FACTORS = {
 
 
 def is_legal(c: dict) -> bool:
-    """The combinations that the rules allow: offload and resharding are FSDP's, a part of the ranks needs four of them."""
+    """What the rules allow: offload and resharding are FSDP's, a part of the ranks needs four of them. Compiling is slow, and
+    knows nothing of the number of ranks: it is tried on two, and on hybrid."""
     if c["layout"].startswith("ddp") and (c["cpu_offload"] or c["reshard_after_forward"] is not True):
         return False
     if c["reshard_after_forward"] == 2 and c["layout"] != "fsdp4":
+        return False
+    if c["compile"] and c["layout"] in ("ddp4", "fsdp4"):
         return False
     return c["sync_grad_accum"] != "shard" or c["layout"] == "hsdp2x2"
 
 
 def seconds(c: dict) -> float:
     """About what a combination costs, so that the array prefers cheap ones."""
-    return (0.25 if c["layout"][-1] == "2" and c["layout"] != "hsdp2x2" else 0.5) + 1.5 * c["compile"]
+    ranks = LAYOUTS[c["layout"]].world
+    return ranks * (0.1 + 0.4 * c["compile"])
 
 
 COMBINATIONS = covering_array(FACTORS, is_legal, seconds)
@@ -158,7 +162,7 @@ def shapes(draw):
 
 @given(problem=shapes(), layout=st.sampled_from([FSDP2, HSDP]), microbatches=st.sampled_from(["one", "rows"]))
 @settings(
-    max_examples=12,
+    max_examples=10,
     derandomize=True,
     database=None,
     deadline=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,6 +130,3 @@ def make_optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim
     if kind == "adamw":
         return torch.optim.AdamW(chosen, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     return torch.optim.SGD(chosen, lr=0.3, momentum=0.9)
-
-
-ModelSource = Callable[[], nn.Module] | DecoderConfig

@@ -7,6 +7,7 @@ meet in a file store of the job's own, so that no port can clash.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import multiprocessing as mp
@@ -64,6 +65,7 @@ class WorkerPool:
         self.size = size
         self.threads = threads or max(1, (os.cpu_count() or 1) // size)
         self._context = mp.get_context("forkserver")
+        _keep_socket_paths_short()
         self._context.set_forkserver_preload([PRELOAD])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -173,6 +175,14 @@ class WorkerPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _keep_socket_paths_short() -> None:
+    """Let the fork server listen under /tmp where TMPDIR is deep: the path of a Unix socket has about 100 characters at most."""
+    config = mp.current_process()._config  # type: ignore[attr-defined]
+    if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
+        config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
+        atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
 
 
 def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> WorkerFailed:

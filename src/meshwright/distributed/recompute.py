@@ -19,12 +19,18 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def recompute(module: nn.Module) -> None:
+    """Make one module recompute; where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway."""
     forward = module.forward
 
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed
+
+
+def _takes_gradients(module: nn.Module, inputs: tuple) -> bool:
+    carried = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+    return carried or any(parameter.requires_grad for parameter in module.parameters())
