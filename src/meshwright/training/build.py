@@ -102,14 +102,15 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
 
 
 def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
-    """The named size with the config's overrides; the vocabulary is the tokenizer's unless it is given.
+    """The named size with the config's overrides; an open vocabulary grows to the tokenizer's.
 
     Raises:
         ConfigError: sizes that do not fit together.
     """
     chosen = {key: value for key, value in vars(config.model).items() if key != "size" and value is not None}
     try:
-        return replace(SIZES[config.model.size], **{"vocab_size": tokenizer.vocab_size, **chosen})
+        size = SIZES[config.model.size]
+        return replace(size, **{"vocab_size": max(size.vocab_size, tokenizer.vocab_size), **chosen})
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

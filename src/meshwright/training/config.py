@@ -23,7 +23,7 @@ class ModelConfig:
     size: str = "demo"
     """Name of a built-in size; the keys below override single values of it."""
     vocab_size: int | None = None
-    """Tokens in the vocabulary; none: what the tokenizer has."""
+    """Tokens in the vocabulary; none: the size's own, or the tokenizer's where that is larger."""
     dim: int | None = None
     """Width of the residual stream."""
     n_layers: int | None = None
