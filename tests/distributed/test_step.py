@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.oracle import build, faults, loss_sum, real_tokens, relative_errors
 from support.problems import DDP2, FSDP2, HSDP, LAYOUTS, ONE, Data, Problem, Way, as_brought, make_optimizer, share
-from support.train import Loss, gradients, gradients_of_first_step, lay_out, local, train, whole
+from support.train import DISTURBANCES, Loss, gradients, gradients_of_first_step, lay_out, local, train, whole
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import Layout, MeshwrightError
@@ -28,28 +28,29 @@ def mine(problem: Problem, way: Way, step: int = 0):
 # --- skipping
 
 
-def poisoned_steps(layout: Layout, poison: str):
-    """A good step, a poisoned one, a good one: (weights unchanged, skipped, count of skipped steps) of each."""
+def poisoned_steps(layout: Layout, poisons: list[str]):
+    """A good step, then by turns a poisoned one and a good one: (weights unchanged, skipped, gradients left) of each; how many."""
     problem, way, loss_fn = Problem(), Way(layout, (), "list"), Loss()
     model = lay_out(problem, way, loss_fn=loss_fn)
     optimizer = make_optimizer("adamw", model.parameters())
     seen = []
-    for number, disturbance in enumerate(("", poison, "")):
+    for number, disturbance in enumerate(["", *(step for poison in poisons for step in (poison, ""))]):
         loss_fn.disturbance = disturbance
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         model.forward_backward(mine(problem, way, number))
         result = model.optimizer_step(optimizer, 1.0)
         unchanged = all(torch.equal(local(before[name]), local(parameter)) for name, parameter in model.named_parameters())
         left = [p.grad for p in model.parameters() if p.grad is not None]
-        seen.append((unchanged, result.skipped, model.skipped_steps, len(left)))
-    return seen
+        seen.append((unchanged, result.skipped, len(left)))
+    return seen, model.skipped_steps
 
 
-@pytest.mark.parametrize("poison", ["infinite", "nan", "nan in backward"])
 @EVERY_KIND
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all(spmd, layout, poison):
-    for seen in spmd(layout.world, poisoned_steps, layout, poison):
-        assert seen == [(False, False, 0, 0), (True, True, 1, 0), (False, False, 1, 0)]
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(spmd, layout):
+    good, bad = (False, False, 0), (True, True, 0)
+    for seen, skipped in spmd(layout.world, poisoned_steps, layout, ["infinite", "nan", "nan in backward"]):
+        assert seen == [good, bad, good, bad, good, bad, good]
+        assert skipped == 3
 
 
 # --- refusals
@@ -138,10 +139,13 @@ def test_unequal_numbers_of_microbatches_are_refused_on_every_rank(spmd, layout)
 # --- what must not disturb a step
 
 
-@pytest.mark.parametrize("disturbance", ["evaluate", "raise", "raise in backward", "infinite"])
-@EVERY_KIND
-def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, layout, disturbance):
-    found = faults(spmd(layout.world, train, Problem(), Way(layout), disturbance), reference(Problem()), EXACT)
+@pytest.mark.parametrize(
+    ("layout", "disturbances"),
+    [(DDP2, DISTURBANCES), (HSDP, DISTURBANCES), *((FSDP2, (disturbance,)) for disturbance in DISTURBANCES)],
+    ids=lambda value: " and ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, layout, disturbances):
+    found = faults(spmd(layout.world, train, Problem(), Way(layout), disturbances), reference(Problem()), EXACT)
     assert not found, found[:8]
 
 
@@ -268,8 +272,11 @@ def clipped_by_torch(problem: Problem):
     return found
 
 
-@pytest.mark.parametrize(("max_norm", "foreach"), [(0.1, True), (0.1, False), (10.0, True)])
-@EVERY_KIND
+@pytest.mark.parametrize(
+    ("layout", "max_norm", "foreach"),
+    [(DDP2, 0.1, True), (DDP2, 0.1, False), (FSDP2, 0.1, True), (FSDP2, 0.1, False), (FSDP2, 10.0, True), (HSDP, 0.1, True)],
+    ids=str,
+)
 def test_clipping_equals_torch_on_one_process(spmd, reference, layout, max_norm, foreach):
     norm, expected = reference(Problem(), clipped_by_torch)[max_norm]
     runs = spmd(layout.world, clipped, layout, max_norm, foreach)

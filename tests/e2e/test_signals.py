@@ -31,7 +31,7 @@ def wait_until(happens: Callable[[], object], process: subprocess.Popen, seconds
             if value := happens():
                 return value
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.03)
     raise AssertionError(f"did not happen within {seconds} s")
 
 
@@ -177,7 +177,7 @@ def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tm
 
 
 def test_a_killed_worker_ends_the_run_with_its_rank(begin, flags, tmp_path):
-    command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 3, "batch.global_batch": 9, "checkpoint.every": 2}))
+    command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 2, "checkpoint.every": 2}))
     command.steps_taken(tmp_path / "runs", more_than=3)
     victim = max(command.workers(), key=lambda child: child.pid)
     begun = time.monotonic()

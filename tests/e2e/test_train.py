@@ -102,7 +102,6 @@ def known():
         pytest.param(2, FSDP, id="fsdp2"),
         pytest.param(4, DDP4, id="ddp4"),
         pytest.param(4, FSDP, id="fsdp4"),
-        pytest.param(4, HSDP, id="hsdp2x2"),
         pytest.param(1, {"batch.microbatch": 3, "data.workers": 0}, id="one-microbatches-of-3"),
         pytest.param(4, HSDP | {"batch.microbatch": 1, "data.workers": 2}, id="hsdp2x2-microbatches-of-1"),
     ],

@@ -97,19 +97,22 @@ def mutated(name: str) -> AbstractContextManager:
     return getattr(mutants, name)() if name else nullcontext()
 
 
-def train(problem: Problem, way: Way, disturbance: str = "", mutant: str = "") -> Outcome:
-    """The outcome on this rank (tensors on rank 0 only); the replicas are audited at the end.
+DISTURBANCES = ("raise", "raise in backward", "infinite", "evaluate")
+"""What may happen in the second step of a run without changing its outcome.
 
-    Disturbances, none of which may change the outcome, happen in the second step: "raise" and "raise in backward" (a first
-    attempt breaks off in the loss, or in the middle of the backward, of the first of several microbatches), "evaluate" (and
-    generate, before the optimizer step and after it), "infinite" (an extra step whose loss, not its gradients, is infinite on one
-    rank). ``mutant``: a name in support.mutants.
-    """
+"raise" and "raise in backward": a first attempt breaks off in the loss, or in the middle of the backward, of the first of several
+microbatches. "infinite": an extra step whose loss, not its gradients, is infinite on one rank. "evaluate": evaluation and
+generation before the optimizer step, and evaluation after it.
+"""
+
+
+def train(problem: Problem, way: Way, disturbances: tuple[str, ...] = (), mutant: str = "") -> Outcome:
+    """The outcome on this rank (tensors on rank 0 only); replicas are audited at the end. ``mutant``: a name in support.mutants."""
     with mutated(mutant):
-        return _train(problem, way, disturbance)
+        return _train(problem, way, disturbances)
 
 
-def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
+def _train(problem: Problem, way: Way, disturbances: tuple[str, ...]) -> Outcome:
     rank, _, world = get_world_info()
     compiles = "compile" in dict(way.techniques)
     if compiles:
@@ -121,17 +124,18 @@ def _train(problem: Problem, way: Way, disturbance: str) -> Outcome:
     outcome = Outcome([], [], weights(model), {}, {})
     for number, batch in enumerate(problem.data.steps(problem.steps)):
         mine = as_brought(share(batch, rank, world), way)
-        if number == 1 and disturbance in ("raise", "raise in backward", "infinite"):
+        now = disturbances if number == 1 else ()
+        for disturbance in [d for d in now if d != "evaluate"]:
             in_pieces = as_brought(share(batch, rank, world), replace(way, microbatches="list"))
             disturb(model, loss_fn, disturbance, in_pieces, optimizer)
         loss = model.forward_backward(mine)
         if number == 0:
             outcome.gradients = gradients(model)
-        if number == 1 and disturbance == "evaluate":
+        if "evaluate" in now:
             model.evaluate(mine)
             model.generate([1, 2, 3], 2)
         result = model.optimizer_step(optimizer, problem.max_norm)
-        if number == 1 and disturbance == "evaluate":
+        if "evaluate" in now:
             model.evaluate(mine)
         outcome.losses.append(float(loss))
         outcome.norms.append(result.grad_norm)
