@@ -22,7 +22,7 @@ from meshwright.data import load_tokenizer
 from meshwright.data.loader import Loader
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import destroy_distributed
-from meshwright.training import build
+from meshwright.training import build, feed
 from meshwright.training.config import Config
 from meshwright.training.monitoring.metrics import read_metrics
 from meshwright.training.trainer import Trainer
@@ -88,11 +88,11 @@ def _recorded(samples: list):
             samples.append(batch["tokens"].tolist())
             return batch
 
-    before, build.Loader = build.Loader, Recording
+    before, feed.Loader = feed.Loader, Recording
     try:
         yield
     finally:
-        build.Loader = before
+        feed.Loader = before
 
 
 def rows_of_step(results: Sequence[Result], step: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.config import field_doc, from_dict, load_toml, parse_flags, public_keys, to_dict, to_toml
-from meshwright.core.config.schema import field_types, is_section, union_arms
+from meshwright.core.config.schema import field_types, is_section, row_of, union_arms
 from meshwright.core.config.toml import line_index
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
@@ -300,8 +300,8 @@ def flags_of(config: Any, prefix: str = "") -> list[str]:
         flag = f"--{prefix}{name}"
         if isinstance(value, dict):
             words += flags_of(getattr(config, name), f"{prefix}{name}.")
-        elif name == "overrides":
-            inline = [", ".join(to_toml(row).rstrip("\n").split("\n")) for row in config.overrides]
+        elif row_of(field_types(type(config))[name]):
+            inline = [", ".join(to_toml(row).rstrip("\n").split("\n")) for row in getattr(config, name)]
             words.append(f"{flag}=[{', '.join('{' + row + '}' for row in inline)}]")
         elif isinstance(value, list):
             words += [flag, *value]

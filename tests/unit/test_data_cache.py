@@ -16,8 +16,8 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import cache
-from meshwright.data.cache import default_cache_dir, prepare
-from meshwright.data.corpus import find_damage, open_corpus
+from meshwright.data.cache import default_cache_dir, open_corpus, prepare
+from meshwright.data.corpus import find_damage
 from meshwright.data.tokenizers import ByteTokenizer
 
 TEXTS = {f"{letter}.txt": letter * (20 + i) for i, letter in enumerate("abcdefghij")}
@@ -115,23 +115,23 @@ def test_a_moved_corpus_has_the_same_key(texts, tmp_path):
 def test_ids_above_uint16_are_kept_and_ids_above_the_vocabulary_refused(texts, tmp_path):
     corpus = open_corpus(prepare(str(texts), Words(1 << 17, 100_000), 0, tmp_path / "cache").folder)
     assert corpus.training.tokens.dtype == np.uint32 and corpus.training.tokens[0] == 100_000
-    with pytest.raises(ConfigError, match="gave ids from 70000 to 70000, and its vocab_size is 300"):
+    with pytest.raises(ConfigError, match="gave ids from 299 to 70000, and its vocab_size is 300"):
         prepare(str(texts), Words(300, 70_000), 0, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.tmp-*")), "a build that failed leaves nothing behind"
 
 
 def truncate_tokens(folder: Path) -> None:
-    os.truncate(folder / "tokens.bin", 100)
+    os.truncate(folder / "training.tokens", 100)
 
 
 def flip_a_byte(folder: Path) -> None:
-    data = bytearray((folder / "tokens.bin").read_bytes())
+    data = bytearray((folder / "training.tokens").read_bytes())
     data[50] ^= 1
-    (folder / "tokens.bin").write_bytes(data)
+    (folder / "training.tokens").write_bytes(data)
 
 
 def lose_offsets(folder: Path) -> None:
-    (folder / "offsets.bin").unlink()
+    (folder / "training.offsets").unlink()
 
 
 def empty_meta(folder: Path) -> None:
@@ -141,9 +141,9 @@ def empty_meta(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (truncate_tokens, "tokens.bin has 100 bytes and meta.json says 510"),
-        (flip_a_byte, "the bytes of tokens.bin are not those that were written"),
-        (lose_offsets, "offsets.bin is missing"),
+        (truncate_tokens, "training.tokens has 100 bytes and meta.json says 406"),
+        (flip_a_byte, "the bytes of training.tokens are not those that were written"),
+        (lose_offsets, "training.offsets is missing"),
         (empty_meta, "meta.json cannot be read"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_way_out(texts, tmp_
 
 def test_a_whole_corpus_is_used_without_writing(texts, tmp_path, monkeypatch):
     prepare(str(texts), ByteTokenizer(), 0, tmp_path / "cache")
-    monkeypatch.setattr(cache, "_only_one", None)
+    monkeypatch.setattr(cache, "only_one", None)
     assert not prepare(str(texts), ByteTokenizer(), 0, tmp_path / "cache").was_built
 
 

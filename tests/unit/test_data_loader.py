@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.data.loader import Loader, validation_batches
-from meshwright.data.order import Order
-from meshwright.data.packing import IGNORE_INDEX, Split
+from meshwright.data.mixture import Samples
+from meshwright.data.packing import IGNORE_INDEX, Stream
 
 SEQ = 4
-SPLIT = Split("training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401]))  # 20 documents, 100 samples
-ORDER = Order(SPLIT.n_samples(SEQ), seed=3)
+SPLIT = Stream("training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401]))  # 20 documents, 100 samples
+SAMPLES = Samples.of([SPLIT], SEQ, seed=3)
+ORDER = SAMPLES.orders[0]
 
 
 def global_batches(consumed: int, steps: int, batch: int, world: int, workers: int) -> tuple[list[list[int]], int]:
     """First tokens (they name the sample) of each global batch, put together from all ranks; and the state afterwards."""
-    loaders = [Loader(SPLIT, ORDER, SEQ, batch, rank, world, workers) for rank in range(world)]
+    loaders = [Loader(SAMPLES, batch, rank, world, workers) for rank in range(world)]
     for loader in loaders:
         loader.seek(consumed)
     rows = [[row for loader in loaders for row in next(loader)["tokens"][:, 0].tolist()] for _ in range(steps)]
@@ -54,7 +55,7 @@ def test_ranks_and_workers_may_change_at_any_point_and_the_samples_go_on(start, 
 
 
 def test_a_batch_is_int64_tensors_of_this_ranks_rows():
-    loader = Loader(SPLIT, ORDER, SEQ, global_batch=6, rank=1, world=2)
+    loader = Loader(SAMPLES, global_batch=6, rank=1, world=2)
     batch = next(loader)
     expected = SPLIT.rows(ORDER.take(np.arange(3, 6)), SEQ)
     assert list(batch) == ["tokens", "labels", "positions", "document_ids"]
@@ -64,7 +65,7 @@ def test_a_batch_is_int64_tensors_of_this_ranks_rows():
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_state_counts_what_was_handed_out_and_not_what_was_read_ahead(workers):
-    with Loader(SPLIT, ORDER, SEQ, global_batch=4, workers=workers) as loader:
+    with Loader(SAMPLES, global_batch=4, workers=workers) as loader:
         assert loader.state == 0
         for step in range(1, 4):
             next(loader)
@@ -82,7 +83,7 @@ def test_epochs_join_without_a_gap():
     assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
 
 
-class Failing(Split):
+class Failing(Stream):
     """A split whose reads fail while ``failing`` is set, slowly, and succeed later."""
 
     failing = threading.Event()
@@ -97,7 +98,7 @@ class Failing(Split):
 def test_what_a_reader_raises_is_raised_by_next_and_nothing_is_skipped(workers):
     split = Failing("training", SPLIT.tokens, SPLIT.offsets)
     Failing.failing.set()
-    with Loader(split, ORDER, SEQ, global_batch=4, workers=workers) as loader:
+    with Loader(Samples.of([split], SEQ, seed=3), global_batch=4, workers=workers) as loader:
         with pytest.raises(OSError, match="Input/output error"):
             next(loader)
         assert loader.state == 0
@@ -113,7 +114,7 @@ def wait_for_end(threads: set[threading.Thread]) -> None:
 
 def test_threads_end_when_the_loader_is_closed_or_dropped():
     before = set(threading.enumerate())
-    loader = Loader(SPLIT, ORDER, SEQ, global_batch=4, workers=3)
+    loader = Loader(SAMPLES, global_batch=4, workers=3)
     next(loader)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
@@ -123,7 +124,7 @@ def test_threads_end_when_the_loader_is_closed_or_dropped():
     with pytest.raises(MeshwrightError, match=r"closed; make another and go on with seek\(4\)"):
         next(loader)
     before = set(threading.enumerate())
-    dropped = Loader(SPLIT, ORDER, SEQ, global_batch=4, workers=2)
+    dropped = Loader(SAMPLES, global_batch=4, workers=2)
     next(dropped)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 2
@@ -134,14 +135,14 @@ def test_threads_end_when_the_loader_is_closed_or_dropped():
 STUCK = """
 import threading, time
 import numpy as np
-from meshwright.data import Loader, Order, Split
+from meshwright.data import Loader, Samples, Stream
 
-class Stuck(Split):
+class Stuck(Stream):
     def rows(self, indexes, seq_len):
         threading.Event().wait()
 
 split = Stuck("training", np.arange(40, dtype=np.uint16), np.array([0, 40]))
-loader = Loader(split, Order(10, 0), 4, 2, workers=2)
+loader = Loader(Samples.of([split], 4, 0), 2, workers=2)
 threading.Thread(target=next, args=(loader,), daemon=True).start()
 time.sleep(0.1)
 loader.close()
@@ -163,15 +164,13 @@ def test_a_read_that_never_returns_keeps_neither_close_nor_the_process():
         ({"workers": -1}, "data.workers = -1"),
         ({"rank": 2, "world": 2}, "data rank 2 of 2: legal ranks are 0 to 1"),
         ({"world": 0}, "0 data ranks"),
-        ({"seq_len": 5}, r"order is over 100 samples and the training split has 80 .*Order\(split.n_samples\(5\), seed\)"),
-        ({"seq_len": 402}, "401 tokens in 20 documents.*seq_len from 1 to 401"),
     ],
 )
 def test_refusals_teach(change, words):
     with pytest.raises(ConfigError, match=words):
-        Loader(**{"split": SPLIT, "order": ORDER, "seq_len": SEQ, "global_batch": 8, **change})
+        Loader(**{"samples": SAMPLES, "global_batch": 8, **change})
     with pytest.raises(ConfigError, match=r"seek\(-1\)"):
-        Loader(SPLIT, ORDER, SEQ, 8).seek(-1)
+        Loader(SAMPLES, 8).seek(-1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -193,9 +192,33 @@ def test_validation_refuses_at_the_call():
     with pytest.raises(ConfigError, match="samples = 0 must be at least 1"):
         validation_batches(SPLIT, SEQ, 0, 2)
     with pytest.raises(ConfigError, match="It is empty"):
-        validation_batches(Split("validation", SPLIT.tokens[:0], SPLIT.offsets[:1]), SEQ, 4, 2)
+        validation_batches(Stream("validation", SPLIT.tokens[:0], SPLIT.offsets[:1]), SEQ, 4, 2)
 
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, meshwright.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+class Torn(Stream):
+    """A split whose third sample cannot be read."""
+
+    def rows(self, indexes, seq_len):
+        if 2 in indexes:
+            raise OSError(5, "Input/output error", "shard-7.bin")
+        return super().rows(indexes, seq_len)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_left_out_alone_and_named_where_that_is_wanted(workers):
+    samples = Samples.of([Torn("training", SPLIT.tokens, SPLIT.offsets)], SEQ, seed=3)
+    whole, place = Loader(SAMPLES, 100), int(np.flatnonzero(ORDER.take(np.arange(100)) == 2)[0])
+    with Loader(samples, 100, workers=workers, skip_unreadable=True) as loader:
+        batch, expected = next(loader), next(whole)
+        others = [i for i in range(100) if i != place]
+        for key in batch:
+            assert torch.equal(batch[key][others], expected[key][others])
+        assert (batch["labels"][place] == IGNORE_INDEX).all()
+        assert loader.unreadable[place] == "OSError: [Errno 5] Input/output error: 'shard-7.bin'"
+    with Loader(samples, 100, workers=workers) as loader, pytest.raises(OSError, match="shard-7"):
+        next(loader)

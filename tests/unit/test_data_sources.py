@@ -21,7 +21,7 @@ def write(root: Path, **files: str) -> Path:
 
 
 def names(scan) -> list[str]:
-    return [document.name for document in scan.documents]
+    return [document.name for document in scan.files]
 
 
 def test_a_folder_is_read_in_sorted_order_and_says_what_it_passed_over(tmp_path):
@@ -71,7 +71,7 @@ def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_pa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "data.source is empty: name at least one text file or folder, or 'stdlib'"),
+        ([], "data.source is empty: name at least one file or folder, or 'stdlib'"),
         ([""], "'' does not exist"),
         (["stdlb"], "'stdlb' does not exist .*Did you mean 'stdlib'"),
         (["{root}/*.txt"], "does not exist .*patterns such as \\*.txt are not expanded"),
@@ -102,11 +102,11 @@ def test_a_document_that_changed_since_the_scan_is_not_read_as_if_it_had_not(tmp
     (tmp_path / "a.txt").write_text("12346")
     (tmp_path / "b.txt").unlink()
     with pytest.raises(IntegrityError, match=r"a\.txt changed"):
-        scan.documents[0].read()
+        scan.files[0].read()
     with pytest.raises(IntegrityError, match=r"b\.txt could be read a moment ago"):
-        scan.documents[1].read()
+        scan.files[1].read()
 
 
 def test_line_ends_are_left_as_they_are(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc\n")
-    assert scan_sources(str(tmp_path)).documents[0].read() == "a\r\nb\rc\n"
+    assert scan_sources(str(tmp_path)).files[0].read() == "a\r\nb\rc\n"

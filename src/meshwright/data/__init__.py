@@ -1,32 +1,46 @@
-"""From text files to batches: sources, tokenizer, a corpus made once per node, an order that is arithmetic, and a loader whose state
-is one integer.
+"""From what people have to batches: sources, tokenizer, a corpus made once per node, an order that is arithmetic, and a loader whose
+state is one integer.
 
     prepared = prepare(["stdlib"], ByteTokenizer(), validation_fraction=0.01)  # one process per node; safe in all of them
     corpus = open_corpus(prepared.folder)
-    order = Order(corpus.training.n_samples(seq_len=128), seed=0)
-    loader = Loader(corpus.training, order, seq_len=128, global_batch=8)
+    samples = Samples.of([corpus.training], seq_len=128, seed=0)
+    loader = Loader(samples, global_batch=8)
     batch = next(loader)  # tokens, labels, positions, document_ids: int64 (8, 128)
 """
 
-from meshwright.data.cache import Prepared, default_cache_dir, prepare
-from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Loader, validation_batches
-from meshwright.data.order import Order
-from meshwright.data.packing import IGNORE_INDEX, Split
-from meshwright.data.sources import Scan, scan_sources
-from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.data.cache import Prepared, default_cache_dir, open_corpus, prepare
+    from meshwright.data.corpus import Corpus
+    from meshwright.data.loader import Loader, validation_batches
+    from meshwright.data.mixture import Interleave, Samples, Stage
+    from meshwright.data.options import SourceOptions
+    from meshwright.data.order import Order
+    from meshwright.data.packing import IGNORE_INDEX, Split, Stream
+    from meshwright.data.sources import Scan, scan_sources
+    from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+    from meshwright.data.whole import Whole
 
 __all__ = [
     "IGNORE_INDEX",
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",
+    "Interleave",
     "Loader",
     "Order",
     "Prepared",
+    "Samples",
     "Scan",
+    "SourceOptions",
     "Split",
+    "Stage",
+    "Stream",
     "Tokenizer",
+    "Whole",
     "default_cache_dir",
     "load_tokenizer",
     "open_corpus",
@@ -34,3 +48,25 @@ __all__ = [
     "scan_sources",
     "validation_batches",
 ]
+
+_HOME = {
+    "cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
+    "corpus": ("Corpus",),
+    "loader": ("Loader", "validation_batches"),
+    "mixture": ("Interleave", "Samples", "Stage"),
+    "options": ("SourceOptions",),
+    "order": ("Order",),
+    "packing": ("IGNORE_INDEX", "Split", "Stream"),
+    "sources": ("Scan", "scan_sources"),
+    "tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
+    "whole": ("Whole",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"meshwright.data.{module}"), name)
+    raise AttributeError(f"module 'meshwright.data' has no attribute '{name}'")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -13,17 +11,42 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any, Protocol
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import sync_folder
-from meshwright.data.corpus import VERSION, Meta, find_damage, read_meta, write_corpus
-from meshwright.data.holdout import check_fraction, cut_point, hold_out
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.corpus import Corpus, Meta, TooLong, open_tokenised
+from meshwright.data.holdout import check_fraction
+from meshwright.data.listing import TOKEN_FORMATS
+from meshwright.data.mapped import PREFIX, Index, IndexingRecipe, open_index
+from meshwright.data.options import SourceOptions
 from meshwright.data.sources import Scan, scan_sources
 from meshwright.data.tokenizers import Tokenizer
 
 Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+"""Is told how much is done, of how much."""
+
+
+class Recipe(Protocol):
+    """How a folder of the cache is made, and how it is known to be whole."""
+
+    @property
+    def folder_name(self) -> str:
+        """A function of all that decides the contents."""
+        ...
+
+    def build(self, folder: Path, target: Path, say: Say, progress: Progress) -> None:
+        """Fill the empty ``folder``, whose name will be ``target``."""
+        ...
+
+    def find_damage(self, folder: Path) -> str:
+        """What is wrong with ``folder``, in words; empty when it is whole."""
+        ...
+
+    def read_meta(self, folder: Path) -> Any: ...
+
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +59,7 @@ class Prepared:
     key: str
     """Equal wherever the documents, the tokenizer and the fraction are equal: nodes can compare it."""
     scan: Scan
-    meta: Meta
+    meta: Meta | Index
     was_built: bool
     """False when the cache had it already."""
 
@@ -48,68 +71,57 @@ def default_cache_dir() -> Path:
 
 
 def prepare(
-    sources: str | Sequence[str],
+    source: SourceOptions | str | Sequence[str],
     tokenizer: Tokenizer,
     validation_fraction: float = 0.0,
     cache_dir: str | Path | None = None,
     say: Say = _log.info,
+    progress: Progress = lambda done, total: None,
 ) -> Prepared:
-    """See that the corpus of ``sources`` lies in the cache, tokenising it when it does not.
+    """See that the corpus of ``source`` lies in the cache, tokenising it when it does not.
 
-    Reads every file of the sources, because the key is made of their contents. Call it in one process per node and let the
-    others open ``folder`` afterwards; called in several at once it is safe too: one builds, the others wait for it.
+    Files of token ids are not copied: they are read once, checked and indexed, and used where they lie. Call it in one process per
+    node and let the others open ``folder`` afterwards; called in several at once it is safe too: one builds, the others wait for it.
 
     Args:
-        sources: see ``scan_sources``.
-        validation_fraction: part of the bytes to hold out, by whole documents (of a single document, its end); in [0, 1).
+        source: files and folders, or all that can be said of a source.
+        validation_fraction: part of the bytes (of records: of the rows) to hold out, by whole documents (of a single text, its
+            end; of token ids, the last documents); in [0, 1).
         cache_dir: None (or an empty text) means ``default_cache_dir()``.
         say: is told, a line at a time, what was found, what is built, waited for or found damaged.
 
     Raises:
-        ConfigError: sources or fraction that cannot be used (see ``scan_sources``), or a cache folder that cannot be written.
+        ConfigError: a source or fraction that cannot be used (see ``scan_sources``); a record or an id that cannot (with its place);
+            a cache folder that cannot be written.
         IntegrityError: a file changed while it was being tokenised.
     """
     check_fraction(validation_fraction)
-    scan = scan_sources(sources)
-    say(f"sources: {scan}")
-    key = _key(scan, tokenizer, validation_fraction)
+    options = source if isinstance(source, SourceOptions) else SourceOptions((source,) if isinstance(source, str) else tuple(source))
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-    folder = root / f"corpus-{key}"
-    was_built = False
     try:
-        if find_damage(folder, contents=True):  # a whole one needs no lock: the cache may be read-only
+        scan = scan_sources(options.source, options.format, memory=root)
+        say(f"sources: {scan}")
+        recipe: Recipe = (IndexingRecipe if scan.format in TOKEN_FORMATS else TokenisingRecipe)(
+            scan, options, tokenizer, validation_fraction
+        )
+        folder = root / recipe.folder_name
+        was_built = False
+        if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
             root.mkdir(parents=True, exist_ok=True)
-            with _only_one(root / f"corpus-{key}.lock", say) as alone:
-                was_built = _build_unless_whole(folder, alone, _Recipe(scan, tokenizer, validation_fraction, key), say)
+            with only_one(folder.with_name(f"{folder.name}.lock"), say) as alone:
+                was_built = _build_unless_whole(folder, alone, recipe, say, progress)
     except OSError as error:
         raise ConfigError(
-            f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about {4 * scan.n_bytes} bytes;"
+            f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about four times the bytes of the sources;"
             f" set data.cache to a folder that has room and can be written"
         ) from error
-    return Prepared(folder, key, scan, read_meta(folder), was_built)
+    meta = recipe.read_meta(folder)
+    return Prepared(folder, meta.key, scan, meta, was_built)
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    scan: Scan
-    tokenizer: Tokenizer
-    fraction: float
-    key: str
-
-
-def _key(scan: Scan, tokenizer: Tokenizer, fraction: float) -> str:
-    made_of = {
-        "version": VERSION,
-        "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_document],
-        "validation_fraction": float(fraction),
-        "documents": [[document.name, document.n_bytes, document.digest] for document in scan.documents],
-    }
-    return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
-
-
-def _build_unless_whole(folder: Path, alone: bool, recipe: _Recipe, say: Say) -> bool:
+def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, progress: Progress) -> bool:
     """True when this process built it; False when another had done so."""
-    trouble = find_damage(folder, contents=True)
+    trouble = recipe.find_damage(folder)
     if not trouble:
         return False
     if folder.exists():
@@ -123,41 +135,13 @@ def _build_unless_whole(folder: Path, alone: bool, recipe: _Recipe, say: Say) ->
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        say(f"tokenising {len(recipe.scan.documents)} documents with {recipe.tokenizer!r} into {folder}")
-        meta = write_corpus(temporary, *_documents(recipe))
-        say(f"{meta.n_training_tokens} tokens to train on, {meta.n_tokens - meta.n_training_tokens} held out")
-        return _give_name(temporary, folder)
+        recipe.build(temporary, folder, say, progress)
+        return _give_name(temporary, folder, recipe)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _documents(recipe: _Recipe) -> tuple[Iterator[np.ndarray], dict]:
-    """The ids of each document, training first, and what is known of the corpus before they are read."""
-    documents, tokenizer = recipe.scan.documents, recipe.tokenizer
-    held = hold_out([document.name for document in documents], [document.n_bytes for document in documents], recipe.fraction)
-    ordered = [documents[i] for i in np.argsort(held, kind="stable")]  # False before True
-
-    def texts() -> Iterator[str]:
-        if len(ordered) > 1:
-            yield from (document.read() for document in ordered)
-            return
-        text = ordered[0].read()
-        cut = cut_point(len(text), recipe.fraction)
-        yield from filter(None, (text[:cut], text[cut:]))
-
-    facts = {
-        "key": recipe.key,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_document": tokenizer.end_of_document,
-        "validation_fraction": float(recipe.fraction),
-        "n_source_bytes": recipe.scan.n_bytes,
-        "n_training_documents": len(documents) - int(held.sum()),
-    }
-    return (tokenizer.encode(text) for text in texts()), facts
-
-
-def _give_name(temporary: Path, folder: Path) -> bool:
+def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
     """Rename a whole corpus to its name. False when another process was first (only where files cannot be locked)."""
     while True:
         try:
@@ -165,7 +149,7 @@ def _give_name(temporary: Path, folder: Path) -> bool:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            if not find_damage(folder, contents=True):
+            if not recipe.find_damage(folder):
                 return False
             damaged = folder.with_name(f"{folder.name}.tmp-damaged-{socket.gethostname()}")
             os.rename(folder, damaged)  # not removed in place: a reader would see half of it
@@ -175,8 +159,20 @@ def _give_name(temporary: Path, folder: Path) -> bool:
         return True
 
 
+def open_corpus(folder: str | Path, too_long: TooLong = "refuse") -> Corpus:
+    """Map a corpus (``Prepared.folder``) into memory, read-only. Reads only what is used.
+
+    ``too_long``: what becomes of conversations longer than a sample; see SourceOptions.
+
+    Raises:
+        IntegrityError: there is no whole corpus in ``folder``.
+    """
+    folder = Path(folder)
+    return open_index(folder) if folder.name.startswith(PREFIX) else open_tokenised(folder, too_long)
+
+
 @contextlib.contextmanager
-def _only_one(path: Path, say: Say) -> Iterator[bool]:
+def only_one(path: Path, say: Say, what: str = "corpus") -> Iterator[bool]:
     """Hold the lock file ``path``. The system frees it when its holder dies, so it is never stale. Yields whether it is held."""
     import fcntl
 
@@ -185,12 +181,12 @@ def _only_one(path: Path, say: Say) -> Iterator[bool]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for another process that makes the same corpus ({path})")
+                say(f"waiting for another process that makes the same {what} ({path})")
                 fcntl.flock(file, fcntl.LOCK_EX)
             alone = True
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            say(f"{path.parent} cannot lock files ({error.strerror}): processes that start together each make the corpus, and one is kept")
+            say(f"{path.parent} cannot lock files ({error.strerror}): processes that start together each make the {what}, and one is kept")
             alone = False
         yield alone

@@ -1,9 +1,12 @@
-"""A tokenised corpus on disk: the files of its folder, how they are written, checked and opened.
+"""A corpus on disk: the files of its folder, how they are written, checked and opened.
 
-- ``tokens.bin``: the ids of all documents, those for training first, each closed by the end-of-document id; little-endian uint16
-  where the vocabulary has at most 65,536 ids, else uint32
-- ``offsets.bin``: little-endian int64, where each document begins, and at the end the number of tokens
-- ``meta.json``: Meta, written last
+For each split (``training``, ``validation``):
+
+- ``<split>.tokens``: the ids of its documents end to end; little-endian uint16 where the vocabulary has at most 65,536 ids, else uint32
+- ``<split>.offsets``: little-endian int64, where each document begins, and at the end the number of tokens
+- ``<split>.learnt``: uint8 per token, 1 where it is learnt; only where documents are laid whole into samples (conversations)
+
+and ``meta.json``: Meta, written last.
 """
 
 from __future__ import annotations
@@ -13,18 +16,36 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import sync_folder
-from meshwright.data.packing import Split
+from meshwright.data.packing import Split, Stream
+from meshwright.data.whole import Whole
 
-VERSION = 1
-TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
+VERSION = 2
+META = "meta.json"
+TRAINING, VALIDATION = "training", "validation"
+
+TooLong = Literal["refuse", "truncate", "skip"]
+
+Encoded = tuple[str, np.ndarray, np.ndarray | None]
+"""A document: its split, its ids, and which of them are learnt (None: all)."""
+
+
+@dataclass
+class Part:
+    """What a split's files hold."""
+
+    n_documents: int = 0
+    n_tokens: int = 0
+    n_learnt: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+    """blake2b of each array file."""
 
 
 @dataclass(frozen=True)
@@ -33,69 +54,91 @@ class Meta:
 
     version: int
     key: str
-    """Digest of the tokenizer, the names and contents of the documents, and the fraction held out."""
+    """Digest of the tokenizer, the task, the names and contents of the files, and the fraction held out."""
     tokenizer: str
     """The tokenizer's fingerprint."""
     vocab_size: int
     end_of_document: int
     dtype: str
     """Of the ids, as numpy writes it: ``<u2`` or ``<u4``."""
+    task: str
+    is_whole: bool
+    """Documents are laid whole into samples."""
     validation_fraction: float
     n_source_bytes: int
-    n_documents: int
-    n_training_documents: int
-    n_tokens: int
-    n_training_tokens: int
-    digests: dict[str, str]
-    """blake2b of each array file."""
+    skipped: dict[str, int]
+    """How many rows of each file were left out because they could not be used."""
+    training: Part
+    validation: Part
+
+    @property
+    def n_documents(self) -> int:
+        return self.training.n_documents + self.validation.n_documents
+
+    @property
+    def n_tokens(self) -> int:
+        return self.training.n_tokens + self.validation.n_tokens
 
     def sizes(self) -> dict[str, int]:
         """Bytes that each array file must have."""
-        return {TOKENS: self.n_tokens * np.dtype(self.dtype).itemsize, OFFSETS: (self.n_documents + 1) * 8}
+        sizes = {}
+        for name, part in ((TRAINING, self.training), (VALIDATION, self.validation)):
+            sizes[f"{name}.tokens"] = part.n_tokens * np.dtype(self.dtype).itemsize
+            sizes[f"{name}.offsets"] = (part.n_documents + 1) * 8
+            if self.is_whole:
+                sizes[f"{name}.learnt"] = part.n_tokens
+        return sizes
+
+    def digests(self) -> dict[str, str]:
+        return self.training.digests | self.validation.digests
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """An opened corpus: two splits over one memory-mapped array."""
+    """An opened corpus: two splits over memory-mapped arrays."""
 
-    meta: Meta
+    meta: Any
     training: Split
     validation: Split
     """May be empty: no documents, no tokens."""
 
 
-def open_corpus(folder: str | Path) -> Corpus:
-    """Map the corpus in ``folder`` (see ``prepare``) into memory, read-only. Reads only what is used.
-
-    Raises:
-        IntegrityError: there is no whole corpus in ``folder``.
-    """
-    folder = Path(folder)
+def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
+    """The corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
     trouble = find_damage(folder)
     if trouble:
         raise IntegrityError(f"{folder} holds no whole corpus: {trouble}. Call prepare(...) again: it makes the corpus anew")
     meta = read_meta(folder)
-    offsets = np.asarray(np.memmap(folder / OFFSETS, dtype="<i8", mode="r"))
-    tokens = np.asarray(np.memmap(folder / TOKENS, dtype=meta.dtype, mode="r"))
-    first, cut = meta.n_training_documents, meta.n_training_tokens
-    return Corpus(
-        meta,
-        training=Split("training", tokens[:cut], offsets[: first + 1]),
-        validation=Split("validation", tokens[cut:], offsets[first:] - cut),
-    )
+
+    def split(name: str) -> Split:
+        tokens, offsets = _mapped(folder / f"{name}.tokens", meta.dtype), _mapped(folder / f"{name}.offsets", "<i8")
+        if not meta.is_whole:
+            return Stream(name, tokens, offsets)
+        return Whole(name, tokens, offsets, _mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
+
+    return Corpus(meta, split(TRAINING), split(VALIDATION))
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """A file as an array (one of 0 bytes cannot be mapped)."""
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def find_damage(folder: Path, *, contents: bool = False) -> str:
-    """What is wrong with the corpus in ``folder``, in words; empty when it is whole. ``contents`` reads the arrays, else sizes only."""
+    """What is wrong with the corpus in ``folder``, in words; empty when it is whole.
+
+    ``contents`` also reads the arrays that changed after ``meta.json`` was written, the last of all files; else sizes only.
+    """
     try:
         meta = read_meta(folder)
+        written = (folder / META).stat().st_mtime_ns
         if meta.version != VERSION:
             return f"{META} is of version {meta.version}, and this meshwright reads version {VERSION}"
         for name, expected in meta.sizes().items():
-            size = (folder / name).stat().st_size
-            if size != expected:
-                return f"{name} has {size} bytes and {META} says {expected}"
-            if contents and _digest_file(folder / name) != meta.digests[name]:
+            status = (folder / name).stat()
+            if status.st_size != expected:
+                return f"{name} has {status.st_size} bytes and {META} says {expected}"
+            if contents and status.st_mtime_ns > written and _digest_file(folder / name) != meta.digests()[name]:
                 return f"the bytes of {name} are not those that were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -104,48 +147,58 @@ def find_damage(folder: Path, *, contents: bool = False) -> str:
     return ""
 
 
-def write_corpus(folder: Path, documents: Iterable[np.ndarray], facts: dict) -> Meta:
-    """Write ``documents`` (ids without an end), training first, into the empty ``folder``, and see that the disk has them.
+def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, Any]) -> Meta:
+    """Write ``documents`` into the empty ``folder``, and see that the disk has them.
 
-    ``facts`` are the fields of Meta that are known beforehand, ``n_training_documents`` among them.
+    ``facts`` are the fields of Meta that are known beforehand.
 
     Raises:
         ConfigError: an id outside [0, vocab_size), which a smaller dtype would turn into another id.
     """
     dtype = np.dtype("<u2" if facts["vocab_size"] <= 1 << 16 else "<u4")
-    end = np.array([facts["end_of_document"]], dtype=dtype)
-    lengths = [0]
-    with _array_file(folder / TOKENS) as file:
-        for ids in documents:
+    with contextlib.ExitStack() as stack:
+        writers = {name: _SplitWriter(folder, name, dtype, facts["is_whole"], stack) for name in (TRAINING, VALIDATION)}
+        for name, ids, learnt in documents:
             if len(ids) and not (ids.min() >= 0 and ids.max() < facts["vocab_size"]):
                 raise ConfigError(
                     f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size is"
                     f" {facts['vocab_size']}: vocab_size must be one more than the largest id"
                 )
-            file.write(ids.astype(dtype))
-            file.write(end)
-            lengths.append(len(ids) + 1)
-    offsets = np.cumsum(lengths, dtype="<i8")
-    with _array_file(folder / OFFSETS) as offsets_file:
-        offsets_file.write(offsets)
-    meta = Meta(
-        **facts,
-        version=VERSION,
-        dtype=dtype.str,
-        n_documents=len(offsets) - 1,
-        n_tokens=int(offsets[-1]),
-        n_training_tokens=int(offsets[facts["n_training_documents"]]),
-        digests={TOKENS: file.digest.hexdigest(), OFFSETS: offsets_file.digest.hexdigest()},
-    )
-    with open(folder / META, "w", encoding="utf-8") as text:
-        json.dump(asdict(meta), text, indent=1)
-        text.flush()
-        os.fsync(text.fileno())
-    sync_folder(folder)
+            writers[name].add(ids, learnt)
+        parts = {name: writer.close() for name, writer in writers.items()}
+    meta = Meta(**facts, version=VERSION, dtype=dtype.str, training=parts[TRAINING], validation=parts[VALIDATION])
+    write_meta(folder, asdict(meta))
     return meta
 
 
-class _ArrayFile:
+class _SplitWriter:
+    """Appends documents to the files of one split."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, is_whole: bool, stack: contextlib.ExitStack):
+        self._dtype = dtype
+        self._lengths = [0]
+        self._n_learnt = 0
+        self._files = {
+            kind: (f"{name}.{kind}", stack.enter_context(array_file(folder / f"{name}.{kind}")))
+            for kind in ("tokens", "offsets", *(("learnt",) if is_whole else ()))
+        }
+
+    def add(self, ids: np.ndarray, learnt: np.ndarray | None) -> None:
+        self._files["tokens"][1].write(ids.astype(self._dtype))
+        if "learnt" in self._files:
+            learnt = np.ones(len(ids), dtype=np.uint8) if learnt is None else learnt.astype(np.uint8)
+            self._files["learnt"][1].write(learnt)
+            self._n_learnt += int(learnt.sum())
+        self._lengths.append(len(ids))
+
+    def close(self) -> Part:
+        offsets = np.cumsum(self._lengths, dtype="<i8")
+        self._files["offsets"][1].write(offsets)
+        learnt = self._n_learnt if "learnt" in self._files else int(offsets[-1])
+        return Part(len(offsets) - 1, int(offsets[-1]), learnt, {name: file.digest.hexdigest() for name, file in self._files.values()})
+
+
+class ArrayFile:
     """A file that arrays are appended to, with the digest of what went in."""
 
     def __init__(self, file: BinaryIO):
@@ -159,16 +212,29 @@ class _ArrayFile:
 
 
 @contextlib.contextmanager
-def _array_file(path: Path) -> Iterator[_ArrayFile]:
+def array_file(path: Path) -> Iterator[ArrayFile]:
     """Make ``path``; its contents are on the disk when the block ends without an error."""
     with open(path, "wb") as file:
-        yield _ArrayFile(file)
+        yield ArrayFile(file)
         file.flush()
         os.fsync(file.fileno())
 
 
+def write_meta(folder: Path, values: dict[str, Any]) -> None:
+    """Write ``meta.json`` and see that the disk has it and the folder's names."""
+    with open(folder / META, "w", encoding="utf-8") as text:
+        json.dump(values, text, indent=1)
+        text.flush()
+        os.fsync(text.fileno())
+    sync_folder(folder)
+
+
 def read_meta(folder: Path) -> Meta:
     values = json.loads((folder / META).read_text(encoding="utf-8"))
+    if values["version"] != VERSION:
+        return Meta(**{f.name: values.get(f.name) for f in fields(Meta)})
+    for name in (TRAINING, VALIDATION):
+        values[name] = Part(**values[name])
     return Meta(**{field.name: values[field.name] for field in fields(Meta)})
 
 

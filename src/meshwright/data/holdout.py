@@ -1,4 +1,4 @@
-"""Which documents are held out for validation. No seed enters: the same files are held out in every run."""
+"""Which documents are held out for validation. No seed enters: the same files and rows are held out in every run."""
 
 from __future__ import annotations
 
@@ -50,12 +50,39 @@ def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.
     return chosen
 
 
+def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float) -> list[np.ndarray]:
+    """Choose ``fraction`` of all rows of all files, at least one where there are two: those with the smallest keyed hash.
+
+    Args:
+        digests: of the files, as hex digits. counts: their rows. fraction: 0 (none) or more, below 1.
+
+    Returns:
+        For each file a bool array of shape (rows,), True where held out; never all True.
+
+    Raises:
+        ConfigError: a fraction outside [0, 1).
+    """
+    check_fraction(fraction)
+    total = sum(counts)
+    if fraction == 0 or total < 2:
+        return [np.zeros(count, dtype=bool) for count in counts]
+    wanted = min(max(1, round(fraction * total)), total - 1)
+    ranks = np.concatenate([np.random.Philox(key=_key_of(digest)).random_raw(count) for digest, count in zip(digests, counts, strict=True)])
+    chosen = np.zeros(total, dtype=bool)
+    chosen[np.argpartition(ranks, wanted - 1)[:wanted]] = True
+    return np.split(chosen, np.cumsum(counts)[:-1])
+
+
 def cut_point(n_characters: int, fraction: float) -> int:
     """Where a corpus of one document is cut: characters before it train, the rest (at least one, where there are two) is held out."""
     check_fraction(fraction)
     if fraction == 0 or n_characters < 2:
         return n_characters
     return min(max(1, round(n_characters * (1 - fraction))), n_characters - 1)
+
+
+def _key_of(digest: str) -> int:
+    return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=16, key=_KEY).digest(), "little")
 
 
 def _rank(name: str) -> bytes:

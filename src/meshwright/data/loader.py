@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.data.order import Order
-from meshwright.data.packing import IGNORE_INDEX, Split
+from meshwright.data.packing import IGNORE_INDEX, Rows, Split
 
 if TYPE_CHECKING:
     import torch
@@ -24,29 +23,51 @@ _AHEAD = 2
 """Batches read ahead per worker."""
 
 
+class SampleSequence(Protocol):
+    """An endless sequence of samples that can be read at any index; ``Samples`` is one."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sample."""
+        ...
+
+    def rows(self, indexes: np.ndarray) -> Rows:
+        """The samples at ``indexes`` (int64, shape (rows,))."""
+        ...
+
+
 class Loader(Iterator["dict[str, torch.Tensor]"]):
     """An endless iterator over one data rank's part of the global batches.
 
-    The global batch that follows ``consumed`` samples is the samples at the indexes [consumed, consumed + B) of ``order``; data
-    rank r of D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of
-    microbatches may change between two batches and the samples go on as if nothing had.
+    The global batch that follows ``consumed`` samples is those at the indexes [consumed, consumed + B); data rank r of D takes the
+    contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of microbatches may change between two
+    batches and the samples go on as if nothing had.
 
-    ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Split.rows`` for the keys.
+    ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Rows`` for the keys.
 
     Args:
-        split: where samples come from.
-        order: made with ``Order(split.n_samples(seq_len), seed)``.
-        seq_len: tokens per sample.
+        samples: where they come from.
         global_batch: samples per step over all data ranks (B).
         rank: this process's data rank, in [0, world).
         world: number of data ranks (D).
         workers: threads that read ahead; 0 reads when asked.
+        skip_unreadable: a sample whose reader raises an OSError or one of our errors becomes a row without labels, and is noted in
+            ``unreadable``; else ``next`` raises it.
 
     Raises:
-        ConfigError: ``world`` does not divide ``global_batch``; a size out of range; an order over another number of samples.
+        ConfigError: ``world`` does not divide ``global_batch``; a size out of range.
     """
 
-    def __init__(self, split: Split, order: Order, seq_len: int, global_batch: int, rank: int = 0, world: int = 1, workers: int = 0):
+    def __init__(
+        self,
+        samples: SampleSequence,
+        global_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        *,
+        skip_unreadable: bool = False,
+    ):
         _check_rank(rank, world)
         if global_batch < 1 or global_batch % world:
             near = max(global_batch // world, 1) * world
@@ -56,13 +77,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             )
         if workers < 0:
             raise ConfigError(f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more")
-        if order.n != split.n_samples(seq_len):
-            raise ConfigError(
-                f"the order is over {order.n} samples and the {split.name} split has {split.n_samples(seq_len)} of seq_len {seq_len}:"
-                f" make it with Order(split.n_samples({seq_len}), seed)"
-            )
-        self._read = _Reader(split, order, seq_len, rank * (global_batch // world), global_batch // world)
-        self._global_batch = global_batch
+        self._read = _Reader(samples, rank * (global_batch // world), global_batch // world, {} if skip_unreadable else None)
+        self.global_batch = global_batch
         self._consumed = 0
         self._threads = _Threads(self._read, workers)
         self._depth = workers * _AHEAD
@@ -74,6 +90,11 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
     def state(self) -> int:
         """Samples that all ranks together have been handed so far; what was only read ahead does not count."""
         return self._consumed
+
+    @property
+    def unreadable(self) -> dict[int, str]:
+        """Index of each sample of this rank that could not be read and was left out, and why; those read ahead included."""
+        return dict(self._read.unreadable or {})
 
     def seek(self, consumed: int) -> None:
         """Go on from ``consumed`` samples (a ``state``, or any index of the order), at no cost.
@@ -92,13 +113,13 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         if not self._stop.alive:
             raise MeshwrightError(f"this loader was closed; make another and go on with seek({self._consumed})")
         while len(self._pending) < self._depth:
-            self._pending.append(self._threads.submit(self._consumed + len(self._pending) * self._global_batch))
+            self._pending.append(self._threads.submit(self._consumed + len(self._pending) * self.global_batch))
         try:
             rows = self._pending.popleft().result() if self._depth else self._read(self._consumed)
         except BaseException:
             self.seek(self._consumed)
             raise
-        self._consumed += self._global_batch
+        self._consumed += self.global_batch
         return _tensors(rows)
 
     def close(self) -> None:
@@ -148,15 +169,31 @@ def validation_batches(
 class _Reader:
     """Reads one rank's rows of the global batch that follows ``consumed`` samples."""
 
-    split: Split
-    order: Order
-    seq_len: int
+    samples: SampleSequence
     first_row: int
     n_rows: int
+    unreadable: dict[int, str] | None
+    """Index and reason of what is left out; None: nothing is."""
 
-    def __call__(self, consumed: int) -> dict[str, np.ndarray]:
+    def __call__(self, consumed: int) -> Rows:
         indexes = consumed + self.first_row + np.arange(self.n_rows, dtype=np.int64)
-        return self.split.rows(self.order.take(indexes), self.seq_len)
+        try:
+            return self.samples.rows(indexes)
+        except (OSError, MeshwrightError):
+            if self.unreadable is None:
+                raise
+        rows = [self._row(index) for index in indexes]
+        return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
+
+    def _row(self, index: np.int64) -> Rows:
+        """One sample, or a row that teaches nothing."""
+        assert self.unreadable is not None
+        try:
+            return self.samples.rows(np.array([index]))
+        except (OSError, MeshwrightError) as error:
+            self.unreadable[int(index)] = f"{type(error).__name__}: {error}"
+        empty = np.zeros((1, self.samples.seq_len), dtype=np.int64)
+        return {"tokens": empty, "labels": empty + IGNORE_INDEX, "positions": empty, "document_ids": empty}
 
 
 class _Threads:
@@ -199,7 +236,7 @@ def _check_rank(rank: int, world: int) -> None:
         raise ConfigError(f"data rank {rank} of {world}: legal ranks are 0 to {world - 1}")
 
 
-def _tensors(rows: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def _tensors(rows: Rows) -> dict[str, torch.Tensor]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in rows.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,9 @@ _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUND_KEYS = tuple(np.uint64(number * _GOLDEN & _U64) for number in range(1, 9))
 """Added to an epoch's key, one per round. Four rounds would do for large domains; small ones have little in a round to be random with."""
+
+_BLOCK = 512
+"""Indexes enciphered at once: neighbours are asked for one after another, and a few cost as much as many."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,14 @@ class Order:
         indexes = np.asarray(indexes, dtype=np.int64)
         if indexes.size and indexes.min() < 0:
             raise IndexError(f"index {indexes.min()}: the order begins at 0")
-        epochs, places = np.divmod(indexes.reshape(-1), self.n)
-        if self.shuffle and self.n > 1:
-            places = self._permute(places.astype(np.uint64), epochs.astype(np.uint64)).astype(np.int64)
-        return places.reshape(indexes.shape)
+        if not self.shuffle or self.n == 1:
+            return indexes % self.n
+        blocks, offsets = np.divmod(indexes.reshape(-1), _BLOCK)
+        samples = np.empty_like(offsets)
+        for block in set(blocks.tolist()):
+            mine = blocks == block
+            samples[mine] = _block(self, block)[offsets[mine]]
+        return samples.reshape(indexes.shape)
 
     def _permute(self, places: np.ndarray, epochs: np.ndarray) -> np.ndarray:
         """The permutation of each place's epoch; uint64 arrays of shape (m,)."""
@@ -79,6 +87,13 @@ class Order:
         for round_key in _ROUND_KEYS:
             left, right = right, left ^ (_mix(right ^ (keys + round_key)) & mask)
         return (left << shift) | right
+
+
+@lru_cache(maxsize=64)
+def _block(order: Order, number: int) -> np.ndarray:
+    """The samples at the indexes [number * _BLOCK, (number + 1) * _BLOCK)."""
+    epochs, places = np.divmod(np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64), np.uint64(order.n))
+    return order._permute(places, epochs).astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -1,19 +1,65 @@
-"""Packing: a stream of documents cut into samples of equal length that know where each document begins."""
+"""Packing: documents become samples of equal length that know where each document begins.
+
+Plain text is one stream, cut wherever a sample is full (``Stream``); conversations are not (see ``whole``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError
 
 IGNORE_INDEX = -100
-"""The label of a token whose successor belongs to another document; losses leave it out."""
+"""The label of a token that has nothing to learn: its successor belongs to another document, is part of a prompt, or is padding."""
+
+Rows = dict[str, np.ndarray]
+"""int64 arrays of shape (rows, seq_len):
+
+- ``tokens``
+- ``labels``: the next token, or IGNORE_INDEX
+- ``positions``: from 0 within each document as the row shows it, so 0 again at the row's own start
+- ``document_ids``: 0 for the row's first document, one more for each that begins further on
+"""
+
+
+class Split(Protocol):
+    """Samples that can be read at any place."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it, like ``training``."""
+        ...
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def n_documents(self) -> int: ...
+
+    def n_samples(self, seq_len: int) -> int:
+        """How many samples of ``seq_len`` tokens there are, at least 1.
+
+        Raises:
+            ConfigError: none, or ``seq_len`` below 1.
+        """
+        ...
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """The samples ``indexes`` (whole numbers, shape (rows,)).
+
+        Raises:
+            ConfigError: see ``n_samples``.
+            IndexError: an index outside [0, n_samples).
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Stream:
     """Documents end to end, each closed by its end-of-document token, seen as samples.
 
     Sample i of length s is tokens [i*s, (i+1)*s); its labels are the tokens one further on. The remainder that fills no sample
@@ -21,9 +67,8 @@ class Split:
     """
 
     name: str
-    """What errors call it: ``training`` or ``validation``."""
     tokens: np.ndarray
-    """(tokens,), of an unsigned dtype; may be memory-mapped."""
+    """(tokens,), of an integer dtype; may be memory-mapped."""
     offsets: np.ndarray
     """int64 of shape (documents + 1,): document d is tokens [offsets[d], offsets[d + 1]); begins with 0, ends with the length."""
 
@@ -36,13 +81,8 @@ class Split:
         return len(self.offsets) - 1
 
     def n_samples(self, seq_len: int) -> int:
-        """How many whole samples of ``seq_len`` tokens there are, at least 1.
-
-        Raises:
-            ConfigError: ``seq_len`` below 1, or above the number of tokens.
-        """
-        if seq_len < 1:
-            raise ConfigError(f"data.seq_len = {seq_len}: a sample has at least 1 token")
+        """The whole samples in it; see ``Split``."""
+        check_length(seq_len)
         if self.n_tokens < seq_len:
             legal = f"Legal here: seq_len from 1 to {self.n_tokens}." if self.n_tokens else "It is empty."
             more = ", or raise data.validation_fraction" if self.name == "validation" else ""
@@ -52,50 +92,109 @@ class Split:
             )
         return self.n_tokens // seq_len
 
-    def sample(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """One sample: tokens, labels, positions, document_ids; each int64 of shape (seq_len,). See ``rows``."""
-        rows = self.rows(np.array([index]), seq_len)
-        return rows["tokens"][0], rows["labels"][0], rows["positions"][0], rows["document_ids"][0]
-
-    def rows(self, indexes: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-        """The samples ``indexes`` (whole numbers, shape (rows,)), as int64 arrays of shape (rows, seq_len).
-
-        - ``tokens``
-        - ``labels``: the next token; IGNORE_INDEX where that belongs to another document, or does not exist
-        - ``positions``: from 0 within each document as the row shows it, so 0 again at the row's own start
-        - ``document_ids``: 0 for the row's first document, one more for each that begins further on
-
-        Raises:
-            ConfigError: see ``n_samples``.
-            IndexError: an index outside [0, n_samples).
-        """
-        n = self.n_samples(seq_len)
-        indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
-        if len(indexes) and not (indexes.min() >= 0 and indexes.max() < n):
-            raise IndexError(f"sample {indexes.min()} to {indexes.max()} of the {self.name} split, which has samples 0 to {n - 1}")
-        begins = indexes * seq_len
-        places = begins[:, None] + np.arange(seq_len + 1)  # (rows, seq + 1)
-        # The one place past the end is the last label of the last sample; it follows a document's end, so it is masked below.
-        window = np.asarray(self.tokens)[np.minimum(places, self.n_tokens - 1)].astype(np.int64)
-        starts = self._document_starts(begins, seq_len)
-        within = np.arange(seq_len)
-        return {
-            "tokens": np.ascontiguousarray(window[:, :-1]),
-            "labels": np.where(starts[:, 1:], IGNORE_INDEX, window[:, 1:]),
-            "positions": within - np.maximum.accumulate(np.where(starts[:, :-1], within, 0), axis=1),
-            "document_ids": np.cumsum(starts[:, :-1], axis=1, dtype=np.int64),
-        }
-
-    def _document_starts(self, begins: np.ndarray, seq_len: int) -> np.ndarray:
-        """bool (rows, seq_len + 1): True where a document begins after the row's first token (the end of the stream counts as one).
-
-        Two binary searches per row, not one per token: a corpus may have millions of documents.
-        """
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``."""
+        begins = checked(indexes, self.n_samples(seq_len), self.name) * seq_len
+        tokens, labels, documents, positions = np.empty((4, len(begins), seq_len), dtype=np.int64)
+        for row, begin in enumerate(begins.tolist()):
+            tokens[row] = self.tokens[begin : begin + seq_len]
+            ahead = self.tokens[begin + 1 : begin + 1 + seq_len]
+            labels[row, : len(ahead)] = ahead  # the one place past the end of all follows a document's end, and is masked below
         low = np.searchsorted(self.offsets, begins, side="right")
         counts = np.searchsorted(self.offsets, begins + seq_len, side="right") - low
-        row = np.repeat(np.arange(len(begins)), counts)
-        # low[r], low[r] + 1, ... for each row r, without a loop: a running number less the number at which its row began
-        which = np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-        starts = np.zeros((len(begins), seq_len + 1), dtype=bool)
-        starts[row, self.offsets[which] - begins[row]] = True
-        return starts
+        row, which = _runs(low, counts)
+        starts = self.offsets[which] - begins[row]  # where in its row a document begins, from 1 to seq_len
+        labels[row, starts - 1] = IGNORE_INDEX
+        inside = starts < seq_len
+        number_documents(row[inside], starts[inside], documents, positions)
+        return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+
+    def head(self, n_tokens: int, n_documents: int) -> Stream:
+        """The first tokens, as a stream of their own."""
+        return Stream(self.name, self.tokens[:n_tokens], self.offsets[: n_documents + 1])
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Several splits one after another, such as the files of a corpus that is read where it lies. Samples do not reach across."""
+
+    name: str
+    parts: Sequence[Split]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(part.n_tokens for part in self.parts)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(part.n_documents for part in self.parts)
+
+    def n_samples(self, seq_len: int) -> int:
+        """See ``Split``. Parts shorter than a sample give none."""
+        check_length(seq_len)
+        n = int(self._bounds(seq_len)[-1])
+        if not n:
+            raise ConfigError(
+                f"the {self.name} split has {self.n_tokens} tokens in {len(self.parts)} files, none of them of data.seq_len = {seq_len}"
+                f" tokens: lower it"
+            )
+        return n
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``."""
+        indexes = checked(indexes, self.n_samples(seq_len), self.name)
+        bounds = self._bounds(seq_len)
+        which = np.searchsorted(bounds, indexes, side="right") - 1
+        return gather(
+            [(self.parts[part], mine, indexes[mine] - bounds[part]) for part in sorted(set(which.tolist())) for mine in [which == part]],
+            len(indexes),
+            seq_len,
+        )
+
+    def _bounds(self, seq_len: int) -> np.ndarray:
+        return np.cumsum([0, *(part.n_samples(seq_len) if part.n_tokens >= seq_len else 0 for part in self.parts)], dtype=np.int64)
+
+
+def gather(pieces: Sequence[tuple[Split, np.ndarray, np.ndarray]], n_rows: int, seq_len: int) -> Rows:
+    """One batch from several splits: of each its rows' places in the batch (bool, shape (n_rows,)), and its samples' indexes."""
+    if len(pieces) == 1:
+        return pieces[0][0].rows(pieces[0][2], seq_len)
+    batch: Rows = {}
+    for split, places, indexes in pieces:
+        for key, value in split.rows(indexes, seq_len).items():
+            batch.setdefault(key, np.empty((n_rows, seq_len), dtype=np.int64))[places] = value
+    return batch
+
+
+def check_length(seq_len: int) -> None:
+    if seq_len < 1:
+        raise ConfigError(f"data.seq_len = {seq_len}: a sample has at least 1 token")
+
+
+def checked(indexes: np.ndarray, n: int, name: str) -> np.ndarray:
+    indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
+    if len(indexes) and not (indexes.min() >= 0 and indexes.max() < n):
+        raise IndexError(f"sample {indexes.min()} to {indexes.max()} of the {name} split, which has samples 0 to {n - 1}")
+    return indexes
+
+
+def _runs(low: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """low[r], low[r] + 1, ... low[r] + counts[r] - 1 for each r, and which r each belongs to; no loop."""
+    row = np.repeat(np.arange(len(low)), counts)
+    return row, np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+
+
+def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray, positions: np.ndarray) -> None:
+    """Fill in document ids and positions, where further documents begin at ``starts`` (from 1 to seq_len - 1, ascending in a row).
+
+    Both are running sums, made in place: a fresh array of this size costs more in page faults than in arithmetic.
+    """
+    documents.fill(0)
+    documents[row, starts] = 1
+    np.cumsum(documents, axis=1, out=documents)
+    positions.fill(1)
+    positions[:, 0] = 0
+    is_first = np.diff(row, prepend=-1) != 0
+    before = np.where(is_first, 0, np.roll(starts, 1))  # where the document begins that ends here
+    positions[row, starts] = 1 - (starts - before)
+    np.cumsum(positions, axis=1, out=positions)

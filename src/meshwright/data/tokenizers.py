@@ -45,6 +45,24 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class AligningTokenizer(Tokenizer, Protocol):
+    """What conversations need besides: to know which text each id stands for."""
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text its ids, and the character (counted from 0) at which each begins; two 1-D arrays.
+
+        ``special``: special tokens that are spelt out in the text become tokens.
+        """
+        ...
+
+
+def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text; by the tokenizer's own ``encode_batch`` where it has one."""
+    several = getattr(tokenizer, "encode_batch", None)
+    return several(texts) if several else [tokenizer.encode(text) for text in texts]
+
+
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 for the end of a document: a vocabulary of 257."""
 
@@ -55,6 +73,14 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """uint16 of shape (bytes of the UTF-8 of ``text``,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer; it has no special tokens that could be spelt out."""
+        aligned = []
+        for text in texts:
+            ids = self.encode(text)
+            aligned.append((ids, np.cumsum((ids & 0xC0) != 0x80) - 1))  # a byte 10xxxxxx goes on with a character
+        return aligned
 
     def decode(self, ids) -> str:
         """Ids of 256 and above are left out; bytes that are no UTF-8 become the replacement character."""
@@ -100,6 +126,8 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        self._with_special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        self._with_special.encode_special_tokens = False
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.end_of_document: int = self._find_end(end_of_document)
         self.fingerprint: str = f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
@@ -120,7 +148,25 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """uint32 of shape (tokens,), without special tokens."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, over all processors."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer."""
+        found = (self._with_special if special else self._tokenizer).encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, dtype=np.uint32), np.array([begin for begin, _ in encoding.offsets], dtype=np.int64))
+            for encoding in found
+        ]
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokenizer's other files lie, its chat template among them."""
+        return self.path.parent
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
@@ -129,14 +175,42 @@ class FileTokenizer:
         return f"FileTokenizer({str(self.path)!r})"
 
 
+class IdTokenizer:
+    """No text, only ids: for corpora whose tokenizer is not at hand.
+
+    Args:
+        vocab_size: one more than the largest id.
+        end_of_document: the id that ends a document.
+    """
+
+    def __init__(self, vocab_size: int, end_of_document: int):
+        self.vocab_size, self.end_of_document = vocab_size, end_of_document
+        self.fingerprint = f"ids-{vocab_size}-end-{end_of_document}"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids that are written out, like "5 17 2"."""
+        try:
+            return np.array([int(word) for word in text.split()], dtype=np.uint32)
+        except ValueError:
+            raise ConfigError(f"data.tokenizer = 'ids:...' knows no words: write ids, like '5 17 2', not {text[:40]!r}") from None
+
+    def decode(self, ids) -> str:
+        return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
+
+    def __repr__(self) -> str:
+        return f"IdTokenizer({self.vocab_size}, {self.end_of_document})"
+
+
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """``bytes``, or the path of a ``tokenizer.json`` or of a folder that holds one.
+    """``bytes``; the path of a ``tokenizer.json`` or of a folder that holds one; or ``ids:VOCABULARY:END`` (see IdTokenizer).
 
     Raises:
-        ConfigError: neither; names of models on a hub are not looked up, because nothing is downloaded here.
+        ConfigError: none of these; names of models on a hub are not looked up, because nothing is downloaded here.
     """
     if name_or_path == BYTES:
         return ByteTokenizer()
+    if name_or_path.startswith("ids:"):
+        return _id_tokenizer(name_or_path)
     if name_or_path.strip() and Path(name_or_path).expanduser().exists():
         return FileTokenizer(name_or_path)
     raise ConfigError(
@@ -144,3 +218,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         f" Nothing is downloaded here: for a model's tokenizer, save it first with"
         f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set data.tokenizer = 'folder'"
     )
+
+
+def _id_tokenizer(name: str) -> IdTokenizer:
+    words = name.split(":")[1:]
+    if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
+        raise ConfigError(
+            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends a document,"
+            f" like ids:50257:50256"
+        )
+    return IdTokenizer(int(words[0]), int(words[1]))

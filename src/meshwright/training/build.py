@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.core.errors import ConfigError
-from meshwright.data import Loader, Order, Prepared, load_tokenizer, open_corpus, prepare
-from meshwright.data.packing import Split
-from meshwright.data.sources import STDLIB
-from meshwright.data.tokenizers import BYTES, Tokenizer
-from meshwright.distributed import agree
+from meshwright.data import Tokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
@@ -28,11 +23,14 @@ from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.plan import Plan
 
-from .config import Config, DataConfig
+from .config import Config
+from .feed import Feed, absolute_paths, build_feed
+from .monitoring.progress import Progress
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
 from .optim.schedules import Schedule
 from .stopping import StopRequest
+from .tokenizer import run_tokenizer
 
 
 @dataclass
@@ -46,37 +44,32 @@ class Run:
     model: ParallelModel
     optimizer: BuiltOptimizer
     schedule: Schedule
-    prepared: Prepared
-    loader: Loader
-    validation: Split
+    feed: Feed
     identity: dict[str, Any]
 
 
-def build_run(config: Config, timeline: Timeline, say, stop: StopRequest) -> Run:
+def build_run(config: Config, timeline: Timeline, progress: Progress, stop: StopRequest) -> Run:
     """Build a run on every rank, in the order: refuse, meet, read data, lay out the model.
 
     Raises:
         ConfigError, UnsupportedError: refused; before any process group exists where the config alone tells.
     """
     schedule = build_schedule(config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = run_tokenizer(config, progress.say)
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     plan = plan_run(config, model_config, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
     with timeline.phase("process group"), stop.released():
         mesh = init_distributed(_distributed_config(config), config.seed)
+    rank, ranks = data_position(mesh)
     with timeline.phase("data"):
-        prepared = _prepare_once_per_node(config, tokenizer, say)
-        corpus = open_corpus(prepared.folder)
+        feed = build_feed(config, tokenizer, rank, ranks, progress)
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
             mesh = single_process_mesh(plan.device)
         model = parallelize(model_config, mesh, plan=plan, seed=config.seed, microbatch_rows=config.batch.microbatch)
         optimizer = build_optimizer(config, model)
-    rank, ranks = data_position(mesh)
-    order = Order(corpus.training.n_samples(config.data.seq_len), config.seed)
-    loader = Loader(corpus.training, order, config.data.seq_len, config.batch.global_batch, rank, ranks, config.data.workers)
-    identity = run_identity(config, model_config, tokenizer, prepared)
+    identity = run_identity(config, model_config, tokenizer, feed)
     return Run(
         resolved(config, model_config, plan),
         model_config,
@@ -85,9 +78,7 @@ def build_run(config: Config, timeline: Timeline, say, stop: StopRequest) -> Run
         model,
         optimizer,
         schedule,
-        prepared,
-        loader,
-        corpus.validation,
+        feed,
         identity,
     )
 
@@ -133,11 +124,11 @@ def build_schedule(config: Config) -> Schedule:
     return Schedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
 
 
-def run_identity(config: Config, model_config: DecoderConfig, tokenizer: Tokenizer, prepared: Prepared) -> dict[str, Any]:
+def run_identity(config: Config, model_config: DecoderConfig, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:
     """What must stay the same for a run to be continued. Layout, batch, workers, logging and steps may change."""
     return {
         "model": dataclasses.asdict(model_config),
-        "data": prepared.key,
+        **feed.identity,
         "seq_len": config.data.seq_len,
         "tokenizer": tokenizer.fingerprint,
         "seed": config.seed,
@@ -155,39 +146,15 @@ def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
         config,
         run="",
         model=model,
-        data=replace(config.data, **_absolute(config.data)),
+        data=replace(config.data, **absolute_paths(config.data)),
         techniques=replace(config.techniques, precision=precision),
         schedule=replace(config.schedule, warmup_steps=warmup),
     )
 
 
-def _absolute(data: DataConfig) -> dict[str, Any]:
-    """The paths of the data section, whatever folder a run is continued from."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute())
-
-    return {
-        "source": tuple(source if source == STDLIB else absolute(source) for source in data.source),
-        "tokenizer": data.tokenizer if data.tokenizer == BYTES else absolute(data.tokenizer),
-        "cache": absolute(data.cache) if data.cache else "",
-    }
-
-
 def _distributed_config(config: Config) -> DistributedConfig:
     p = config.process
     return DistributedConfig(**vars(config.layout), backend=p.backend, startup_timeout_sec=p.startup_timeout_sec)
-
-
-def _prepare_once_per_node(config: Config, tokenizer: Tokenizer, say) -> Prepared:
-    """One process of each node reads the sources; the others take its word."""
-    first = get_world_info()[1] == 0
-    d = config.data
-    mine = agree.together(lambda: prepare(d.source, tokenizer, d.validation_fraction, d.cache or None, say), here=first)
-    said = [p for p in agree.everybody_says(mine) if p is not None]
-    if len({p.key for p in said}) > 1:
-        raise ConfigError("the nodes see different data under data.source: copy the same files to each, or use a shared folder")
-    return mine or next((p for p in said if Path(p.folder).is_dir()), said[0])
 
 
 def device_name(model: ParallelModel) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
 from meshwright.core.errors import ConfigError
-from meshwright.data import load_tokenizer
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.planning.build import plan as make_plan
@@ -16,6 +15,7 @@ from meshwright.planning.techniques import Precision, Techniques
 from .build import decoder_config
 from .config import Config
 from .run_folder import RunFolder
+from .tokenizer import kept_tokenizer, run_tokenizer
 
 
 class Sampler:
@@ -32,7 +32,7 @@ class Sampler:
         if path is None or not path.is_dir():
             steps = ", ".join(map(str, checkpoints.steps())) or "none"
             raise ConfigError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there: {steps}")
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        self.tokenizer = kept_tokenizer(folder) or run_tokenizer(config)
         model_config = decoder_config(config, self.tokenizer)
         master = config.techniques.precision.master
         wishes = Techniques(precision=Precision(master, master, master))

@@ -1,0 +1,185 @@
+"""Formats: how records lie in a file. Each can count its records and go through them; none is read whole."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+
+Record = dict[str, Any]
+"""A row: column names and values."""
+
+
+class BadRow(ConfigError):
+    """A record that cannot be used; the text names its file and row."""
+
+
+class RecordFormat(Protocol):
+    """A kind of file that holds records. Rows are counted from 1, as editors do."""
+
+    def count(self, path: Path) -> int:
+        """How many rows there are (blank lines among them)."""
+        ...
+
+    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
+        """Every row that is not blank, with its number; what is wrong with a row comes in its place."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per line; ``.gz`` is unpacked as it is read."""
+
+    def count(self, path: Path) -> int:
+        count, last = 0, b"\n"
+        with _open(path) as file:
+            while block := file.read(1 << 22):
+                count += block.count(b"\n")
+                last = block
+        return count + (not last.endswith(b"\n"))
+
+    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parse(path, number, line)
+
+
+def _open(path: Path):
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+
+
+def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
+    shown = line[:60].decode("utf-8", errors="replace").strip()
+    try:
+        record = json.loads(line.rstrip(b"\r\n"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"{path}, line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line)")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"{path}, line {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like {_LIKE}")
+    if not isinstance(record, dict):
+        return BadRow(f"{path}, line {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like {_LIKE}")
+    return record
+
+
+_LIKE = '{"text": "..."}'
+
+
+class Parquet:
+    """Parquet, a batch of rows at a time (needs pyarrow, which comes with the extra hf)."""
+
+    def count(self, path: Path) -> int:
+        return self._open(path).metadata.num_rows
+
+    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
+        number = 0
+        for batch in self._open(path).iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                number += 1
+                yield number, record
+
+    def _open(self, path: Path):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise MissingExtraError(f"the Parquet file {path}", "pyarrow", "hf") from error
+        try:
+            return pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise ConfigError(f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}") from error
+
+
+class SavedDataset:
+    """A folder that ``Dataset.save_to_disk`` of Hugging Face datasets wrote."""
+
+    def count(self, path: Path) -> int:
+        return len(self._open(path))
+
+    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
+        dataset = self._open(path)
+        for begin in range(0, len(dataset), 1024):
+            columns = dataset[begin : begin + 1024]
+            for i in range(min(1024, len(dataset) - begin)):
+                yield begin + i + 1, {name: values[i] for name, values in columns.items()}
+
+    def _open(self, path: Path) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise MissingExtraError(f"the dataset {path}", "datasets", "hf") from error
+        try:
+            return datasets.load_from_disk(str(path))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"data.source: datasets {datasets.__version__} cannot read {path}: {why}") from error
+
+
+RECORD_FORMATS: dict[str, RecordFormat] = {"jsonl": JsonLines(), "parquet": Parquet(), "dataset": SavedDataset()}
+
+SUFFIXES = {
+    "jsonl": frozenset({".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"}),
+    "parquet": frozenset({".parquet", ".pq"}),
+    "npy": frozenset({".npy"}),
+    "bin": frozenset({".bin"}),
+    "megatron": frozenset({".idx"}),
+}
+"""What a format's files are called; text has a list of its own (sources.TEXT_SUFFIXES), a saved dataset is a folder."""
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix in lower case, together with the one before ``.gz``."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    return "".join(suffixes) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether ``path`` is the folder of one saved dataset.
+
+    Raises:
+        ConfigError: it holds several, by split.
+    """
+    splits = path / "dataset_dict.json"
+    if splits.is_file():
+        names = json.loads(splits.read_text()).get("splits", [])
+        raise ConfigError(
+            f"data.source: {path} holds a dataset for each of {', '.join(names)}: name the one to train on, like"
+            f" {path / (names or ['train'])[0]}"
+        )
+    return path.is_dir() and (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+
+
+def first_record(path: Path, format: str) -> Record:
+    """The first row that can be read. Raises ConfigError where there is none."""
+    problem: BadRow | None = None
+    for _, record in RECORD_FORMATS[format].records(path):
+        if not isinstance(record, BadRow):
+            return record
+        problem = problem or record
+    raise problem or ConfigError(f"data.source: {path} holds no records")
+
+
+def column(record: Record, name: str, where: str) -> Any:
+    """The value of a column. Raises BadRow, which lists the columns that there are."""
+    if record.get(name) is None:
+        held = ", ".join(repr(key) for key, value in record.items() if value is not None) or "none"
+        lack = "is empty" if name in record else "is missing"
+        raise BadRow(f"{where}: the column '{name}' {lack}.{nearest(name, record)} Columns with a value: {held}")
+    return record[name]
+
+
+def digest_of(path: Path) -> str:
+    """blake2b of a file's bytes, or of all files of a folder with their names; 32 hex digits."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        if path.is_dir():
+            digest.update(file.relative_to(path).as_posix().encode() + b"\0")
+        with open(file, "rb") as opened:
+            while block := opened.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""Mixture: which source the sample at each index comes from, as a pure function of the index. Seeking is arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.order import Order
+from meshwright.data.packing import Rows, Split, gather
+
+_BITS = 31
+"""Weights are held to one part in 2**31."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights that hold from a sample on."""
+
+    first: int
+    """Index of its first sample."""
+    weights: tuple[float, ...]
+    """One per source, each 0 or more, not all 0."""
+
+
+class Interleave:
+    """Deals indexes to sources so that of the first n indexes of a stage each source has n times its share, give or take a few.
+
+    Sources are split off one after another: among the places that are left, source k takes place p where floor(p * share + 1/2)
+    rises (a Bresenham line, or Sturmian sequence). So each batch has nearly the weights asked for, which a draw at random would
+    not give, and how many samples a source has given before an index is one multiplication per source.
+
+    Raises:
+        ConfigError: no stage from sample 0, stages out of order, or weights that cannot be shares.
+    """
+
+    def __init__(self, stages: Sequence[Stage]):
+        self.stages = tuple(stages)
+        if not self.stages or self.stages[0].first != 0:
+            raise ConfigError("a mixture needs weights from sample 0 on")
+        n = len(self.stages[0].weights)
+        for stage in self.stages:
+            if len(stage.weights) != n or not all(0 <= w < float("inf") for w in stage.weights) or not sum(stage.weights) > 0:
+                raise ConfigError(f"weights {list(stage.weights)}: there must be one for each of the {n} parts, 0 or more, not all 0")
+        self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)
+        if (np.diff(self._firsts) <= 0).any():
+            raise ConfigError(f"stages begin at samples {self._firsts.tolist()}: each must begin after the one before it")
+        self._shares = [_shares(stage.weights) for stage in self.stages]
+        self._given = [np.zeros(n, dtype=np.int64)]  # by each source, before the stage begins
+        for i, length in enumerate(np.diff(self._firsts)):
+            self._given.append(self._given[i] + self._counts(i, int(length)))
+
+    def take(self, indexes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each index (int64, shape (m,)) the number of its source, and how many samples that source gave before it."""
+        indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
+        if len(indexes) and indexes.min() < 0:
+            raise IndexError(f"index {indexes.min()}: a mixture begins at 0")
+        stages = np.searchsorted(self._firsts, indexes, side="right") - 1
+        source, place = np.empty_like(indexes), np.empty_like(indexes)
+        for stage in sorted(set(stages.tolist())):
+            todo = np.flatnonzero(stages == stage)
+            at = indexes[todo] - self._firsts[stage]
+            for k, share in enumerate(self._shares[stage]):
+                before = _part(at, share)
+                mine = _part(at + 1, share) > before
+                source[todo[mine]] = k
+                place[todo[mine]] = self._given[stage][k] + before[mine]
+                todo, at = todo[~mine], (at - before)[~mine]
+        return source, place
+
+    def given(self, index: int) -> np.ndarray:
+        """How many samples each source gave before ``index``; int64 of shape (sources,)."""
+        stage = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._given[stage] + self._counts(stage, index - int(self._firsts[stage]))
+
+    def _counts(self, stage: int, length: int) -> np.ndarray:
+        left, counts = np.array([length], dtype=np.int64), []
+        for share in self._shares[stage]:
+            counts.append(_part(left, share))
+            left = left - counts[-1]
+        return np.concatenate(counts)
+
+
+def _shares(weights: tuple[float, ...]) -> list[int]:
+    """Each source's share of what those before it left, in parts of 2**_BITS; the last that has any takes all."""
+    shares = []
+    for k, weight in enumerate(weights):
+        rest = sum(weights[k:])
+        is_last = weight > 0 and not sum(weights[k + 1 :])
+        shares.append(1 << _BITS if is_last else round(weight / rest * (1 << _BITS)) if rest else 0)
+    return shares
+
+
+def _part(places: np.ndarray, share: int) -> np.ndarray:
+    """floor(places * share / 2**_BITS + 1/2), without overflow for any place."""
+    high, low = places >> _BITS, places & ((1 << _BITS) - 1)
+    return high * share + ((low * share + (1 << (_BITS - 1))) >> _BITS)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """An endless sequence of samples: of one source in its order, or of several, interleaved.
+
+    Args:
+        splits: the sources.
+        names: what they are called.
+        seq_len: tokens per sample.
+        seed: of the order of each source.
+        interleave: which source stands at which index; not needed for one.
+
+    Raises:
+        ConfigError: a source without a sample.
+    """
+
+    splits: tuple[Split, ...]
+    names: tuple[str, ...]
+    orders: tuple[Order, ...]
+    seq_len: int
+    interleave: Interleave
+
+    @classmethod
+    def of(
+        cls, splits: Sequence[Split], seq_len: int, seed: int, names: Sequence[str] = (), interleave: Interleave | None = None
+    ) -> Samples:
+        """Samples of splits; without ``interleave`` each source has the same weight."""
+        names = tuple(names) or tuple(split.name for split in splits)
+        seeds = [seed] if len(splits) == 1 else [_seed_of(seed, name) for name in names]
+        orders = tuple(Order(split.n_samples(seq_len), own) for split, own in zip(splits, seeds, strict=True))
+        return cls(tuple(splits), names, orders, seq_len, interleave or Interleave([Stage(0, (1.0,) * len(splits))]))
+
+    def rows(self, indexes: np.ndarray) -> Rows:
+        """The samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); arrays of shape (rows, seq_len), see ``Rows``."""
+        source, place = self.interleave.take(indexes)
+        return gather(
+            [(self.splits[k], mine, self.orders[k].take(place[mine])) for k in sorted(set(source.tolist())) for mine in [source == k]],
+            len(source),
+            self.seq_len,
+        )
+
+    def epochs(self, index: int) -> dict[str, float]:
+        """How often each source has been read before ``index``."""
+        given = self.interleave.given(index)
+        return {name: float(n) / order.n for name, n, order in zip(self.names, given, self.orders, strict=True)}
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """A seed of a source's own, so that adding another source does not change its order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")

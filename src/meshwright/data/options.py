@@ -1,0 +1,58 @@
+"""What a user says of a source: where it lies, how it is written, and what is learnt from it. Torch-free: part of the config tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Format = Literal["auto", "text", "jsonl", "parquet", "dataset", "npy", "bin", "megatron"]
+Task = Literal["auto", "text", "completion", "chat", "alpaca"]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """One source of samples."""
+
+    source: tuple[str, ...] = ("stdlib",)
+    """Files or folders; "stdlib" is the source code of Python's own standard library."""
+    format: Format = "auto"
+    """How they are written; auto: by the names of the files. dataset: a folder of Hugging Face datasets' save_to_disk; npy, bin and
+    megatron hold token ids, and are read where they lie."""
+    task: Task = "auto"
+    """What is learnt from a record; auto: chat where it has messages, completion where it has prompt and completion, alpaca where it
+    has instruction and output, else text."""
+    column: str = "text"
+    """The column that holds the text; for the task chat, "text" means "messages"."""
+    dtype: str = ""
+    """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian; it says nothing about itself."""
+    template: str = ""
+    """A file with the Jinja template of a chat; empty: the tokenizer's own."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What becomes of a record that cannot be used: the run is refused, with file and row, or it is left out, counted and said."""
+    too_long: Literal["refuse", "truncate", "skip"] = "refuse"
+    """What becomes of a conversation that is longer than seq_len (plain text is cut into rows and is never too long)."""
+    streaming: bool = False
+    """Records are tokenised as they are needed, in the order of the files, instead of all beforehand: nothing is held out or shuffled,
+    every rank reads everything, and continuing a run reads again what came before."""
+    max_epochs: float = 0.0
+    """The run is refused if it would read the source more often than this; 0: as often as it takes."""
+
+
+@dataclass(frozen=True)
+class MixturePart(SourceOptions):
+    """One source of a mixture."""
+
+    name: str = ""
+    """What metrics and messages call it; empty: the name of its first file or folder."""
+    weight: float = 1.0
+    """Its share of the samples is its weight over the sum of all weights."""
+
+
+@dataclass(frozen=True)
+class CurriculumStage:
+    """Other weights from some step on."""
+
+    from_step: int
+    """The first step with these weights."""
+    weights: tuple[float, ...]
+    """One for each part of the mixture, in their order; 0 leaves a part out."""

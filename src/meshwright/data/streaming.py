@@ -1,0 +1,116 @@
+"""Streaming: samples tokenised as they are needed, for sources that are too large, or change too often, to be tokenised first.
+
+Documents come in the order of the files, again and again; every rank reads all of them and keeps its own rows, so that each layout
+sees the same samples. A stream cannot seek: to go on at sample n, what comes before it is read and tokenised once more, and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.packing import Rows, Split, Stream
+from meshwright.data.whole import Whole
+
+_WINDOW_ROWS = 64
+"""Rows that are packed together. A constant: it decides which documents share a row."""
+
+_WINDOWS = 8
+"""Windows that are kept, for readers that ask a little out of order."""
+
+Documents = Iterator[tuple[np.ndarray, np.ndarray | None]]
+
+
+class StreamedSamples:
+    """The samples of a recipe's documents, which can be read at any index, but cheaply only one after another.
+
+    Args:
+        say: is told when samples must be passed over, and how long it took.
+
+    Raises:
+        ConfigError: at the first read: a source without a document, or a conversation that is too long.
+    """
+
+    def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
+        self.recipe, self.seq_len, self._say = recipe, seq_len, say
+        self._lock = threading.Lock()
+        self._windows: deque[tuple[int, Rows]] = deque(maxlen=_WINDOWS)
+        self._coming = self._read()
+
+    def rows(self, indexes: np.ndarray) -> Rows:
+        """The samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); see ``packing.Rows``."""
+        with self._lock:
+            found = [self._row(int(index)) for index in indexes]
+        return {key: np.stack([row[key] for row in found]) for key in found[0]}
+
+    def _row(self, index: int) -> dict[str, np.ndarray]:
+        if self._windows and index < self._windows[0][0]:
+            self._windows.clear()
+            self._coming = self._read()
+        end = self._end()
+        begun = time.monotonic()
+        if is_far := index >= end + 4 * _WINDOW_ROWS:
+            self._say(f"the source is streamed and cannot seek: passing over {index - end} samples")
+        while self._end() <= index:
+            self._windows.append((self._end(), next(self._coming)))
+        if is_far:
+            self._say(f"passed over {index - end} samples in {time.monotonic() - begun:.1f} s")
+        first, rows = next((first, rows) for first, rows in reversed(self._windows) if first <= index)
+        return {key: values[index - first] for key, values in rows.items()}
+
+    def _end(self) -> int:
+        """The first index that was not read yet."""
+        return self._windows[-1][0] + len(self._windows[-1][1]["tokens"]) if self._windows else 0
+
+    def _read(self) -> Iterator[Rows]:
+        """Windows of rows, without end."""
+        documents = self._documents()
+        left: list[tuple[np.ndarray, Any]] = []
+        while True:
+            split, left = (self._whole if self.recipe.task.is_whole else self._cut)(chain(left, documents))
+            n = split.n_samples(self.seq_len)
+            yield split.rows(np.arange(n), self.seq_len)
+
+    def _documents(self) -> Documents:
+        tellers = chain([self._say], repeat(lambda line: None))  # what is wrong with a row is said once
+        for say in tellers:
+            is_empty = True
+            for _, ids, learnt in self.recipe.encode(self.recipe.unsplit(say)):
+                yield ids, learnt
+                is_empty = False
+            if is_empty:
+                raise ConfigError(f"data.source = {list(self.recipe.options.source)} holds no document")
+
+    def _cut(self, documents: Documents) -> tuple[Split, list[tuple[np.ndarray, None]]]:
+        """Whole rows of a stream; and what begins the next window: its first token is the last label of this one."""
+        wanted, parts, size = _WINDOW_ROWS * self.seq_len, [], 0
+        while size <= wanted:
+            parts.append(next(documents)[0])
+            size += len(parts[-1])
+        tokens = np.concatenate(parts)
+        offsets = np.cumsum([0, *map(len, parts)])
+        inside = offsets[offsets <= wanted + 1]  # where a document begins that the last label may belong to
+        stream = Stream("training", tokens[: wanted + 1], np.append(inside, wanted + 1) if inside[-1] <= wanted else inside)
+        after = offsets[offsets > wanted]
+        edges = [wanted, *after] if after[0] != wanted else list(after)
+        return stream, [(tokens[begin:end], None) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+
+    def _whole(self, documents: Documents) -> tuple[Split, list]:
+        """Rows of whole documents, packed among themselves."""
+        wanted, parts, marks, size = _WINDOW_ROWS * self.seq_len, [], [], 0
+        while size < wanted:
+            ids, learnt = next(documents)
+            parts.append(ids)
+            marks.append(learnt)
+            size += min(len(ids), self.seq_len)
+        offsets, end = np.cumsum([0, *map(len, parts)]), self.recipe.tokenizer.end_of_document
+        learnt = np.concatenate(marks).astype(np.uint8)
+        return Whole("training", np.concatenate(parts), offsets, learnt, self.recipe.options.too_long, end), []

@@ -1,0 +1,255 @@
+"""What a run reads: its sources prepared once per node, opened on every rank, mixed and dealt to data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.units import count_text
+from meshwright.data import Corpus, Interleave, Loader, Prepared, Samples, SourceOptions, Split, Stage, Tokenizer, open_corpus, prepare
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.listing import STDLIB, TOKEN_FORMATS
+from meshwright.data.options import MixturePart
+from meshwright.data.sources import list_sources
+from meshwright.data.streaming import StreamedSamples
+from meshwright.data.tokenizers import BYTES
+from meshwright.data.whole import Whole
+from meshwright.distributed import agree
+from meshwright.distributed.world import get_world_info
+
+from .config import Config, DataConfig
+
+if TYPE_CHECKING:
+    from .monitoring.progress import Progress
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Text that one source holds out."""
+
+    name: str
+    split: Split
+    samples: int
+    """How many of its rows a validation takes, at most."""
+
+
+@dataclass
+class Feed:
+    """The samples of a run on this rank."""
+
+    samples: Samples | StreamedSamples
+    loader: Loader
+    held_out: tuple[HeldOut, ...]
+    """Only sources that hold out a row or more."""
+    identity: dict[str, Any]
+    """What decides which sample stands at which index."""
+    description: str
+    notes: tuple[str, ...]
+    """What the user should know before the first step."""
+
+    def next_batch(self) -> Any:
+        """This rank's part of the next global batch, or the error that kept it from being read: ``forward_backward`` takes either."""
+        try:
+            return next(self.loader)
+        except (OSError, MeshwrightError) as error:
+            first = self.loader.state
+            last = first + self.loader.global_batch - 1
+            return MeshwrightError(
+                f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
+                f" {type(error).__name__}: {error}. Mend the file, or leave such samples out with data.on_bad_row = 'skip'"
+            )
+
+    def unreadable(self) -> list[str]:
+        """What was left out on any rank because it could not be read. Collective."""
+        mine = [f"sample {index} (rank {get_world_info()[0]}): {why}" for index, why in sorted(self.loader.unreadable.items())]
+        return [line for rank in agree.everybody_says(mine) for line in rank]
+
+
+def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
+    """The sources of a config: the parts of its mixture, or the one source as a part of its own.
+
+    Raises:
+        ConfigError: both, two parts of one name, or a curriculum that does not fit them.
+    """
+    own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}
+    if not data.mixture:
+        if data.curriculum:
+            raise ConfigError("data.curriculum gives weights to the parts of data.mixture, and there is no mixture")
+        return (MixturePart(**own, name="training"),)
+    changed = [name for name, value in own.items() if value != getattr(SourceOptions(), name)]
+    if changed:
+        raise ConfigError(f"data.{changed[0]} and data.mixture are both given: in a mixture each part has its own {changed[0]}")
+    parts = tuple(_named(part) for part in data.mixture)
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"data.mixture has two parts named '{name}': give each a name of its own")
+    for i, stage in enumerate(data.curriculum):
+        if len(stage.weights) != len(parts):
+            raise ConfigError(
+                f"data.curriculum[{i}].weights has {len(stage.weights)} values, and the mixture {len(parts)} parts: {', '.join(names)}"
+            )
+    return parts
+
+
+def _named(part: MixturePart) -> MixturePart:
+    values = {field.name: getattr(part, field.name) for field in fields(MixturePart)}
+    return MixturePart(**{**values, "name": part.name or Path(part.source[0]).stem})
+
+
+def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
+    """Prepare, open and mix. Collective.
+
+    Raises:
+        ConfigError: sources that cannot be used, nodes that see different ones, or more epochs than a source may be read.
+    """
+    data = config.data
+    parts = parts_of(data)
+    if any(part.streaming for part in parts):
+        return _streamed(config, parts, tokenizer, rank, ranks, progress)
+    prepared = [_prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
+    corpora = [open_corpus(p.folder, part.too_long) for p, part in zip(prepared, parts, strict=True)]
+    names = [part.name for part in parts]
+    stages = stages_of(config, parts)
+    samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
+    epochs = samples.epochs(config.steps * config.batch.global_batch)
+    for part, times in zip(parts, epochs.values(), strict=True):
+        if part.max_epochs and times > part.max_epochs:
+            raise ConfigError(
+                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read {_source(part, data)}"
+                f" {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps or its weight, or raise max_epochs"
+            )
+    return Feed(
+        samples,
+        Loader(samples, config.batch.global_batch, rank, ranks, data.workers, skip_unreadable=any(p.on_bad_row == "skip" for p in parts)),
+        tuple(_held_out(config, parts, corpora, stages)),
+        _identity(parts, prepared, stages),
+        _description(parts, corpora, epochs, config),
+        tuple(_notes(parts, corpora, data.seq_len)),
+    )
+
+
+def _streamed(config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
+    part, data = parts[0], config.data
+    if data.mixture:
+        raise UnsupportedError("data.mixture has a part with streaming = true: only a source alone can be streamed. Leave streaming out")
+    if part.max_epochs:
+        raise ConfigError("data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end")
+    scan = agree.together(lambda: list_sources(part.source, part.format))
+    assert scan is not None
+    if scan.format in TOKEN_FORMATS:
+        raise ConfigError(f"data.streaming: {scan.format} files hold token ids, which are used where they lie: leave streaming out")
+    recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0))
+    assert recipe is not None
+    if len(set(agree.everybody_says(recipe.key))) > 1:
+        raise ConfigError(f"the ranks see different files under {_source(part, data)}: copy the same files to each, or use a shared folder")
+    samples = StreamedSamples(recipe, data.seq_len, progress.say)
+    skips = part.on_bad_row == "skip"
+    return Feed(
+        samples,
+        Loader(samples, config.batch.global_batch, rank, ranks, data.workers, skip_unreadable=skips),
+        (),
+        {"data": recipe.key, "too_long": part.too_long, "streaming": True},
+        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per step",
+        ("a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is continued",),
+    )
+
+
+def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
+    """The weights over the run, by sample.
+
+    Raises:
+        ConfigError: steps out of order.
+    """
+    steps = [0, *(stage.from_step for stage in config.data.curriculum)]
+    weights = [tuple(part.weight for part in parts), *(stage.weights for stage in config.data.curriculum)]
+    if steps[1:2] == [0]:
+        steps, weights = steps[1:], weights[1:]
+    return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
+
+
+def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress) -> Prepared:
+    """One process of each node reads the sources; the others take its word."""
+    first = get_world_info()[1] == 0
+    d = config.data
+    prefix = f"{part.name}: " if d.mixture else ""
+
+    def prepared() -> Prepared:
+        def say(line: str) -> None:
+            progress.say(prefix + line)
+
+        def tell(done: int, total: int) -> None:
+            progress.portion(f"{prefix}reading", done, total)
+
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell)
+
+    mine = agree.together(prepared, here=first)
+    said = [p for p in agree.everybody_says(mine) if p is not None]
+    if len({p.key for p in said}) > 1:
+        raise ConfigError(f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared folder")
+    return mine or next((p for p in said if Path(p.folder).is_dir()), said[0])
+
+
+def _source(part: MixturePart, data: DataConfig) -> str:
+    return f"the part '{part.name}' of data.mixture" if data.mixture else f"data.source = {list(part.source)}"
+
+
+def _held_out(config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]) -> Iterator[HeldOut]:
+    """Each source's rows of a validation: as many of all as its last weight, so that the loss is that of the mixture."""
+    weights = stages[-1].weights
+    for part, corpus, weight in zip(parts, corpora, weights, strict=True):
+        try:
+            n = corpus.validation.n_samples(config.data.seq_len) if corpus.validation.n_documents else 0
+        except ConfigError:
+            n = 0
+        if n and weight:
+            yield HeldOut(part.name, corpus.validation, max(1, round(config.validation.samples * weight / sum(weights))))
+
+
+def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: list[Stage]) -> dict[str, Any]:
+    if len(parts) == 1:
+        return {"data": prepared[0].key} | ({"too_long": parts[0].too_long} if getattr(prepared[0].meta, "is_whole", False) else {})
+    rows = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
+    return {"data": rows, "mixture": [asdict(stage) for stage in stages]}
+
+
+def _description(parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config) -> str:
+    tokens, documents = sum(c.meta.n_tokens for c in corpora), sum(c.meta.n_documents for c in corpora)
+    text = f"{count_text(tokens)} tokens of {documents:,} documents · {config.data.seq_len} per row"
+    text += f" · {config.batch.global_batch} rows per step"
+    if len(parts) == 1:
+        return f"{text} · {epochs[parts[0].name]:.2f} epochs"
+    weights = stages_of(config, parts)[-1].weights
+    rows = [f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs" for part, weight in zip(parts, weights, strict=True)]
+    return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
+
+
+def _notes(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
+    for part, corpus in zip(parts, corpora, strict=True):
+        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
+            what = "left out" if part.too_long == "skip" else "cut short"
+            yield f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and are {what}"
+        skipped = sum(getattr(corpus.meta, "skipped", {}).values())
+        if skipped:
+            yield f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row = 'skip')"
+
+
+def absolute_paths(data: DataConfig) -> dict[str, Any]:
+    """The paths of the data section, whatever folder a run is continued from."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else ""
+
+    def source(values: SourceOptions) -> dict[str, Any]:
+        return {
+            "source": tuple(path if path == STDLIB else absolute(path) for path in values.source),
+            "template": absolute(values.template),
+        }
+
+    is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
+    parts = tuple(MixturePart(**{**{f.name: getattr(part, f.name) for f in fields(part)}, **source(part)}) for part in data.mixture)
+    own = {} if data.mixture else source(data)
+    return {**own, "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer, "cache": absolute(data.cache), "mixture": parts}

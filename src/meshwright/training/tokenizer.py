@@ -1,0 +1,56 @@
+"""The tokenizer of a run: what the config names, kept with the run so that it can always be read again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.bpe import PREFIX, trained_bpe, vocabulary_of
+from meshwright.data.tokenizers import FileTokenizer, IdTokenizer
+
+from .config import Config
+
+FOLDER = "tokenizer"
+"""Where a run keeps a copy of its tokenizer's files."""
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names; of a run that exists, and whose tokenizer was trained for it, the one it keeps.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    name = config.data.tokenizer
+    kept = kept_tokenizer(Path(config.run)) if config.run else None
+    if kept and name.startswith(PREFIX):
+        return kept
+    if name.startswith(PREFIX):
+        return trained_bpe(name, config.data.mixture or (config.data,), config.data.cache, say)
+    return load_tokenizer(name)
+
+
+def planned_tokenizer(config: Config) -> Tokenizer:
+    """A tokenizer as far as a plan needs one: one that is yet to be trained is only a size."""
+    name = config.data.tokenizer
+    return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
+
+
+def kept_tokenizer(run: Path) -> FileTokenizer | None:
+    """The tokenizer in the folder of a run; None where it keeps none (bytes and ids need no files)."""
+    return FileTokenizer(run / FOLDER) if (run / FOLDER / _FILES[0]).is_file() else None
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
+    """Copy a tokenizer's files into the folder of a run, once."""
+    if not isinstance(tokenizer, FileTokenizer) or (run / FOLDER / _FILES[0]).is_file():
+        return
+    (run / FOLDER).mkdir(exist_ok=True)
+    for name in reversed(_FILES):  # tokenizer.json last: it says that all are there
+        file = tokenizer.path if name == _FILES[0] else tokenizer.folder / name
+        if file.is_file():
+            shutil.copyfile(file, run / FOLDER / f"{name}.new")
+            (run / FOLDER / f"{name}.new").replace(run / FOLDER / name)

@@ -1,0 +1,150 @@
+"""Runs fed from what people have: conversations, mixtures, token ids, a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from e2e_runs import Job, losses, metrics, rows_of_step
+
+from meshwright.cli.main import main
+from meshwright.distributed.world import get_world_info
+
+QUESTIONS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}."} for a in range(10) for b in range(10)]
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return str(path)
+
+
+@pytest.fixture
+def ids(tmp_path) -> str:
+    np.save(tmp_path / "ids.npy", np.tile(np.array([*b"0123456789", 256], dtype=np.uint16), 300))
+    return str(tmp_path / "ids.npy")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_fine_tuning_learns_answers_and_goes_on_with_exactly_the_next_samples(train, questions, streaming):
+    told = {"data.source": [questions], "steps": 6, "validation.every": 3, "schedule.kind": "constant", "data.streaming": streaming}
+    straight = train(2, told)
+    learnt = [row["tokens"] for row in metrics(straight[0].folder)]
+    assert learnt[0] < 8 * 32 / 2, "only answers count"
+    first = train(2, told | {"steps": 3})
+    second = train(1, {"steps": 6, "layout.dp_shard": 1}, folder=first[0].folder)
+    assert [rows_of_step(second, step) for step in range(3)] == [rows_of_step(straight, step) for step in range(3, 6)]
+    assert losses(first[0].folder) == pytest.approx(losses(straight[0].folder), rel=1e-5)
+
+
+def test_a_mixture_is_the_same_on_every_layout_and_says_its_epochs(train, questions, ids, corpus):
+    parts = [
+        {"name": "prose", "source": [str(corpus)], "weight": 2.0},
+        {"name": "sums", "source": [questions]},
+        {"name": "digits", "source": [ids], "weight": 0.0},
+    ]
+    told = {"data.mixture": parts, "data.source": ["stdlib"], "validation.every": 4, "steps": 4, "schedule.kind": "constant"}
+    told |= {"data.curriculum": [{"from_step": 2, "weights": [0.0, 1.0, 1.0]}], "techniques.precision.master": "float64"}
+    two = train(2, told)
+    one = train(1, told | {"layout.dp_shard": 1})
+    for step in range(4):
+        assert rows_of_step(two, step) == rows_of_step(one, step)
+    is_digits = [
+        [row[:2] in ([d, d + 1] for d in range(48, 57)) or row[:1] == [256] for row in rows_of_step(one, step)] for step in range(4)
+    ]
+    assert not any(is_digits[0]) and sum(is_digits[2]) >= 3
+    assert losses(two[0].folder) == pytest.approx(losses(one[0].folder), rel=1e-10)
+    last = metrics(two[0].folder)[-1]
+    assert {"validation_loss", "validation_loss/sums", "validation_loss/digits"} <= set(last) and "validation_loss/prose" not in last
+    assert "3 sources: prose 0.0%" in two[0].out and "epochs" in two[0].out
+    changed = train(1, {"steps": 6, "batch.global_batch": 4}, folder=two[0].folder)[0]
+    assert changed.status == 2 and "mixture was" in str(changed.error)
+
+
+def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_path, monkeypatch, capsys):
+    told = {"data.tokenizer": "bpe:300", "data.cache": str(tmp_path / "cache"), "steps": 2, "sample.tokens": 5}
+    first = train(2, told)[0]
+    assert "vocabulary 300" in first.out
+    assert ("training a tokenizer of 300 tokens" in first.out) != ("makes the same tokenizer" in first.out), "one rank trains it"
+    shutil.rmtree(tmp_path / "cache")
+    assert main(["generate", str(first.folder), "--tokens", "3"]) == 0 and capsys.readouterr().out
+    second = train(1, {"steps": 4, "layout.dp_shard": 1}, folder=first.folder)[0]
+    assert second.status == 0 and len(losses(first.folder)) == 4, "its own copy is read, and trained no second time"
+    assert "training a tokenizer" not in second.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"data.max_epochs": 0.5, "steps": 400},
+            r"steps = 400 of batch.global_batch = 8 samples would read data.source .* times, more than",
+        ),
+        ({"data.mixture": [{"source": ["{questions}"]}], "data.column": "x"}, "data.column and data.mixture are both given"),
+        ({"data.mixture": [{"source": ["{questions}"]}, {"source": ["{questions}"]}]}, "two parts named 'sums': give each a name"),
+        ({"data.curriculum": [{"from_step": 1, "weights": [1.0]}]}, "there is no mixture"),
+        (
+            {"data.mixture": [{"source": ["{questions}"]}], "data.curriculum": [{"from_step": 1, "weights": [1.0, 2.0]}]},
+            r"data.curriculum\[0\].weights has 2 values, and the mixture 1 parts: sums",
+        ),
+        ({"data.tokenizer": "bpe:100"}, "must be bpe:SIZE, with a vocabulary of 258 or more"),
+        ({"data.tokenizer": "ids:5"}, "must be ids:VOCABULARY:END"),
+        ({"data.tokenizer": "ids:100:0", "data.source": ["{ids}"]}, "holds the id 256 at position 10 of 3300, outside the vocabulary"),
+        ({"data.seq_len": 8}, "conversations of the training split are longer than data.seq_len = 8"),
+        ({"data.format": "parquet"}, "sums.jsonl is no Parquet file"),
+    ],
+)
+def test_refusals_teach(train, questions, ids, changes, words, tmp_path):
+    def filled(value):
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        return value.format(questions=questions, ids=ids) if isinstance(value, str) and value in ("{questions}", "{ids}") else value
+
+    told = {"data.source": ["stdlib"] if "data.mixture" in changes else [questions]} | {
+        key: filled(value) for key, value in changes.items()
+    }
+    for result in train(2, told):
+        assert result.status == 2
+        assert re.search(words, str(result.error)), result.error
+    assert not (tmp_path / "runs").exists(), "nothing was written"
+
+
+class Unreadable(Job):
+    """A run in which rank 1 cannot read the fourth step's first sample."""
+
+    def __call__(self):
+        from meshwright.data.packing import Stream
+
+        rows, reads = Stream.rows, []
+
+        def torn(self, indexes, seq_len):
+            if get_world_info()[0] == 1 and self.name == "training":
+                reads.append(int(indexes[0]))
+                if reads[min(3, len(reads) - 1)] == int(indexes[0]) and len(reads) > 3:
+                    raise OSError(5, "Input/output error", "disk")
+            return rows(self, indexes, seq_len)
+
+        Stream.rows = torn
+        try:
+            return super().__call__()
+        finally:
+            Stream.rows = rows
+
+
+def test_what_one_rank_cannot_read_ends_all_in_its_words_or_is_left_out_by_all(train, small):
+    told = small({"data.workers": 0, "validation.every": 0, "checkpoint.every": 3})
+    results = train(2, job=Unreadable(told))
+    for result in results:
+        assert result.status == 1
+        assert "rank 1 cannot read its part of the step's samples, 24 to 31 of the run: OSError" in str(result.error)
+    results = train(2, job=Unreadable(told | {"data.on_bad_row": "skip", "out": told["out"] + "2"}))
+    assert [result.status for result in results] == [0, 0]
+    assert "samples could not be read and were left out" in results[0].out and "(rank 1): OSError" in results[0].out
+    tokens = np.diff([0, *(row["tokens"] for row in metrics(results[0].folder))])
+    assert len(tokens) == 6 and tokens[3] < 8 * 31 and losses(results[0].folder)[3] > 0

@@ -1,0 +1,191 @@
+"""Formats: what people have, read record by record; what is wrong in them is named with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.data import formats, sources
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.options import SourceOptions
+from meshwright.data.sources import scan_sources
+from meshwright.data.tokenizers import ByteTokenizer
+
+ROWS = [{"text": f"row {i} é"} for i in range(40)]
+
+
+def jsonl(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def gzipped(path: Path, rows=ROWS) -> Path:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
+
+
+def parquet(path: Path, rows=ROWS) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def saved(path: Path, rows=ROWS) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path), num_shards=3)
+    return path
+
+
+WRITERS = {"a.jsonl": jsonl, "a.jsonl.gz": gzipped, "a.parquet": parquet, "a": saved}
+
+
+def texts(split) -> list[str]:
+    bounds = zip(split.offsets[:-1], split.offsets[1:], strict=True)
+    return [ByteTokenizer().decode(split.tokens[begin : end - 1]) for begin, end in bounds]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_documents(tmp_path, name):
+    path = WRITERS[name](tmp_path / name)
+    corpus = open_corpus(prepare(str(path), ByteTokenizer(), 0.2, tmp_path / "cache").folder)
+    assert sorted(texts(corpus.training) + texts(corpus.validation)) == sorted(row["text"] for row in ROWS)
+    assert corpus.validation.n_documents == 8
+    assert texts(corpus.training) == [row["text"] for row in ROWS if row["text"] in texts(corpus.training)], "the order of the file"
+
+
+def test_which_rows_are_held_out_depends_on_the_file_alone(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    held = [texts(open_corpus(prepare(str(path), ByteTokenizer(), 0.1, tmp_path / cache).folder).validation) for cache in "ab"]
+    assert held[0] == held[1] and len(held[0]) == 4
+
+
+def test_a_folder_of_one_format_is_read_and_one_of_several_must_be_told(tmp_path):
+    jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
+    (tmp_path / "notes.dat").write_text("x")
+    scan = scan_sources(str(tmp_path))
+    assert (scan.format, str(scan)) == ("jsonl", f"80 rows in 2 jsonl files, {scan.n_bytes} bytes (passed over: 1 not jsonl)")
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(ConfigError, match=r"several formats \(2 jsonl, 1 text\): say which with data.format"):
+        scan_sources(str(tmp_path))
+    assert [file.name for file in scan_sources(str(tmp_path), "jsonl").files] == ["a.jsonl", "b.jsonl"]
+    assert [file.name for file in scan_sources(str(tmp_path), "text").files] == ["README.md"]
+
+
+BAD = {
+    '{"text": "cut': r"a.jsonl, line 3 is no JSON \(Unterminated string.*: '\{\"text\": \"cut'. In JSON lines each line is one object",
+    '["a"]': r"a.jsonl, line 3 is a JSON list, not an object",
+    '{"txet": "x", "label": 1}': r"row 3: the column 'text' is missing. Did you mean 'txet'\? Columns with a value: 'txet', 'label'",
+    '{"text": null, "body": "x"}': r"row 3: the column 'text' is empty. .*Columns with a value: 'body'",
+    '{"text": 5}': r"row 3: the column 'text' must hold text, and holds int 5",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_row_is_named_with_file_and_row_and_skipped_when_that_is_wanted(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + '\n{"text": "two"}')
+    with pytest.raises(ConfigError, match=BAD[line] + r".*data.on_bad_row = 'skip'"):
+        prepare(str(tmp_path / "a.jsonl"), ByteTokenizer(), 0, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.tmp-*"))
+    said: list[str] = []
+    options = SourceOptions((str(tmp_path / "a.jsonl"),), on_bad_row="skip")
+    prepared = prepare(options, ByteTokenizer(), 0, tmp_path / "cache", said.append)
+    assert texts(open_corpus(prepared.folder).training) == ["one", "two"] and prepared.meta.skipped == {"a.jsonl": 1}
+    assert any("skipped: " in text and ("row 3" in text or "line 3" in text) for text in said)
+
+
+def test_many_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x\n" * 20 + '{"text": "one"}\n')
+    said: list[str] = []
+    options = SourceOptions((str(tmp_path / "a.jsonl"),), on_bad_row="skip", column="text")
+    assert prepare(options, ByteTokenizer(), 0, tmp_path / "cache", said.append).meta.skipped == {"a.jsonl": 20}
+    assert sum("is no JSON" in line for line in said) == 3 and any("20 of the 21 rows" in line for line in said)
+    (tmp_path / "b.jsonl").write_text("x\n" * 3)
+    with pytest.raises(ConfigError, match="b.jsonl, line 1 is no JSON"):
+        prepare(SourceOptions((str(tmp_path / "b.jsonl"),), on_bad_row="skip"), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def several_splits(root: Path) -> str:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(root / "d"))
+    return str(root / "d")
+
+
+def one_document(root: Path) -> str:
+    (root / "a.json").write_text(json.dumps(ROWS))
+    return str(root / "a.json")
+
+
+def not_parquet(root: Path) -> str:
+    (root / "a.parquet").write_text("x")
+    return str(root / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (several_splits, r"holds a dataset for each of train, test: name the one to train on, like .*/d/train"),
+        (one_document, r"a.json is one JSON document. Write a record per line \(jq -c"),
+        (not_parquet, r"a.parquet is no Parquet file that pyarrow"),
+    ],
+)
+def test_refusals_teach(tmp_path, write, words):
+    with pytest.raises(ConfigError, match=words):
+        prepare(write(tmp_path), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def test_sources_of_two_formats_are_no_one_source(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"a.txt is text, .*b.jsonl is jsonl. .* make each a part of data.mixture"):
+        scan_sources([str(tmp_path / "a.txt"), str(jsonl(tmp_path / "b.jsonl"))])
+
+
+def test_a_file_that_changed_while_it_was_read_is_not_taken_for_what_it_was(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl")
+    scan = scan_sources(str(path))
+    jsonl(path, ROWS[:20] + ROWS[21:])
+    monkeypatch.setattr("meshwright.data.cache.scan_sources", lambda *args, **kwargs: scan)
+    with pytest.raises(IntegrityError, match=r"a.jsonl changed while the corpus was being made"):
+        prepare(str(path), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def test_files_that_did_not_change_are_read_once(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl")
+    monkeypatch.setattr(sources, "_SETTLED_SEC", -1.0)
+    first = scan_sources(str(path), memory=tmp_path / "memory")
+    read = []
+    monkeypatch.setattr(sources, "digest_of", lambda path: read.append(path) or formats.digest_of(path))
+    assert scan_sources(str(path), memory=tmp_path / "memory") == first and not read
+    jsonl(path, ROWS[:-1])
+    assert scan_sources(str(path), memory=tmp_path / "memory").files[0].n_records == 39 and read == [path]
+
+
+def test_what_changed_a_moment_ago_is_not_remembered(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    scan_sources(str(path), memory=tmp_path / "memory")
+    assert not (tmp_path / "memory").exists()
+
+
+def test_progress_is_told_to_the_end(tmp_path):
+    told: list[tuple[int, int]] = []
+    prepare(
+        str(jsonl(tmp_path / "a.jsonl")), ByteTokenizer(), 0, tmp_path / "cache", progress=lambda done, total: told.append((done, total))
+    )
+    assert told[-1] == (40, 40)
+
+
+def test_a_row_that_is_held_out_is_never_trained_on(tmp_path):
+    rows = [{"text": chr(97 + i)} for i in range(20)]
+    corpus = open_corpus(prepare(str(jsonl(tmp_path / "a.jsonl", rows)), ByteTokenizer(), 0.3, tmp_path / "cache").folder)
+    training, validation = set(texts(corpus.training)), set(texts(corpus.validation))
+    assert len(training) == 14 and len(validation) == 6 and not training & validation
+    assert isinstance(corpus.training.tokens, np.ndarray)

@@ -1,0 +1,178 @@
+"""Tasks: loss where it belongs, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.options import SourceOptions
+from meshwright.data.packing import IGNORE_INDEX
+from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer
+from meshwright.data.whole import Whole, best_fit
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (  # writes what an answer thought only in the last turn
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['thought'] and loop.last %}({{ m['thought'] }}){% endif %}"
+    "{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four, I say."},
+    {"role": "user", "content": "And three?"},
+    {"role": "assistant", "content": "Five."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory) -> Path:
+    """A tokenizer trained on the spot, with a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([json.dumps(TALK)] * 3, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": {"content": "<|im_end|>"}}))
+    return folder
+
+
+def built(tmp_path: Path, rows: list[dict], tokenizer, **options) -> Whole:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),), **options), tokenizer, 0, tmp_path / "cache")
+    return open_corpus(prepared.folder).training
+
+
+def learnt(split: Whole, tokenizer) -> list[list[str]]:
+    """The runs of tokens that are learnt, of each document."""
+    found = []
+    for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
+        is_learnt = split.is_learnt[begin:end].astype(bool)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_learnt, [False]]).astype(int)))
+        found.append([tokenizer.decode(split.tokens[begin:end][a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)])
+    return found
+
+
+def test_a_completion_is_learnt_with_its_end_and_the_prompt_is_not(tmp_path):
+    split = built(tmp_path, [{"prompt": "é? ", "completion": "oui"}, {"prompt": "", "completion": "x"}], ByteTokenizer())
+    assert learnt(split, ByteTokenizer()) == [["oui"], ["x"]]
+    assert split.tokens[split.offsets[1:] - 1].tolist() == [256, 256] and split.is_learnt[split.offsets[1:] - 1].all()
+
+
+def test_alpaca_columns_become_its_prompt(tmp_path):
+    rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Greet.", "input": "", "output": "Hi"}]
+    split = built(tmp_path, rows, ByteTokenizer())
+    assert learnt(split, ByteTokenizer()) == [["4"], ["Hi"]]
+    text = ByteTokenizer().decode(split.tokens)
+    assert "### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\n4" in text
+    assert text.count("### Input:") == 1 and text.count("Below is an instruction that describes a task") == 2
+
+
+def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path, chat_folder):
+    tokenizer = FileTokenizer(chat_folder)
+    split = built(tmp_path, [{"messages": TALK}], tokenizer)
+    assert learnt(split, tokenizer) == [["Four, I say.\n", "Five.\n"]]
+    end = tokenizer._with_special.token_to_id("<|im_end|>")
+    assert int((split.tokens[split.is_learnt.astype(bool)] == end).sum()) == 2, "special tokens of the template are tokens"
+    assert tokenizer._with_special.decode(split.tokens, skip_special_tokens=False).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    transcript = tokenizer._with_special.decode(split.tokens, skip_special_tokens=False)
+    assert transcript.endswith("Five.<|im_end|>\n"), "what follows the last answer teaches nothing"
+
+
+def test_ids_are_those_of_the_whole_text_at_once(tmp_path, chat_folder):
+    tokenizer = FileTokenizer(chat_folder)
+    split = built(tmp_path, [{"messages": TALK}], tokenizer)
+    from meshwright.data.chat import load_template
+
+    text = load_template("", chat_folder).render(TALK[:5])
+    assert split.tokens.tolist() == tokenizer._with_special.encode(text, add_special_tokens=False).ids
+
+
+def test_an_answer_that_later_turns_rewrite_becomes_an_example_of_its_own(tmp_path):
+    (tmp_path / "t.jinja").write_text(FORGETFUL)
+    talk = [{**m, "thought": "hm"} if m["role"] == "assistant" else m for m in TALK]
+    split = built(tmp_path, [{"messages": talk}], ByteTokenizer(), template=str(tmp_path / "t.jinja"))
+    assert learnt(split, ByteTokenizer()) == [["(hm)Four, I say.;"], ["(hm)Five.;"]]
+    texts = [ByteTokenizer().decode(split.tokens[a:b]) for a, b in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
+    assert texts[1].count("(hm)") == 1, "the earlier answer stands as the model will see it"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"messages": TALK}, {}, r"this tokenizer has no chat template .*data.template, or choose a tokenizer made for chat"),
+        ({"messages": TALK}, {"template": "none.jinja"}, "data.template = 'none.jinja' does not exist"),
+        ({"messages": "hello"}, {"task": "chat", "template": "{root}/t.jinja"}, r"row 1: 'messages' must be a list of messages"),
+        ({"messages": TALK[:2]}, {"template": "{root}/t.jinja"}, r"row 1: the conversation has no turn of the role 'assistant'"),
+        ({"messages": TALK}, {"template": "{root}/bad.jinja"}, r"row 1: the chat template refuses it \(.*no system turn"),
+        ({"messages": TALK}, {"template": "{root}/odd.jinja"}, r"row 1: the chat template writes an answer differently from how it asks"),
+        ({"prompt": "a", "answer": "b"}, {"task": "completion"}, r"row 1: the column 'completion' is missing.*'prompt', 'answer'"),
+        ({"prompt": "a", "completion": "b"}, {"template": "x"}, "data.template is set, and the task is 'completion'"),
+    ],
+)
+def test_refusals_teach(tmp_path, row, options, words):
+    (tmp_path / "t.jinja").write_text(CHATML)
+    (tmp_path / "bad.jinja").write_text("{{ raise_exception('no system turn') }}")
+    (tmp_path / "odd.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}")
+    with pytest.raises(ConfigError, match=words):
+        built(tmp_path, [row], ByteTokenizer(), **{key: value.replace("{root}", str(tmp_path)) for key, value in options.items()})
+
+
+def test_text_files_have_no_records(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ConfigError, match="data.task = 'chat' needs records"):
+        prepare(SourceOptions((str(tmp_path / "a.txt"),), task="chat"), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_is_refused(tmp_path):
+    class Bare:
+        vocab_size, end_of_document, fingerprint = 257, 256, "bare"
+        encode, decode = ByteTokenizer().encode, ByteTokenizer().decode
+
+    with pytest.raises(ConfigError, match="the task 'completion' must know which text each id stands for.*has no encode_aligned"):
+        built(tmp_path, [{"prompt": "a", "completion": "b"}], Bare())
+
+
+def test_too_long_a_conversation_meets_the_policy(tmp_path):
+    rows = [{"prompt": "p" * n, "completion": "c" * n} for n in (1, 2, 20)]
+    split = built(tmp_path, rows, ByteTokenizer())
+    with pytest.raises(
+        ConfigError,
+        match=r"1 of the 3 conversations .* longer than data.seq_len = 8 \(the longest has 41.*data.too_long = 'truncate' or 'skip'",
+    ):
+        split.n_samples(8)
+    cut = Whole("training", split.tokens, split.offsets, split.is_learnt, "truncate")
+    left_out = Whole("training", split.tokens, split.offsets, split.is_learnt, "skip")
+    assert (cut.n_samples(8), left_out.n_samples(8), left_out.n_too_long(8)) == (2, 1, 1)
+    assert cut.rows(np.array([0]), 8)["tokens"].tolist() == [[ord("p")] * 8]
+
+
+def test_best_fit_fills_bins_and_loses_nothing():
+    members, bounds = best_fit(np.array([5, 3, 8, 2, 1, 0, 7]), 8)
+    bins = [sorted(members[a:b].tolist()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    assert bins == [[2], [4, 6], [0, 1], [3]], "8 | 7 + 1 | 5 + 3 | 2; the empty item is nowhere"
+
+
+def test_padding_is_a_document_of_its_own_without_labels():
+    split = Whole("training", np.array([1, 2, 3, 4, 5]), np.array([0, 3, 5]), np.array([0, 1, 1, 0, 1], dtype=np.uint8), padding=9)
+    rows = split.rows(np.array([0]), 7)
+    assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 9, 9]]
+    assert rows["labels"].tolist() == [[2, 3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [[0, 0, 0, 1, 1, 2, 2]]
