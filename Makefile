@@ -12,11 +12,12 @@ PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test setup clean
+.PHONY: help demo test test-slurm setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then lint, import contract, types, wheel and tests"
+	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
 	@echo "make setup   set up with every extra"
 	@echo "make clean   remove the environment, builds and caches (never runs/)"
 
@@ -26,13 +27,19 @@ demo:
 
 # The quick checks come first; pytest comes last, so that its closing lines close the output.
 test:
-	@$(SETUP) dev,hf,track
+	@$(SETUP) dev,hf,slurm,track
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/lint-imports"
 	"$(BIN)/pyright" --pythonpath "$(BIN)/python"
 	"$(BIN)/python" scripts/check_wheel.py
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $$(nvidia-smi -L >/dev/null 2>&1 || echo --ignore=tests/gpu) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $$(nvidia-smi -L >/dev/null 2>&1 || echo --ignore=tests/gpu) --ignore=tests/slurm $(PYTEST_ARGS)
+
+# Slurm itself comes from the system: 'python scripts/slurm_cluster.py install' gets Debian's packages.
+test-slurm:
+	@$(SETUP) dev,hf,slurm,track
+	@"$(BIN)/python" scripts/slurm_cluster.py check
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(PYTEST_ARGS)
 
 setup:
 	@$(SETUP) all

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -245,9 +247,9 @@ def srun_job(job_id: int) -> tuple:
 
 def test_plain_srun_variables_bring_the_world_up(spmd):
     port = 0
-    while not 20_000 <= port < 40_000:  # where the ports of job ids lie
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+    while not port:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))  # where the ports of job ids lie
             port = probe.getsockname()[1]
     assert spmd(2, srun_job, port - 20_000) == [((rank, rank, 2), (1, 1, 2, 1, 1), 3, str(port)) for rank in range(2)]
 

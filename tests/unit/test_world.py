@@ -11,7 +11,7 @@ import pytest
 
 from meshwright import ConfigError
 from meshwright.distributed import get_world_info, is_rank_zero
-from meshwright.distributed.world import first_host, ranks_per_node
+from meshwright.distributed.world import check_nodes_in_use, first_host, ranks_per_node
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -19,7 +19,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 @pytest.fixture
 def env(monkeypatch):
     """An environment without a launcher; ``env(NAME="value")`` sets variables."""
-    for name in [*NAMES, *(name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_")))]:
+    for name in [*NAMES, "ENVIRONMENT", *(name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_")))]:
         monkeypatch.setenv(name, "")  # so that whatever the code sets is undone
         monkeypatch.delenv(name)
     return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
@@ -61,7 +61,7 @@ def test_plain_srun_over_several_hosts(env):
     env(SLURM_STEP_NODELIST="n[3-4]", SLURM_TASKS_PER_NODE="2(x2)")
     assert get_world_info() == (0, 0, 4) and is_rank_zero() and ranks_per_node() == 2
     assert os.environ["MASTER_ADDR"] == "n3", "the hosts of the step, not of the whole job"
-    assert os.environ["MASTER_PORT"] == str(20_000 + 1234567 % 20_000)
+    assert os.environ["MASTER_PORT"] == str(20_000 + 1234567 % 12_000)
 
 
 def test_what_the_user_set_stays(env):
@@ -70,9 +70,42 @@ def test_what_the_user_set_stays(env):
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("head", "29400")
 
 
-def test_a_batch_script_without_srun_is_one_process(env):
-    env(SLURM_JOB_ID="7", SLURM_NTASKS="4")
+BATCH = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290"}
+
+
+@pytest.mark.parametrize("values", [{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, BATCH, SALLOC])
+def test_a_batch_script_or_shell_without_srun_is_one_process(env, values):
+    env(**values)
     assert get_world_info() == (0, 0, 1)
+    assert not set(NAMES) & set(os.environ)
+
+
+@pytest.mark.parametrize("step", ["0", "3"])
+def test_a_step_of_a_batch_script_is_a_rank(env, step):
+    env(**BATCH | {"SLURM_PROCID": "2", "SLURM_STEP_ID": step})
+    assert get_world_info() == (2, 0, 4)
+
+
+@pytest.mark.parametrize("values", [BATCH, SALLOC])
+def test_nodes_are_not_left_idle(env, values):
+    env(**values, SLURM_JOB_NUM_NODES="2")
+    with pytest.raises(ConfigError, match=r"this job has 2 nodes.*Write: srun meshwright train"):
+        check_nodes_in_use()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        BATCH | {"SLURM_JOB_NUM_NODES": "1"},
+        BATCH | {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_ID": "0"},
+        BATCH | {"SLURM_JOB_NUM_NODES": "2", "RANK": "0", "WORLD_SIZE": "2"},
+        {},
+    ],
+)
+def test_one_node_a_step_and_torchrun_leave_none_idle(env, values):
+    env(**values)
+    check_nodes_in_use()
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ from typing import Any, TypeVar
 from meshwright.core.config import from_dict, load_toml, parse_flags, public_keys
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config, check
+from meshwright.training.job_folder import FOLDER
+from meshwright.training.slurm_config import LaunchConfig, check_job
 
 Value = TypeVar("Value")
 
 
 def read_config(argv: list[str], *, prog: str, description: str) -> Config:
     """The config that the words of a verb describe, checked.
+
+    A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
 
     Args:
         argv: an optional ``config.toml`` or run folder, then flags (``--any.key=value``) over what it says. Of a run
@@ -29,16 +33,32 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
     """
     default = Config()
     if argv and not argv[0].startswith("-"):
-        default, argv = _from_path(Path(argv[0])), argv[1:]
-    _refuse_unknown_flags(argv)
+        default, argv = _from_path(Path(argv[0])).without_job(), argv[1:]
+    _refuse_unknown_flags(Config, argv)
     config = parse_flags(Config, argv, default=default, prog=prog, description=description)
     check(config)
     return config
 
 
-def _refuse_unknown_flags(argv: list[str]) -> None:
+def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig:
+    """The same with the job that is to train it: keys ``slurm.*``, which may also stand before the config file."""
+    default = LaunchConfig()
+    for place, word in enumerate(argv[1:], start=1):
+        if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
+            argv = [word, *argv[:place], *argv[place + 1 :]]
+            break
+    if argv and not argv[0].startswith("-"):
+        default, argv = _from_path(Path(argv[0])), argv[1:]
+    _refuse_unknown_flags(LaunchConfig, argv)
+    config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
+    check(config)
+    check_job(config)
+    return config
+
+
+def _refuse_unknown_flags(cls: type[Config], argv: list[str]) -> None:
     """An unknown flag is told as an unknown key of a file is: with the nearest one, or where it belongs."""
-    known = [key.partition("[]")[0] for key in public_keys(Config)]
+    known = [key.partition("[]")[0] for key in public_keys(cls)]
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
@@ -46,15 +66,17 @@ def _refuse_unknown_flags(argv: list[str]) -> None:
             nested: Any = None
             for part in reversed(name.split(".")):
                 nested = {part: nested}
-            from_dict(Config, nested, where=word.partition("=")[0])
+            from_dict(cls, nested, where=word.partition("=")[0])
 
 
-def _from_path(path: Path) -> Config:
+def _from_path(path: Path) -> LaunchConfig:
     if not path.is_dir():
-        return load_toml(Config, path)
+        return load_toml(LaunchConfig, path)
     if not (path / "config.toml").is_file():
         raise ConfigError(f"{path} is a folder without a config.toml, so it is no run; give a config file or the folder of a run")
-    return replace(load_toml(Config, path / "config.toml"), run=str(path))
+    config = replace(load_toml(LaunchConfig, path / "config.toml"), run=str(path))
+    submitted = path / FOLDER / "config.toml"
+    return replace(config, slurm=load_toml(LaunchConfig, submitted).slurm) if submitted.is_file() else config
 
 
 def take_option(argv: list[str], name: str, kind: Callable[[str], Value]) -> tuple[Value | None, list[str]]:
@@ -95,4 +117,4 @@ def open_run(path: str) -> tuple[Path, Config]:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} does not exist or is no folder; give the folder of a run, like runs/demo-…")
-    return folder, _from_path(folder)
+    return folder, _from_path(folder).without_job()

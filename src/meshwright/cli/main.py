@@ -10,6 +10,8 @@ from meshwright.core.errors import MeshwrightError, nearest
 
 VERBS = {
     "train": ("meshwright.cli.train:run", "train a model from a config, or continue a run"),
+    "launch": ("meshwright.cli.launch:run", "submit a run to Slurm, and requeue it until it is complete"),
+    "verify": ("meshwright.cli.verify:run", "prove that a layout equals one process"),
     "plan": ("meshwright.cli.plan:run", "show what a config becomes on its mesh, without starting it"),
     "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),

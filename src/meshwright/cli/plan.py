@@ -14,13 +14,13 @@ def run(argv: list[str]) -> int:
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
-    from meshwright.data import load_tokenizer
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, decoder_config, plan_run
     from meshwright.training.launch import process_count
+    from meshwright.training.tokenizer import planned_tokenizer
 
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = planned_tokenizer(config)
     cluster = Cluster(world or process_count(config), per_node or 0, device or local_device())
     model_config, batch = decoder_config(config, tokenizer), batch_of(config, tokenizer)
     plan = plan_run(config, model_config, cluster)

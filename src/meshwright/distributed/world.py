@@ -8,12 +8,18 @@ from collections.abc import Mapping
 
 from meshwright.core.errors import ConfigError
 
+FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+"""From here up Slurm numbers what is no step of srun: the batch script, the shell of salloc, the step that watches a node."""
+FIRST_PORT, PORTS = 20_000, 12_000
+"""MASTER_PORT lies below 32768, where Linux begins to take ports for outgoing connections."""
+
 
 def get_world_info() -> tuple[int, int, int]:
     """(rank, local_rank, world_size) of this process.
 
     Reads RANK / LOCAL_RANK / WORLD_SIZE, else SLURM_PROCID / SLURM_LOCALID / SLURM_NTASKS, else (0, 0, 1). Under srun it also
-    sets the torch names, MASTER_ADDR (the first host of the job) and a MASTER_PORT derived from the job id, where unset.
+    sets the torch names, MASTER_ADDR (the first host of the job) and a MASTER_PORT derived from the job id, where unset. A batch
+    script and an interactive shell of Slurm are one process: only srun starts tasks.
 
     Raises:
         ConfigError: a variable of a started family is missing, or is not a whole number in range.
@@ -22,7 +28,7 @@ def get_world_info() -> tuple[int, int, int]:
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
         local = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
-    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not _is_script_of_slurm(env):
         rank, local, world = (_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"))
     else:
         return 0, 0, 1
@@ -49,6 +55,24 @@ def ranks_per_node() -> int:
     return 0
 
 
+def check_nodes_in_use() -> None:
+    """Refuse to leave nodes of a Slurm job idle. Raises ConfigError where this process was not started by srun and there are several."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if "RANK" not in os.environ and _is_script_of_slurm(os.environ) and nodes not in ("", "1"):
+        raise ConfigError(
+            f"this job has {nodes} nodes, and a batch script or shell runs on the first of them alone. Write: srun meshwright train ..."
+            f" (to train on this node alone, ask for one: --nodes=1)"
+        )
+
+
+def _is_script_of_slurm(env: Mapping[str, str]) -> bool:
+    """Whether this is a batch script or the shell of ``salloc``: they see a rank and the number of tasks too, but are no task."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    if not step.isdigit():
+        return env.get("ENVIRONMENT") == "BATCH"
+    return int(step) >= FIRST_SPECIAL_STEP
+
+
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
     if text is None:
@@ -68,7 +92,7 @@ def _export_torch_names(rank: int, local: int, world: int) -> None:
         "LOCAL_RANK": local,
         "WORLD_SIZE": world,
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(hosts),
-        "MASTER_PORT": 20_000 + job % 20_000,
+        "MASTER_PORT": FIRST_PORT + job % PORTS,
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))

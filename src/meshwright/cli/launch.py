@@ -1,0 +1,43 @@
+"""``meshwright launch``: submit a training run to Slurm, which requeues it until it is complete.
+
+    meshwright launch run.toml --slurm.nodes=2 --slurm.gpus_per_node=8 --slurm.time=12:00:00
+
+The keys of the job may also stand in the config file, under [slurm]. --dry-run prints the batch script and submits nothing.
+"""
+
+from __future__ import annotations
+
+from meshwright.cli.arguments import read_launch
+from meshwright.training.slurm import batch_script, folder_of, submit
+from meshwright.training.slurm_config import LaunchConfig
+
+
+def run(argv: list[str]) -> int:
+    """Submit; prints the job's number and the run's folder. ``argv`` is what ``read_launch`` takes, and ``--dry-run``."""
+    is_dry, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
+    config = read_launch(argv, prog="meshwright launch", description=__doc__ or "")
+    folder = folder_of(config)
+    script = batch_script(config, folder)
+    _refuse_what_the_ranks_would(config)
+    if is_dry:
+        print(script)
+        return 0
+    job = submit(config, folder)
+    slurm = config.slurm
+    nodes = f"{slurm.nodes} node{'s' * (slurm.nodes > 1)}"
+    print(f"submitted job {job}: {nodes} of {slurm.tasks}, {slurm.nodes * slurm.tasks} processes in all")
+    print(f"  run folder   {folder}")
+    print(f"  logs         {folder}/slurm/{job}_<rank>_log.out")
+    print(f"\nend it, saved, with: scancel {job}")
+    return 0
+
+
+def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
+    """What cannot be trained on the nodes asked for is refused now, and not after hours in the queue."""
+    from meshwright.introspection.cluster import Cluster
+    from meshwright.training.build import batch_of, decoder_config, plan_run
+    from meshwright.training.tokenizer import planned_tokenizer
+
+    slurm, tokenizer = config.slurm, planned_tokenizer(config)
+    cluster = Cluster(slurm.nodes * slurm.tasks, slurm.tasks, slurm.device)
+    plan_run(config, decoder_config(config, tokenizer), cluster, batch_of(config, tokenizer))
