@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -20,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.monitoring.curve import LossCurve
 from meshwright.training.monitoring.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.monitoring.live import LiveProgress
 from meshwright.training.monitoring.memory import read_memory
-from meshwright.training.monitoring.metrics import MetricsWriter, SilentMetrics, read_metrics
+from meshwright.training.monitoring.metrics import MetricsWriter, read_metrics
 from meshwright.training.monitoring.progress import PlainProgress, SilentProgress, StepReport, build_progress
 from meshwright.training.monitoring.report import ClosingReport
 from meshwright.training.monitoring.throughput import Throughput
@@ -165,8 +164,8 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_every_line_is_json_on_disk_at_once_and_non_finite_numbers_survive(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard="off") as writer:
-        writer.event("startup", imports=1.5)
+    with MetricsWriter(tmp_path) as writer:
+        writer.event("startup", {"imports": 1.5})
         writer.log(1, {"loss": 2.5, "tokens": np.int64(7), "host": "a", "val": None, "done": True})
         writer.log(2, {"loss": math.nan, "up": math.inf, "down": np.float32(-math.inf)})
         startup, first, second = lines_of(writer.path)  # before close
@@ -186,7 +185,7 @@ def test_after_any_resumes_each_step_is_read_once_and_from_the_last_attempt(tmp_
     folder = tmp_path_factory.mktemp("run")
     at = 0
     for attempt, length in enumerate(runs):
-        with MetricsWriter(folder, tensorboard="off") as writer:
+        with MetricsWriter(folder) as writer:
             if attempt:
                 at = data.draw(st.integers(0, at))
                 writer.resumed(at)
@@ -200,87 +199,42 @@ def test_after_any_resumes_each_step_is_read_once_and_from_the_last_attempt(tmp_
 
 
 def test_a_line_torn_by_a_crash_does_not_swallow_the_next(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"loss": 1.0})
     with writer.path.open("a") as file:
         file.write('{"step": 2, "lo')
     assert [line["step"] for line in read_metrics(writer.path)] == [1]
-    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(2, {"loss": 2.0})
     assert [line["loss"] for line in lines_of(writer.path)] == [1.0, 2.0]
 
 
-def test_a_foreign_line_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hello", "not JSON .*hello"),
+        ("[1]", "a list, where every line is one JSON object"),
+        ("[" * 100_000, "not JSON"),
+        ('{"step": "2"}', '"step" is .2., where it is a whole number'),
+        ('{"event": "resume"}', '"step" is .None., where it is a whole number'),
+        ('{"step": 2, "nonfinite": {"loss": "big"}}', ".*nan, inf or -inf"),
+        ('{"step": 2, "nonfinite": [1]}', ".*nan, inf or -inf"),
+    ],
+)
+def test_a_foreign_line_is_named(tmp_path, line, said):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nhello\n')
-    with pytest.raises(IntegrityError, match=r"metrics.jsonl, line 2: not JSON .*hello"):
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(IntegrityError, match=f"metrics.jsonl, line 2: {said}"):
         read_metrics(path)
 
 
 def test_reserved_names_and_tensors_are_refused(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard="off") as writer:
+    with MetricsWriter(tmp_path) as writer:
         with pytest.raises(ConfigError, match="'step'"):
             writer.log(1, {"step": 2})
         with pytest.raises(ConfigError, match=r"'loss' is a Tensor.*\.item\(\)"):
             writer.log(1, {"loss": torch.tensor(1.0)})
         assert writer.path.read_text() == ""
-
-
-def test_tensorboard_missing_is_an_error_when_asked_for_and_a_note_otherwise(tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else real(name, *rest))
-    with pytest.raises(MissingExtraError, match=r"pip install 'meshwright\[track\]'"):
-        MetricsWriter(tmp_path / "on", tensorboard="on")
-    assert not (tmp_path / "on").exists()
-    with MetricsWriter(tmp_path / "auto") as writer:
-        writer.log(1, {"loss": 1.0})
-        assert writer.tensorboard_folder is None and "meshwright[track]" in writer.note
-    with MetricsWriter(tmp_path / "off", tensorboard="off") as writer:
-        assert "off" in writer.note
-    with pytest.raises(ConfigError, match="none of auto, on, off"):
-        MetricsWriter(tmp_path, tensorboard="yes")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'")
-def test_tensorboard_gets_the_numbers_and_forgets_the_abandoned_future(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsWriter(tmp_path, tensorboard="on") as writer:
-        assert writer.note == ""
-        for step in (1, 2, 3, 4):
-            writer.log(step, {"loss": 10.0 + step, "host": "a"})
-    with MetricsWriter(tmp_path) as writer:
-        writer.resumed(2)
-        writer.log(3, {"loss": 23.0})
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == ["loss"]
-    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
-
-
-def test_neither_tensorboard_nor_torch_nor_rich_is_imported_before_it_is_used(tmp_path):
-    import subprocess
-
-    code = """
-import sys
-import meshwright.training.monitoring.progress
-from meshwright.training.monitoring.metrics import MetricsWriter
-with MetricsWriter(sys.argv[1]) as writer:
-    writer.event("startup")
-print([name for name in ("tensorboard", "torch", "rich") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_silent_metrics_have_every_method_of_the_writer():
-    silent = SilentMetrics()
-    for name in (name for name in vars(MetricsWriter) if not name.startswith("_")):
-        assert hasattr(silent, name)
-    with silent:
-        silent.log(1, {"loss": 1.0})
-        silent.event("startup")
-        silent.resumed(1)
-    assert silent.tensorboard_folder is None and silent.note == ""
 
 
 # What is shown
@@ -445,8 +399,7 @@ def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
         seconds=62.0,
         checkpoint=run / "checkpoints" / "step-100",
         config=run / "config.toml",
-        metrics=run / "metrics.jsonl",
-        tensorboard_note="not written: why",
+        places=[("metrics", "metrics.jsonl"), ("tensorboard", "not written: why")],
         sample="To be,\nor \x1b[31mnot " + "to be " * 30,
     )
     text = report.text(width=60)
@@ -459,6 +412,6 @@ def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
 
 
 def test_a_stopped_run_without_a_checkpoint_says_so():
-    text = ClosingReport(Path("r"), step=3, total_steps=10, loss=None, skipped=2, tensorboard=Path("r/tensorboard")).text()
+    text = ClosingReport(Path("r"), step=3, total_steps=10, loss=None, skipped=2, places=[("tensorboard", "tensorboard")]).text()
     assert text.startswith("stopped at step 3 of 10 · 2 steps skipped")
-    assert "checkpoint   none was saved" in text and "tensorboard --logdir r/tensorboard" in text
+    assert "  checkpoint   none was saved\n  tensorboard  tensorboard" in text

@@ -1,13 +1,17 @@
-"""``meshwright inspect RUN|MODEL``: what a run folder holds, or what a model is made of.
+"""``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to a model.
 
+RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
 MODEL is the name of a built-in size, or "package.module:factory" for a function or class that returns your own nn.Module.
+DATA is a file or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
+--data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[ ]].
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from meshwright.cli.arguments import open_run, refuse_rest
+from meshwright.cli.arguments import open_run, read_config, refuse_rest, take_option
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.imports import import_object
 from meshwright.models.decoder_config import SIZES
@@ -19,20 +23,57 @@ def run(argv: list[str]) -> int:
         print(f"{__doc__}\n\nSizes: {', '.join(SIZES)}")
         return 0 if argv else 2
     name = argv[0]
-    refuse_rest(argv[1:], "meshwright inspect", "none")
-    if Path(name).is_dir():
+    path = Path(name).expanduser()
+    if any((path / file).is_file() for file in ("config.toml", "identity.json", "plan.json")):
+        words = [*argv[1:], str(path / "report.html")] if argv[-1] == "--html" else argv[1:]
+        target, words = take_option(words, "--html", Path)
+        refuse_rest(words, "meshwright inspect RUN", "--html [FILE]")
+        if target is not None:
+            return _page(name, target)
         from meshwright.training.inspection import describe_run
 
         print(describe_run(*open_run(name)))
         return 0
+    if path.exists() or name == "stdlib":
+        return _data(name, argv[1:])
+    refuse_rest(argv[1:], "meshwright inspect", "none")
     if name not in SIZES and ":" not in name:
         raise ConfigError(
-            f"'{name}' is neither the folder of a run nor a model size.{nearest(name, SIZES)} Sizes: {', '.join(SIZES)};"
-            f" a model of your own is package.module:factory."
+            f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model size.{nearest(name, SIZES)}"
+            f" Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
         )
     from meshwright.introspection.explain import describe_model
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
 
     print(describe_model(model_facts(as_module(import_object(name) if ":" in name else SIZES[name]))))
+    return 0
+
+
+def _page(name: str, target: Path) -> int:
+    from meshwright.core.files import replace_text
+    from meshwright.training.monitoring.page.document import page
+
+    text = page(*open_run(name))
+    try:
+        replace_text(target.expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"--html = {target}: cannot write this file ({error.strerror or error})") from None
+    print(f"wrote {target}: open it in a browser")
+    return 0
+
+
+def _data(name: str, argv: list[str]) -> int:
+    documents, argv = take_option(argv, "--documents", int)
+    if documents is not None and documents < 1:
+        raise ConfigError(f"--documents = {documents}: at least 1 is shown")
+    is_config = Path(name).suffix == ".toml"
+    config = read_config([name, *argv] if is_config else argv, prog="meshwright inspect", description=__doc__ or "")
+    if not is_config:
+        config = replace(config, data=replace(config.data, source=(name,)))
+    from rich.console import Console
+
+    from meshwright.training.data_preview import show_data
+
+    show_data(config, documents or 3, Console(soft_wrap=True))
     return 0

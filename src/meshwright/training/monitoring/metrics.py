@@ -1,28 +1,23 @@
-"""The run's figures on disk: ``metrics.jsonl`` always, TensorBoard where it is wanted and installed."""
+"""The run's figures on disk: ``metrics.jsonl``, which every other way of looking at a run is made from."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import numbers
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, Any
 
-from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError
+from meshwright.core.errors import ConfigError, IntegrityError
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
+NAME = "metrics.jsonl"
 RESERVED = ("step", "time", "event", "nonfinite")
-
-TensorboardMode = Literal["auto", "on", "off"]
 
 
 class MetricsWriter:
-    """Appends to ``<run_folder>/metrics.jsonl``, and to TensorBoard files in ``<run_folder>/tensorboard``.
+    """The tracker (see ``trackers``) that appends to ``<run_folder>/metrics.jsonl``.
 
     Every line is one JSON object, written whole and flushed at once:
 
@@ -33,24 +28,11 @@ class MetricsWriter:
       (kinds: nan, inf, -inf). Columns stay numeric for readers such as pandas.
 
     After a crash at step 15 and a resume from step 10, the file holds steps 1 .. 15, the resume event, then 11 onwards;
-    :func:`read_metrics` drops the abandoned 11 .. 15, and TensorBoard is told to.
-
-    One rank writes; the others use :class:`SilentMetrics`, which has the same methods.
-
-    Raises:
-        ConfigError: ``tensorboard`` is none of auto, on, off.
-        MissingExtraError: ``tensorboard="on"`` and the package is not installed.
+    :func:`read_metrics` drops the abandoned 11 .. 15.
     """
 
-    def __init__(self, run_folder: str | Path, tensorboard: TensorboardMode = "auto"):
-        self.path = Path(run_folder) / "metrics.jsonl"
-        self.tensorboard_folder: Path | None = None
-        """Where TensorBoard's files are, None where none are written."""
-        self.note = ""
-        """Why there are no TensorBoard files; empty where there are."""
-        self._decide_tensorboard(tensorboard)
-        self._board: SummaryWriter | None = None
-        self._resumed_at: int | None = None
+    def __init__(self, run_folder: str | Path):
+        self.path = Path(run_folder) / NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.path)
         self.has_past = self.path.exists() and self.path.stat().st_size > 0
@@ -58,35 +40,26 @@ class MetricsWriter:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Write the figures of ``step`` (finished optimizer steps). TensorBoard gets the numbers among them.
+        """Write the figures of ``step`` (finished optimizer steps).
 
         Raises:
             ConfigError: a name that the file uses itself, or a value that is no number, text, truth value or None. Tensors
                 are refused, because reading one waits for the device: the caller decides when, with ``.item()``.
         """
         self._write({"step": step, "time": _now(), **_encode(values)})
-        if self.tensorboard_folder is None:
-            return
-        board = self._open_board()
-        for name, value in values.items():
-            if isinstance(value, numbers.Real) and not isinstance(value, bool):
-                board.add_scalar(name, float(value), global_step=step)
 
-    def event(self, name: str, *, step: int | None = None, **values: object) -> None:
-        """Write something that happens once, such as ``event("startup", imports=1.9, data=0.8)``."""
+    def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
+        """Write something that happens once, such as ``event("startup", {"imports": 1.9, "data": 0.8})``."""
         at = {} if step is None else {"step": step}
         self._write({"event": name, **at, "time": _now(), **_encode(values)})
 
     def resumed(self, step: int) -> None:
         """Say that the run goes on from ``step``: lines written before with a higher step belong to an abandoned future."""
-        self.event("resume", step=step)
-        self._resumed_at = step
-        self._close_board()
+        self.event("resume", {}, step)
 
     def close(self) -> None:
-        """Close the files; closing twice is harmless."""
+        """Close the file; closing twice is harmless."""
         self._file.close()
-        self._close_board()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -94,88 +67,35 @@ class MetricsWriter:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _decide_tensorboard(self, mode: TensorboardMode) -> None:
-        check_tensorboard(mode)
-        installed = importlib.util.find_spec("tensorboard") is not None
-        if mode == "off":
-            self.note = "off (tensorboard = 'off')"
-        elif not installed:
-            self.note = "not written: the package 'tensorboard' is not installed (pip install 'meshwright[track]')"
-        else:
-            self.tensorboard_folder = self.path.parent / "tensorboard"
-
-    def _open_board(self) -> SummaryWriter:
-        if self._board is None:
-            # Here and not above: the import takes 0.15 s, and seconds where tensorflow is installed beside it.
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            purge = None if self._resumed_at is None else self._resumed_at + 1
-            self._board = SummaryWriter(str(self.tensorboard_folder), purge_step=purge)
-        return self._board
-
-    def _close_board(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = None
-
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
 
-def check_tensorboard(mode: str) -> None:
-    """Refuse a mode that cannot be had: before a run folder is made for it.
+def metric_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, one at a time, non-finite numbers restored; those of an abandoned future are among them.
+
+    A last line without its newline is being written, or was when the machine went down, and is left out.
 
     Raises:
-        ConfigError: ``mode`` is none of auto, on, off.
-        MissingExtraError: it is on, and the package is not installed.
+        IntegrityError: another line is no JSON object, or none that meshwright wrote.
     """
-    if mode not in ("auto", "on", "off"):
-        raise ConfigError(f"logging.tensorboard = {mode!r} is none of auto, on, off")
-    if mode == "on" and importlib.util.find_spec("tensorboard") is None:
-        raise MissingExtraError("logging.tensorboard = 'on'", "tensorboard", "track")
-
-
-class SilentMetrics:
-    """For ranks that write nothing: the methods of :class:`MetricsWriter`, without effect."""
-
-    path: Path | None = None
-    has_past = False
-    tensorboard_folder: Path | None = None
-    note = ""
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Nothing."""
-
-    def event(self, name: str, *, step: int | None = None, **values: object) -> None:
-        """Nothing."""
-
-    def resumed(self, step: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> SilentMetrics:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, text in enumerate(file, start=1):
+            if text.endswith("\n"):
+                yield _decode(text[:-1], where=f"{path}, line {number}")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl`` that belong to the run as it went on, in file order, non-finite numbers restored.
+    """The lines of a ``metrics.jsonl`` that belong to the run as it went on, in file order.
 
-    Lines of a step above that of a later resume are left out; events without a step stay. A last line without its
-    newline is being written, or was when the machine went down, and is left out.
+    Lines of a step above that of a later resume are left out; events without a step stay.
 
     Raises:
-        IntegrityError: another line is no JSON object.
+        IntegrityError: as ``metric_lines``.
     """
     lines: list[dict[str, Any]] = []
-    *whole, _being_written = Path(path).read_text(encoding="utf-8").split("\n")
-    for number, text in enumerate(whole, start=1):
-        line = _decode(text, where=f"{path}, line {number}")
+    for line in metric_lines(path):
         if line.get("event") == "resume":
             lines = [kept for kept in lines if kept.get("step", 0) <= line["step"]]
         lines.append(line)
@@ -205,17 +125,20 @@ def _encode(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _decode(text: str, where: str) -> dict[str, Any]:
+    foreign = "Something other than meshwright wrote into this file"
     try:
         line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise IntegrityError(
-            f"{where}: not JSON ({error.msg}): {text[:80]!r}. Something other than meshwright wrote into this file"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where}: not JSON ({getattr(error, 'msg', error)}): {text[:80]!r}. {foreign}") from None
     if not isinstance(line, dict):
         raise IntegrityError(f"{where}: a {type(line).__name__}, where every line is one JSON object")
-    for name, kind in line.pop("nonfinite", {}).items():
-        line[name] = float(kind)
-    return line
+    kinds = line.pop("nonfinite", {})
+    is_resume = line.get("event") == "resume"
+    if ("step" in line or is_resume) and not (isinstance(step := line.get("step"), int) and not isinstance(step, bool)):
+        raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}, where it is a whole number. {foreign}')
+    if not isinstance(kinds, dict) or not all(kind in ("nan", "inf", "-inf") for kind in kinds.values()):
+        raise IntegrityError(f'{where}: "nonfinite" is {str(kinds)[:80]!r}, where it says nan, inf or -inf of some names. {foreign}')
+    return line | {name: float(kind) for name, kind in kinds.items()}
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Weights & Biases: a run's figures on somebody's server, or in files that ``wandb sync`` sends there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError
+
+NAME = "wandb.json"
+MODES = ("off", "online", "offline")
+
+
+def check(mode: str) -> None:
+    """Refuse a mode that cannot be had.
+
+    Raises:
+        ConfigError: ``mode`` is none of off, online, offline.
+        MissingExtraError: it is not off, and the package is not installed.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"logging.wandb = {mode!r} is none of {', '.join(MODES)}")
+    if mode != "off" and importlib.util.find_spec("wandb") is None:
+        raise MissingExtraError(f"logging.wandb = '{mode}'", "wandb", "track")
+
+
+class WeightsAndBiases:
+    """The tracker of one W&B run, whose id is kept in ``<run_folder>/wandb.json`` and used again by a run that is continued.
+
+    W&B takes steps in rising order only and forgets none. So the furthest step that it was given is kept beside the id, and a step
+    that is taken again after a resume is not sent again: each step is there once, as it was taken first.
+
+    Args:
+        run_folder: W&B's own files go into ``wandb/`` below it.
+        mode: "online" or "offline".
+        project: W&B's word for a collection of runs.
+        facts: the config, shown beside the figures.
+        say: told once when W&B no longer takes figures; they stay in ``metrics.jsonl``, and the run goes on.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+        MeshwrightError: W&B refuses, or cannot be reached.
+        IntegrityError: ``wandb.json`` is not what it was.
+    """
+
+    def __init__(self, run_folder: str | Path, mode: str, project: str, facts: Mapping[str, Any], say: Callable[[str], None]):
+        check(mode)
+        self._wandb = importlib.import_module("wandb")
+        self._path = Path(run_folder) / NAME
+        self._say = say
+        self._id, self._furthest = _read(self._path)
+        wandb, name = self._wandb, Path(run_folder).absolute().name
+        options: dict[str, Any] = {"mode": mode, "dir": str(run_folder), "config": dict(facts), "reinit": "create_new"}
+        if mode == "online":
+            options["resume"] = "allow"  # offline it would only be warned about: the id alone makes it the same run
+        try:
+            settings = wandb.Settings(console="off", silent=True)
+            self._run: Any = wandb.init(id=self._id, project=project, name=name, settings=settings, **options)
+        except (wandb.errors.Error, OSError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise MeshwrightError(
+                f"logging.wandb = '{mode}': Weights & Biases refused ({type(error).__name__}: {said}). Log in with: wandb login;"
+                f' or set logging.wandb = "offline" and send the files later with: wandb sync'
+            ) from error
+        self._keep()
+        files = Path(run_folder) / "wandb" / "offline-run-*"
+        self.place = f"wandb  (wandb sync --id {self._id} {files})" if mode == "offline" else str(self._run.url)
+        """Where the figures are, for people."""
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        if step > self._furthest:
+            self._furthest = step
+            self._keep()
+            self._send(lambda: self._run.log(dict(values), step=step))
+
+    def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
+        """Into the run's summary: a step of its own would break the order."""
+        at = {} if step is None else {f"{name}/step": step}
+        self._send(lambda: self._run.summary.update(at | {f"{name}/{key}": value for key, value in values.items()}))
+
+    def resumed(self, step: int) -> None:
+        self.event("resume", {}, step)
+        if step < self._furthest:
+            span = f"{step + 1} to {self._furthest}" if step + 1 < self._furthest else str(self._furthest)
+            self._say(f"wandb: steps {span} are taken again; W&B keeps them as they were taken first (it forgets no step)")
+
+    def close(self) -> None:
+        self._send(lambda: self._run.finish())
+        self._run = None
+
+    def _keep(self) -> None:
+        """Before the step is sent: after a crash W&B may lack a step, but is never given one twice."""
+        temporary = self._path.with_name(NAME + ".new")
+        temporary.write_text(json.dumps({"id": self._id, "furthest": self._furthest}))
+        os.replace(temporary, self._path)
+
+    def _send(self, action: Callable[[], object]) -> None:
+        """Do it, unless W&B was lost: then it was said, and the figures are in the file of metrics."""
+        if self._run is None:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  (whatever a client of a server far away raises, training does not stop for it)
+            self._run = None
+            self._say(f"wandb takes no more figures ({type(error).__name__}: {error}); they are in metrics.jsonl, and the run goes on")
+
+
+def _read(path: Path) -> tuple[str, int]:
+    """(id, furthest step) of the run so far; a new id where there is none."""
+    if not path.is_file():
+        return secrets.token_hex(4), 0
+    try:
+        said = json.loads(path.read_text())
+        known, furthest = said["id"], said["furthest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} is not what meshwright wrote ({error}); remove it to begin a new W&B run") from None
+    if not (isinstance(known, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", known) and type(furthest) is int):
+        raise IntegrityError(f"{path} holds no id of a W&B run; remove it to begin a new one")
+    return known, furthest

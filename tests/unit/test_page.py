@@ -1,0 +1,284 @@
+"""The page of a run: every point is there, nothing in the run's files can act in it, and a browser draws it without complaint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.cli.main import main
+from meshwright.core.config import to_toml
+from meshwright.core.errors import IntegrityError
+from meshwright.planning.layout import Layout
+from meshwright.training.config import Config
+from meshwright.training.monitoring.metrics import MetricsWriter, read_metrics
+from meshwright.training.monitoring.page.charts import Chart, Curve, step_axis, value_axis
+from meshwright.training.monitoring.page.document import MOST_POINTS, page
+from meshwright.training.monitoring.page.history import MOST_SOURCES, Series, read_history, thinned
+
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"
+
+
+class Reader(HTMLParser):
+    """What a browser would make of the page: its elements, the texts of tables, the drawn paths and the data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.paths, self.cells, self.data, self._open = [], {}, [], "", ""
+        self.feed(text)
+        self.close()
+        self.charts = json.loads(self.data)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = {name: value or "" for name, value in attrs}
+        self.tags.append((tag, attributes))
+        self._open = attributes.get("id") or tag
+        if tag == "td":
+            self.cells.append("")
+        if "data-name" in attributes:
+            self.paths.setdefault(attributes["data-name"], []).append(attributes["d"])
+
+    def handle_data(self, data):
+        if self._open == "data":
+            self.data += data
+        elif self._open == "td":
+            self.cells[-1] += data
+
+    def handle_endtag(self, tag):
+        self._open = ""
+
+    def curve(self, title, name):
+        chart = next(chart for chart in self.charts if chart["title"] == title)
+        curve = next(curve for curve in chart["curves"] if curve["name"] == name)
+        return list(zip(curve["steps"], curve["values"], strict=True))
+
+
+def numbers(path: str) -> list[tuple[float, float]]:
+    """The points of a curve as it is drawn."""
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path)]
+
+
+def is_harmless(reader: Reader) -> bool:
+    """Nothing is fetched, and nothing but the page's own script runs."""
+    scripts = [attributes for tag, attributes in reader.tags if tag == "script"]
+    links = [value for _, attributes in reader.tags for name, value in attributes.items() if name in ("src", "href", "srcset", "action")]
+    handlers = [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
+    foreign = {tag for tag, _ in reader.tags} & {"img", "iframe", "object", "embed", "form", "base", "a"}
+    return scripts == [{"type": "application/json", "id": "data"}, {}] and links == ["data:,"] and not handlers and not foreign
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run, with a resume, a step that was skipped and one that was not a number."""
+    (tmp_path / "config.toml").write_text(to_toml(Config(steps=40, name="tiny", layout=Layout(dp_shard=4))))
+    with MetricsWriter(tmp_path) as writer:
+        writer.event("startup", {"imports": 1.5})
+        for step in range(1, 31):
+            writer.log(step, figures(step) | ({"loss": 9.0} if step > 20 else {}))
+        writer.resumed(20)
+        for step in range(21, 41):
+            more = {"validation_loss": 3.0 - step / 100, "validation_loss/web": 2.0, "validation_loss/code": 4.0} if step % 10 == 0 else {}
+            writer.log(step, figures(step) | more)
+    return tmp_path
+
+
+def figures(step):
+    return {
+        "loss": math.nan if step == 25 else 5.0 - step / 20,
+        "grad_norm": math.inf if step == 25 else 1.0 + step % 3,
+        "learning_rate": 1e-3 / step,
+        "tokens_per_second": 1000.0 + step,
+        "memory_bytes": 2**30 + step * 2**20,
+        "tokens": 256 * step,
+        "skipped": int(step >= 25),
+    }
+
+
+def test_every_point_of_every_series_is_there_and_drawn_where_it_belongs(run):
+    config = Config.from_toml(run / "config.toml")
+    reader = Reader(page(run, config))
+    rows = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    for title, name, key in [
+        ("Loss", "training", "loss"),
+        ("Loss", "validation", "validation_loss"),
+        ("Loss", "code", "validation_loss/code"),
+        ("Tokens per second", "tokens/s", "tokens_per_second"),
+        ("Memory of rank 0", "memory", "memory_bytes"),
+        ("Gradient norm", "gradient norm", "grad_norm"),
+        ("Learning rate", "learning rate", "learning_rate"),
+    ]:
+        wanted = [(row["step"], row[key] if math.isfinite(row[key]) else None) for row in rows if key in row]
+        assert reader.curve(title, name) == wanted
+        (drawn,) = reader.paths[name]
+        assert len(numbers(drawn)) == sum(value is not None for _, value in wanted)
+        assert all(64 <= x <= 628 and 12 <= y <= 232 for x, y in numbers(drawn))
+    falling = [y for _, y in numbers(reader.paths["training"][0])]
+    assert falling == sorted(falling) and reader.paths["training"][0].count("M") == 2  # SVG counts downwards; the gap begins anew
+    assert sum(attributes.get("class") == "broken" for _, attributes in reader.tags) == 2
+    marks = [attributes["class"] for _, attributes in reader.tags if attributes.get("class", "").startswith("mark")]
+    assert marks.count("mark resume") == marks.count("mark skipped") == len(reader.charts) == 5
+    assert {"startup", "imports 1.5", "resume", "layout.dp_shard", "4", '"tiny"'} <= set(reader.cells)
+    assert is_harmless(reader)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_run_without_a_step_says_so(tmp_path, has_file):
+    if has_file:
+        MetricsWriter(tmp_path).close()
+    text = page(tmp_path, Config())
+    assert "No step was taken yet." in text and Reader(text).charts == [] and is_harmless(Reader(text))
+
+
+def test_what_stands_in_the_files_cannot_act_in_the_page(tmp_path):
+    lines = [
+        {"event": "resume", "step": -5, "time": 1e999},
+        {"event": EVIL, "time": EVIL, "step": 1, EVIL: EVIL},
+        {
+            "step": 1,
+            "time": 1.0,
+            "loss": 1.0,
+            "grad_norm": EVIL,
+            "memory_bytes": -(10**400),
+            "mfu": True,
+            EVIL: 2.0,
+            f"validation_loss/{EVIL}": 2.0,
+        },
+        {"step": 1, "time": 2.0, "loss": 7.0},
+        {"step": 10**30, "loss": 1.0},
+        {"step": 2, "time": None, "loss": 1e308, "learning_rate": [1], "tokens_per_second": -1e299, "validation_loss": 5e-324},
+        {"step": 3, "loss": -1e308, "tokens_per_second": 1e299, "validation_loss": 1e-320},
+        {"event": ["x"], "time": {}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "plan.json").write_text(json.dumps({EVIL: 1}))
+    config = Config.from_dict({"data": {"source": [EVIL], "tokenizer": EVIL}})
+    text = page(tmp_path, config)
+    reader = Reader(text)
+    assert is_harmless(reader) and text.count("<script") == 2 and "alert(1)" in text
+    assert reader.curve("Loss", "training") == [(1, 1.0), (2, None), (3, None)] and reader.curve("Loss", EVIL) == [(1, 2.0)]
+    assert reader.curve("Tokens per second", "tokens/s") == [(2, -1e299), (3, 1e299)]
+    assert any(cell == EVIL for cell in reader.cells) and "plan.json cannot be read" in text
+    assert "nan" not in "".join(path for paths in reader.paths.values() for path in paths)
+
+
+def test_a_file_that_is_no_metrics_is_refused_by_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    with pytest.raises(IntegrityError, match="line 2: not JSON"):
+        page(tmp_path, Config())
+
+
+def test_many_sources_and_events_are_counted_and_not_drawn(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"loss": 1.0} | {f"validation_loss/{i}": 1.0 for i in range(40)})
+        for _ in range(1200):
+            writer.event("straggler", {"text": "rank 3"})
+    history = read_history(tmp_path / "metrics.jsonl")
+    assert (len(history.sources), len(history.left_out), len(history.events), history.dropped) == (MOST_SOURCES, 28, 1000, 200)
+    text = page(tmp_path, Config())
+    assert "losses of 28 more sources" in text and "200 earlier ones" in text
+
+
+def test_a_long_run_is_thinned_without_losing_its_peaks(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 50_001):
+            loss = 99.0 if step == 31_415 else 3.0 + math.sin(step / 500)
+            value = "null" if step == 27_182 else str(loss)
+            flag = ', "nonfinite": {"loss": "nan"}' if step == 27_182 else ""
+            file.write(f'{{"step": {step}, "time": {step}, "loss": {value}{flag}}}\n')
+    text = page(tmp_path, Config())
+    points = Reader(text).curve("Loss", "training")
+    assert len(points) <= MOST_POINTS and len(text) < 200_000 and "extremes of equal portions" in text
+    assert (31_415, 99.0) in points and (27_182, None) in points and points[0][0] == 1 and points[-1][0] == 50_000
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=300), st.integers(8, 100))
+def test_thinning_keeps_ends_and_extremes_in_order(values, most):
+    series = Series()
+    for step, value in enumerate(values, start=1):
+        series.add(step, value)
+    kept = thinned(series, most)
+    steps = [step for step, _ in kept]
+    assert len(kept) <= most and steps == sorted(set(steps))
+    assert [repr(value) for _, value in kept] == [repr(values[step - 1]) for step in steps]
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        there = [value for _, value in kept if math.isfinite(value)]
+        assert (min(there), max(there)) == (min(finite), max(finite)) and {1, len(values)} <= set(steps)
+    assert any(math.isnan(value) for _, value in kept) == any(math.isnan(value) for value in values)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(-1e300, 1e300) | st.floats(1e-300, 1.0), min_size=1, max_size=5), st.sampled_from(["", "bytes"]))
+def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(values, unit):
+    chart = Chart("t", [Curve("c", list(enumerate(values)))], str, unit=unit)
+    axis = value_axis(chart)
+    for value in [*values, *axis.ticks]:
+        assert 11.9 <= axis(value) <= 232.1
+    assert len(axis.ticks) <= 12 and 64 <= step_axis([chart])(0) <= 628
+
+
+def test_inspect_writes_the_page_where_it_is_told_and_nothing_else(run, tmp_path, capsys):
+    for words, target in (
+        (["--html"], run / "report.html"),
+        ([f"--html={tmp_path / 'a.html'}"], tmp_path / "a.html"),
+        (["--html", str(tmp_path / "b.html")], tmp_path / "b.html"),
+    ):
+        before = set(run.iterdir())
+        assert main(["inspect", str(run), *words]) == 0 and str(target) in capsys.readouterr().out
+        assert set(run.iterdir()) - before == {target} and is_harmless(Reader(target.read_text(encoding="utf-8")))
+    assert main(["inspect", str(run), "--html", str(tmp_path / "no" / "c.html")]) == 2
+    assert "cannot write this file (No such file or directory)" in capsys.readouterr().err
+    assert main(["inspect", str(run), "--htm"]) == 2 and "--html [FILE]" in capsys.readouterr().err
+
+
+def browse(path: Path, folder: Path, *flags) -> tuple[str, list[str]]:
+    """(what the page became, what its console says), in a browser of its own."""
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}", "--enable-logging=stderr"]
+    environment = {**os.environ, "HOME": str(folder)}
+    done = subprocess.run(
+        [str(BROWSER), *words, *flags, "--dump-dom", path.as_uri()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_path):
+    text = page(run, Config.from_toml(run / "config.toml"))
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    became, console = browse(tmp_path / "page.html", tmp_path / "browser")
+    assert console == []
+    curves = sum(len(paths) for paths in Reader(text).paths.values())
+    assert curves == 8 and f'data-drawn="{curves}"' in became
+
+    # a pointer over the middle of the first chart; the policy forbids scripts that are not the page's own, so it is taken out here
+    probe = """<script>
+      const box = document.querySelector("svg").getBoundingClientRect();
+      const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2};
+      document.querySelector("svg").dispatchEvent(new PointerEvent("pointermove", at));
+    </script></body>"""
+    (tmp_path / "probe.html").write_text(text.replace("</body>", probe), encoding="utf-8")
+    became, console = browse(tmp_path / "probe.html", tmp_path / "browser")
+    assert len(console) == 1 and "Content Security Policy" in console[0] and 'id="tip" hidden' in became
+    policy = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
+    (tmp_path / "probe.html").write_text(policy.sub("", text).replace("</body>", probe), encoding="utf-8")
+    became, console = browse(tmp_path / "probe.html", tmp_path / "browser")
+    tip = re.search(r'<div id="tip"[^>]*>([^<]*)</div>', became)
+    assert console == [] and tip is not None
+    assert tip.group(1).splitlines()[:3] == ["step 19", "training  4.05", "validation  2.7  (step 30)"]
