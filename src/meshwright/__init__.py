@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.planning.techniques import Precision, Techniques
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
+    from meshwright.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "parallelize",
     "plan",
     "save",
+    "verify",
 ]
 
 # A name of this table must never be the name of a submodule of this package: importing the submodule would hide it.
@@ -63,6 +65,7 @@ _HOME = {
     "parallelize": "meshwright.distributed.parallelize",
     "plan": "meshwright.planning.build",
     "save": "meshwright.checkpoint",
+    "verify": "meshwright.verification.verify",
 }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .world import get_world_info
 
 
 def seed_of(*parts: object) -> int:
@@ -25,3 +28,13 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return local, (0,) * parameter.dim()
     assert tuple(local.shape) == tuple(shape)
     return local, tuple(offset)
+
+
+def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: every rank brings the same names."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if get_world_info()[0] == 0:
+            found[name] = whole.detach().to("cpu", copy=True)
+    return found

@@ -1,0 +1,124 @@
+"""``meshwright verify [config.toml] --layout "dp_shard=2,dp_replicate=2"``: prove that a layout equals one process, on this machine.
+
+The model of the config is trained for a few steps by one process with plain torch, and by each layout over local processes, from the
+same weights and the same global batches; losses, norms, activations, gradients and parameters are compared in fp64 and fp32. Exit
+status 0: all equal within rounding; 1: a layout differs, and the first place where it does is named.
+
+  --layout "axis=size,…"  a layout to verify; may be given several times (default: the config's own)
+  --all [--max-world N]   every layout of the data axes on up to N ranks (default 8)
+  --model package.module:factory   your own model instead of the config's
+  --steps N               optimizer steps (default 3)
+  --shrink                a small model of the same structure: head ratios, ties and norms stay
+  --json                  everything, for machines
+
+Any flag of ``meshwright train`` may follow, such as --techniques.activation_checkpointing=full.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from meshwright.cli.arguments import read_config, take_option
+from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.planning.layout import Layout
+from meshwright.training.config import Config
+
+
+def run(argv: list[str]) -> int:
+    """Verify, print the reports; 0 where all are equal, 1 where one differs, 3 where one is refused and none differs."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    wished, argv = _take_all(argv, "--layout")
+    max_world, argv = take_option(argv, "--max-world", int)
+    steps, argv = take_option(argv, "--steps", int)
+    factory, argv = take_option(argv, "--model", str)
+    flags = {name: name in argv for name in ("--all", "--shrink", "--json")}
+    argv = [word for word in argv if word not in flags]
+    config = read_config(argv, prog="meshwright verify", description=__doc__ or "")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps = {steps}: at least 1 is compared")
+    if max_world is not None and not flags["--all"]:
+        raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
+    layouts = [_closed(text) for text in wished]
+    layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
+    return _verify(config, factory, layouts or [_own(config)], steps or 3, shrink=flags["--shrink"], as_json=flags["--json"])
+
+
+def data_layouts(max_world: int) -> Iterator[Layout]:
+    """Every layout of the data axes on 2 to ``max_world`` ranks, smaller worlds first."""
+    for world in range(2, max_world + 1):
+        for replicas in range(1, world + 1):
+            if world % replicas == 0:
+                yield Layout(dp_replicate=replicas, dp_shard=world // replicas)
+
+
+def _closed(text: str) -> Layout:
+    """The layout of a text; an axis that it does not name is 1."""
+    return Layout.parse(text if "dp_shard" in text else f"{text},dp_shard=1")
+
+
+def _own(config: Config) -> Layout:
+    if not config.layout.is_resolved:
+        raise ConfigError(
+            'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves its own open'
+        )
+    return config.layout
+
+
+def _verify(config: Config, factory: str | None, layouts: list[Layout], steps: int, *, shrink: bool, as_json: bool) -> int:
+    from meshwright.distributed.local import WorkerPool
+    from meshwright.verification.subject import subject_of
+    from meshwright.verification.verify import verify
+
+    subject = subject_of(config, factory, max(layout.world for layout in layouts), shrink=shrink)
+    reports, refused = [], []
+    pool = WorkerPool(max(layout.world for layout in layouts))
+    try:
+        for layout in layouts:
+            try:
+                report = verify(
+                    subject.model,
+                    layout,
+                    subject.batches_for(layout.world),
+                    steps=steps,
+                    techniques=subject.techniques,
+                    seed=config.seed,
+                    max_norm=config.optimizer.max_norm or None,
+                    microbatch_rows=config.batch.microbatch,
+                    pool=pool,
+                )
+            except MeshwrightError as error:
+                if len(layouts) == 1:
+                    raise
+                refused.append((layout, error))
+                print(f"{layout}: refused: {error}", file=sys.stderr, flush=True)
+                continue
+            reports.append(report)
+            if not as_json:
+                print(report, flush=True)
+    finally:
+        pool.close()
+    if as_json:
+        print(json.dumps([json.loads(report.to_json()) for report in reports], indent=1))
+    if not all(reports):
+        return 1
+    return refused[0][1].exit_status if refused else 0
+
+
+def _take_all(argv: list[str], name: str) -> tuple[list[str], list[str]]:
+    """Every value of ``--name value`` or ``--name=value``, and the other words."""
+    found, rest = [], []
+    words = iter(argv)
+    for word in words:
+        if word == name:
+            found.append(next(words, ""))
+        elif word.startswith(f"{name}="):
+            found.append(word[len(name) + 1 :])
+        else:
+            rest.append(word)
+    if "" in found:
+        raise ConfigError(f'{name} needs a value, like {name} "dp_shard=2"')
+    return found, rest

@@ -1,0 +1,113 @@
+"""A problem: what is computed, by one process and by a layout alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.imports import import_object
+
+Batch = Mapping[str, Tensor]
+
+
+class BatchFactory(Protocol):
+    """The global batch of each step: tensors of shape (rows, seq), the same in every process."""
+
+    def __call__(self, step: int) -> Batch: ...
+
+
+GAP = 3
+"""Positions leave out so many numbers inside a document, and begin at 0 to 2: a rotary model that ignores them shows."""
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """Batches that bring out what goes wrong: rows of unequal length, several documents in a row, tokens without a loss.
+
+    ``keys``: what the model takes besides tokens: ``positions``, ``document_ids``. Positions stay below ``seq_len + GAP + 3``.
+    """
+
+    vocab_size: int
+    rows: int = 8
+    seq_len: int = 16
+    keys: tuple[str, ...] = ("positions", "document_ids")
+    seed: int = 0
+
+    def __call__(self, step: int) -> Batch:
+        g = torch.Generator().manual_seed(1000 * self.seed + step)
+        shape = (self.rows, self.seq_len)
+        tokens = torch.randint(0, self.vocab_size, shape, generator=g)
+        labels = torch.randint(0, self.vocab_size, shape, generator=g)
+        place = torch.arange(self.seq_len).expand(shape)
+        lengths = torch.randint(max(1, self.seq_len // 3), self.seq_len + 1, (self.rows, 1), generator=g)
+        is_real = place < lengths
+        loss_mask = torch.rand(shape, generator=g) > 0.15
+        loss_mask[:, 0] = True
+        second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # where the second document begins
+        ids = (place >= second).long()
+        own = place - second * ids
+        positions = own + GAP * (own > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)
+        extra = {"positions": positions, "document_ids": ids}
+        batch = {"tokens": tokens, "labels": labels.masked_fill(~is_real, -100), "loss_mask": loss_mask}
+        return batch | {key: extra[key] for key in self.keys}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Some steps of training, whoever computes them.
+
+    Attributes:
+        model: a model config, "package.module:factory", or a function (importable by name) that returns a module.
+        batches: the global batch of a step.
+        steps: optimizer steps.
+        seed: of the initial weights of a model on meta.
+        dtype: float64 or float32, of everything.
+        optimizer: "adamw" or "sgd"; SGD where rounding must not be amplified.
+        max_norm: clipping; None: none.
+        techniques: what the layout applies besides dtype; a plain dict of Techniques.
+        microbatch_rows: rows per forward on each rank; 0: all at once.
+    """
+
+    model: Any
+    batches: BatchFactory
+    steps: int = 3
+    seed: int = 0
+    dtype: str = "float64"
+    optimizer: str = "adamw"
+    max_norm: float | None = 1.0
+    techniques: dict[str, Any] = field(default_factory=dict)
+    microbatch_rows: int = 0
+
+    def source(self) -> Any:
+        """The model config or factory."""
+        return import_object(self.model) if isinstance(self.model, str) else self.model
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of a step. Raises ConfigError where it is none."""
+        batch = dict(self.batches(step))
+        if not {"tokens", "labels"} <= set(batch) or len({len(value) for value in batch.values()}) != 1:
+            raise ConfigError(f"the batch of step {step} must be a dict of tensors of equal numbers of rows, tokens and labels among them")
+        return batch
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        chosen = [p for p in parameters if p.requires_grad]
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(chosen, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        return torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with its dropout layers switched off: what they draw is random, and not what is compared."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+Parallelize = Callable[..., nn.Module]
+"""(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out by somebody else."""

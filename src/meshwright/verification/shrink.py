@@ -1,0 +1,31 @@
+"""Shrinking: a model of the same structure that fits anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.models.decoder_config import DecoderConfig
+
+HEAD_DIM = 8
+LAYERS = 2
+VOCABULARY = 307
+
+
+def shrunk(config: DecoderConfig) -> DecoderConfig:
+    """A small decoder of the same structure: the ratio of query to key heads, ties, norms and rotary scaling stay.
+
+    What is already small stays as it is: at most 2 key heads, heads of 8, 2 blocks, 307 token ids.
+    """
+    group = config.n_heads // config.n_kv_heads
+    n_kv_heads = min(config.n_kv_heads, 2)
+    head_dim = min(config.head_dim, HEAD_DIM)
+    dim = n_kv_heads * group * head_dim
+    return dataclasses.replace(
+        config,
+        vocab_size=min(config.vocab_size, VOCABULARY),
+        dim=dim,
+        n_layers=min(config.n_layers, LAYERS),
+        n_heads=n_kv_heads * group,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=max(1, round(config.hidden_dim * dim / config.dim)),
+    )

@@ -1,0 +1,150 @@
+"""verify: equal layouts are called equal; each fault of the gallery is found, and found in the right place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support import mutants
+from support.problems import TIED, UNTIED
+from torch import nn
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.distributed.world import get_world_info
+from meshwright.planning.layout import Layout
+from meshwright.verification.compare import differences, first_beyond
+from meshwright.verification.outcome import candidate, references
+from meshwright.verification.problem import Problem, RandomBatches
+from meshwright.verification.report import place
+from meshwright.verification.verify import verify
+
+DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
+BATCHES = RandomBatches(257, rows=8, seq_len=10)
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"microbatch_rows": 1}, {"techniques": {"activation_checkpointing": "full"}}], ids=str)
+def test_a_layout_that_is_equal_is_called_equal(pool, layout, changes):
+    report = verify(TIED, layout, BATCHES, steps=2, pool=pool, **changes)
+    assert report, report
+    stages = {d.stage for d in report.comparisons[0].differences}
+    assert stages == {"initial weight", "forward", "loss", "backward", "gradient", "norm", "parameter"}
+    modules = {d.name for d in report.comparisons[0].differences if d.stage == "backward"}
+    assert {"layers.0.attention", "layers.2.feed_forward.w_down", "head", ""} <= modules
+
+
+def test_the_report_says_it_to_people_and_to_machines(pool):
+    report = verify(UNTIED, FSDP, BATCHES, steps=1, dtypes=("float64",), pool=pool)
+    assert str(report).startswith("dp_shard=2: equal within rounding (") and "gradient   equal" in str(report)
+    told = json.loads(report.to_json())
+    assert told["equal"] and told["comparisons"][0]["dtype"] == "float64" and len(told["comparisons"][0]["differences"]) > 100
+
+
+ALL = "the gradient of the parameter embedding.weight, after the backward"
+GALLERY = {
+    "per_rank_mean": (UNTIED, FSDP, {}, "the loss of step 1"),
+    "mean_of_microbatch_means": (UNTIED, FSDP, {"microbatch_rows": 1}, "the loss of step 1"),
+    "averaged_gradients": (UNTIED, FSDP, {}, ALL),
+    "ddp_hook_without_sum": (UNTIED, DDP, {}, ALL),
+    "divide_factor_on_the_root_only": (UNTIED, FSDP, {}, ALL.replace("embedding", "layers.0.attention_norm")),
+    "untied": (TIED, DDP, {}, "the initial weight head.weight"),
+    "clipped_by_the_local_norm": (UNTIED, FSDP, {}, "the gradient norm of step 1"),
+    "last_microbatch_unsynced": (UNTIED, FSDP, {"microbatch_rows": 1}, ALL),
+    "synced_gradients_summed_again": (UNTIED, DDP, {"microbatch_rows": 1, "techniques": {"sync_grad_accum": True}}, ALL),
+    "documents_mixed": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward)"),
+    "positions_dropped": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward)"),
+    "loss_mask_dropped": (UNTIED, FSDP, {}, "the loss of step 1"),
+    "padding_counted": (UNTIED, FSDP, {}, "the loss of step 1"),
+    "same_block_on_every_rank": (UNTIED, FSDP, {}, "the initial weight embedding.weight"),
+}
+"""Mutant -> the model, the layout and the circumstances in which it shows, and where it shows first."""
+
+
+def mutated(name: str, problem: Problem, layout: Layout):
+    with getattr(mutants, name)(), mutants.unaudited():
+        return candidate(problem, layout)
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_a_fault_is_found_where_it_is(pool, spmd, name):
+    model, layout, changes, where = GALLERY[name]
+    problem = Problem(model, BATCHES, 2, max_norm=0.1, **changes)
+    one, floor = spmd(1, references, problem)[0]
+    found = differences(spmd(layout.world, mutated, name, problem, layout)[0], one, floor, "float64")
+    first = first_beyond(found)
+    assert first is not None and place(first) == where
+    assert first.error > 1e4 * first.bound, "found by a hair"
+    sound = differences(spmd(layout.world, candidate, problem, layout)[0], one, floor, "float64")
+    assert first_beyond(sound) is None
+
+
+# --- somebody else's composition
+
+
+def torchs_ddp(model: nn.Module, layout: Layout) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def even(step: int):
+    """Every rank has as many real tokens as the others, and no documents: there the mean of means is the mean."""
+    g = torch.Generator().manual_seed(step)
+    return {key: torch.randint(0, 257, (4, 8), generator=g) for key in ("tokens", "labels")}
+
+
+def thawed(model: nn.Module, layout: Layout) -> nn.Module:
+    model.get_parameter("layers.1.attention.wq.weight").data.add_(1e-7 * get_world_info()[0])
+    return nn.parallel.DistributedDataParallel(model, init_sync=False)
+
+
+def test_somebody_elses_composition_is_judged_by_what_it_computes(pool):
+    report = verify(UNTIED, DDP, even, parallelize_fn=torchs_ddp, steps=2, pool=pool)
+    assert report, report
+    report = verify(UNTIED, DDP, BATCHES, parallelize_fn=torchs_ddp, steps=2, dtypes=("float64",), pool=pool)
+    assert not report and "first differs at the loss of step 1" in str(report), "means of ranks with different numbers of tokens"
+    report = verify(UNTIED, DDP, even, parallelize_fn=thawed, steps=2, dtypes=("float64",), pool=pool)
+    assert not report and "layers.1.attention.wq (forward)" in str(report), "a weight of rank 1 is off by 1e-7"
+
+
+# --- what cannot be compared
+
+
+class Unseeded(nn.Module):
+    """Draws its weights from the clock."""
+
+    vocab_size = 257
+
+    def __init__(self):
+        super().__init__()
+        import time
+
+        g = torch.Generator(device="cpu").manual_seed(time.monotonic_ns())
+        self.embedding = nn.Embedding(257, 8, _weight=torch.randn(257, 8, generator=g, device="cpu"))
+
+    def forward(self, tokens):
+        return self.embedding(tokens) @ self.embedding.weight.T
+
+
+def endless(step: int):
+    return even(step) | {"labels": torch.full((4, 8), -100)} if step else even(step)
+
+
+class Infinite(Unseeded):
+    def __init__(self):
+        super().__init__()
+        self.embedding.weight.data.fill_(float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "batches", "error", "words"),
+    [
+        (Unseeded, DDP, even, IntegrityError, r"different weights \(first: embedding.weight\).*Seed it inside the factory"),
+        (Infinite, DDP, even, ConfigError, "the loss of step 1 is nan in one process already"),
+        (UNTIED, Layout(dp_shard=3), even, ConfigError, "the batch has 4 rows, which 3 ranks cannot share: give a multiple of 3, like 6"),
+        (UNTIED, Layout(dp_shard=-1), even, ConfigError, "open size"),
+        ("support.problems:NOTHING", DDP, even, ConfigError, "cannot import 'support.problems:NOTHING'"),
+    ],
+)
+def test_refusals_teach(pool, model, layout, batches, error, words):
+    with pytest.raises(error, match=words):
+        verify(model, layout, batches, steps=1, pool=pool)
