@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import json
 import os
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from support.disk import failing_disk, full
 from support.odd import LAYOUTS, Odd, moments, odd, train, weights
 from support.oracle import relative_errors
 
@@ -390,63 +390,6 @@ def test_random_streams_continue_on_a_world_of_the_same_size(spmd, tmp_path):
 
 
 # --- writing that fails
-
-
-@contextmanager
-def failing_disk(fail_at: int, error: Callable[[], BaseException], kinds: str = "write fsync rename replace mkdir") -> Iterator[list[str]]:
-    """The ``fail_at``-th change to the disk of these kinds raises. Yields the kinds of the changes so far."""
-    seen: list[str] = []
-
-    def count(name: str) -> None:
-        if name in kinds.split():
-            seen.append(name)
-        if len(seen) == fail_at and name in kinds.split():
-            raise error()
-
-    def counted(name, function):
-        def call(*args, **kwargs):
-            count(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    class File:
-        def __init__(self, file):
-            self._file = file
-
-        def write(self, data):
-            count("write")
-            return self._file.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self._file.close()
-
-    def opened(function):
-        def call(place, mode="r", *args, **kwargs):
-            file = function(place, mode, *args, **kwargs)
-            return File(file) if "w" in mode else file
-
-        return call
-
-    places = [(os, name) for name in ("fsync", "rename", "replace", "mkdir")] + [(pathlib.Path, "open"), (builtins, "open")]
-    kept = [(place, name, getattr(place, name)) for place, name in places]
-    for place, name, function in kept:
-        setattr(place, name, opened(function) if name == "open" else counted(name, function))
-    try:
-        yield seen
-    finally:
-        for place, name, function in kept:
-            setattr(place, name, function)
-
-
-def full() -> OSError:
-    return OSError(errno.ENOSPC, "No space left on device")
 
 
 def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:

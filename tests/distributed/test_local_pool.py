@@ -206,7 +206,7 @@ SCRIPT = """
         me = psutil.Process()
         with WorkerPool(2, threads=1) as pool:
             pids = pool.run(who)
-            folder = pool._folder
+            folder = pool.folder
             assert set(pids) <= {child.pid for child in me.children(recursive=True)}
         left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
         print("left", left, os.path.exists(folder), "torch" in sys.modules, flush=True)

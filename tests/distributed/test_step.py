@@ -123,7 +123,7 @@ def test_a_bad_batch_on_one_rank_is_refused_by_all_in_its_own_words(spmd, refere
         for rank, (told, _) in enumerate(results):
             kind, text, seconds = told[number]
             assert kind == "ConfigError", (how, rank, text)
-            assert (words if rank == 1 else "1 other rank(s) refused their batch") in text, (how, rank)
+            assert words in text, (how, rank)
             assert seconds < 30, how  # no waiting for a time limit
     assert max(relative_errors(results[0][1], reference(Problem()).gradients).values()) <= EXACT  # the step after them
 

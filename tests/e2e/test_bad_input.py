@@ -8,6 +8,7 @@ import pytest
 from e2e_runs import Job, tree
 
 from meshwright.cli.main import main
+from meshwright.training.occupancy import occupied
 
 CONFIG, REFUSED = 2, 3
 
@@ -154,3 +155,15 @@ def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status
     assert done.status == CONFIG and done.out == ""
     assert done.err.startswith("meshwright: techniques.reshard_after_forward = 7") and len(done.err.splitlines()) == 1
     assert not (tmp_path / "runs").exists() and not list((tmp_path / "tmp").glob("meshwright-*"))
+
+
+def test_a_second_job_in_a_runs_folder_is_refused_and_harms_nothing(refused, run, monkeypatch):
+    monkeypatch.setattr("meshwright.training.occupancy._PATIENCE_SEC", 0.1)
+    with occupied(run):
+        refused(
+            CONFIG,
+            None,
+            "is being trained by another job (process",
+            "leave run empty",
+            argv=["train", str(run), "--process.count=1", "--steps=5"],
+        )

@@ -158,11 +158,12 @@ def test_what_is_switched_off_does_not_happen_and_what_cannot_happen_is_said(tra
     assert [path.name for path in sorted((off.folder / "checkpoints").iterdir())] == ["latest", "step-00000002"]
 
     wanted = {"steps": 1, "validation.every": 1}
-    short = train(2, wanted | {"data.seq_len": 256, "data.source": [str(off.folder / "metrics.jsonl")], "data.validation_fraction": 0.1})[0]
-    assert "no validation: the held-out text has" in short.out and "less than a row of data.seq_len = 256" in short.out
+    little = {"data.source": [str(off.folder / "metrics.jsonl")], "data.format": "text", "data.seq_len": 256}
+    short = train(2, wanted | little | {"data.validation_fraction": 0.1})[0]
+    assert "no validation: no source holds out a row of data.seq_len = 256 tokens (data.validation_fraction = 0.1)" in short.out
     assert "validation_loss" not in metrics(short.folder)[0]
     exactly = train(2, wanted | {"data.validation_fraction": 0.0})[0]
-    assert "no validation: the held-out text has 0 tokens" in exactly.out
+    assert "no validation: no source holds out a row" in exactly.out
 
 
 def under_torchrun(environment, cwd, words):

@@ -21,6 +21,10 @@ class CheckpointFolder:
 
     path: Path
 
+    @property
+    def pointer(self) -> Path:
+        return self.path / LATEST
+
     def of_step(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
@@ -35,7 +39,7 @@ class CheckpointFolder:
         Raises:
             IntegrityError: the pointer names a folder that is gone, or none.
         """
-        pointer = self.path / LATEST
+        pointer = self.pointer
         if not pointer.is_file():
             return None
         name = pointer.read_text().strip()
@@ -52,7 +56,7 @@ class CheckpointFolder:
 
     def point_to(self, step: int) -> None:
         """Move ``latest``, atomically."""
-        replace_text(self.path / LATEST, self.of_step(step).name + "\n")
+        replace_text(self.pointer, self.of_step(step).name + "\n")
 
     def keep_last(self, count: int) -> None:
         """Remove all but the newest ``count`` steps (0: keep all); the one that ``latest`` names always stays."""

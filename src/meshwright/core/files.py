@@ -17,8 +17,8 @@ def sync_folder(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small text file, whole on disk before it has its name."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w") as file:
+    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

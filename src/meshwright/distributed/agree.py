@@ -110,6 +110,24 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
     return result
 
 
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises this error (it came through ``together``)."""
+    return getattr(error, "is_agreed", False)
+
+
+def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> None:
+    """Raise, on all ranks of the groups, the problem of the first rank that has one (collective; nothing where none has)."""
+    said: list[Any] = [problem and portable(problem)]
+    for group in groups:
+        mine = next((p for p in said if p is not None), None)
+        said = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, mine, group=group)
+    first = next((p for p in said if p is not None), None)
+    if first is not None:
+        first.__dict__["is_agreed"] = True
+        raise first
+
+
 def portable(error: Exception) -> Exception:
     """The error itself where it survives pickling, else one of ours with its words: the other ranks must be able to raise it."""
     try:

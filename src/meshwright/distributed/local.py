@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MeshwrightError
@@ -33,10 +34,10 @@ PRELOAD = "meshwright.distributed.preload"
 class WorkerDied(MeshwrightError):
     """A worker process ended in the middle of a job; the others were stopped."""
 
-    def __init__(self, rank: int, exit_code: int | None):
+    def __init__(self, rank: int, exit_code: int | None, pid: int = 0):
         how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code and exit_code < 0 else f"exited with status {exit_code}"
         super().__init__(f"rank {rank} {how} in the middle of the job; the other ranks were stopped")
-        self.rank, self.exit_code = rank, exit_code
+        self.rank, self.exit_code, self.pid, self.how = rank, exit_code, pid, how
 
 
 class WorkerFailed(MeshwrightError):
@@ -59,6 +60,9 @@ class WorkerPool:
 
     Args:
         threads: intra-op threads per worker; 0: the cores shared out evenly.
+
+    Attributes:
+        folder: a temporary folder that goes with the pool; workers find it by ``meeting_place``.
     """
 
     def __init__(self, size: int, *, threads: int = 0):
@@ -70,7 +74,7 @@ class WorkerPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._jobs = itertools.count()
-        self._folder = tempfile.mkdtemp(prefix="meshwright-")
+        self.folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
 
     def start(self) -> None:
         """Start the workers that are not there yet (``run`` does it too)."""
@@ -96,7 +100,7 @@ class WorkerPool:
         if not 1 <= world <= self.size:
             raise ConfigError(f"a job for {world} ranks does not fit a pool of {self.size} workers: give it 1 to {self.size}")
         self.start()
-        store = os.path.join(self._folder, f"job{next(self._jobs)}")
+        store = str(self.folder / f"job{next(self._jobs)}")
         job = (list(sys.path), store, world, pickle.dumps((function, args)))
         try:
             for pipe in self._pipes[:world]:
@@ -146,7 +150,7 @@ class WorkerPool:
                 return
         process = self._processes[rank]
         process.join(5)
-        problems[rank] = WorkerDied(rank, process.exitcode)
+        problems[rank] = WorkerDied(rank, process.exitcode, process.pid)
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every worker."""
@@ -157,7 +161,7 @@ class WorkerPool:
     def close(self) -> None:
         """Stop the workers and remove what they left."""
         self._stop_workers()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _stop_workers(self) -> None:
         for process in self._processes:
@@ -249,9 +253,15 @@ def _told(error: BaseException) -> bytes:
         carried = pickle.dumps(error)
     except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
         carried = None
+    is_echo = getattr(error, "is_echo", False) or is_broken_collective(error)
+    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, is_echo)))
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether torch says that a collective failed, which another rank is the cause of."""
     words = str(error).lower()
-    broken = isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and ("gloo" in words or "connection" in words)
-    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, broken)))
+    said = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
+    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and said
 
 
 @contextmanager
@@ -267,3 +277,9 @@ def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
 
 STORE = "MESHWRIGHT_FILE_STORE"
 """Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup)."""
+
+
+def meeting_place() -> Path | None:
+    """The temporary folder of the pool that this process is a worker of; None outside a pool."""
+    store = os.environ.get(STORE)
+    return Path(store).parent if store else None

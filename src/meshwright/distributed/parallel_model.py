@@ -118,18 +118,19 @@ class ParallelModel:
         """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``; restored also on an exception."""
         return accumulation.context(self.module, self.plan, is_last_microbatch)
 
-    def forward_backward(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
+    def forward_backward(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> StepLoss:
         """Forward and backward of this rank's share of one optimizer step; gradients add up in ``.grad``.
 
         Args:
             batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys: tokens, labels
-                (already shifted, -100: no loss), optional loss_mask, positions, document_ids, and arguments of the model.
+                (already shifted, -100: no loss), optional loss_mask, positions, document_ids, and arguments of the model. Where
+                this rank could not read its batch: the error, so that all ranks hear of it.
 
         The loss is a sum over real tokens divided by their number in the whole step on all data ranks, so accumulation over
         unequal microbatches and unequal ranks is exact.
 
         Raises:
-            ConfigError: the batch does not fit (then on every rank, before any model code runs).
+            ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
         pieces, tokens = self._open_step(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -161,12 +162,14 @@ class ParallelModel:
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 
-    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> tuple[list[step_batch.Batch], int]:
+    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> tuple[list[step_batch.Batch], int]:
         """Check on every rank, agree, and count the real tokens of the whole step: one small all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
         tokens = 0
         try:
+            if isinstance(batch, Exception):
+                raise batch
             pieces = step_batch.microbatches(batch, self.microbatch_rows)
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
@@ -176,10 +179,8 @@ class ParallelModel:
         words = torch.tensor([tokens, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
         words = agree.total(words, self._data_groups)
         tokens, number, squares, refused = words.tolist()
-        if refusal is not None:
-            raise refusal
         if refused:
-            raise ConfigError(f"{refused} other rank(s) refused their batch (their message says why); nothing was computed on any rank")
+            agree.raise_first(refusal, self._data_groups)
         ranks = self.plan.data_ranks
         if number * number != squares * ranks:
             raise ConfigError(

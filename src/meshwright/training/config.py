@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.core.config import from_dict, load_toml
+from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.models.decoder_config import RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
@@ -46,17 +47,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The text to train on."""
+class DataConfig(SourceOptions):
+    """The text to train on: one source, or a mixture of several."""
 
-    source: tuple[str, ...] = ("stdlib",)
-    """Text files or folders; "stdlib" is the source code of Python's own standard library."""
+    mixture: tuple[MixturePart, ...] = ()
+    """Tables of sources, each with the keys of a source of its own, a name and a weight; then data.source and its like are not given."""
+    curriculum: tuple[CurriculumStage, ...] = ()
+    """Tables of other weights of the mixture from some step on."""
     tokenizer: str = "bytes"
-    """"bytes" (one token per byte), or a tokenizer.json, or a folder that holds one."""
+    """"bytes" (one token per byte); a tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or
+    "ids:50257:50256" (vocabulary, end-of-document id; for token ids without their tokenizer)."""
     seq_len: int = 128
     """Tokens per row."""
     validation_fraction: float = 0.05
-    """Part of the bytes that is held out for validation; 0: none."""
+    """Part of the bytes (of records: of the rows) that is held out for validation; 0: none."""
     cache: str = ""
     """Folder that keeps tokenized text; empty: meshwright's folder in the user's cache."""
     workers: int = 1
@@ -149,6 +153,14 @@ class LoggingConfig:
     """Steps between two lines of metrics."""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """Metrics for TensorBoard; auto: where it is installed."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Metrics for Weights & Biases; offline: into files that ``wandb sync`` sends."""
+    wandb_project: str = ""
+    """Project of Weights & Biases; empty: the run's name."""
+    profile: str = ""
+    """Steps to profile, like 10:13 for 10, 11 and 12: a trace of each rank in profile/ of the run folder."""
+    memory_snapshot: str = ""
+    """Steps whose CUDA allocations are recorded, like 10:13: a snapshot of each rank in memory/ of the run folder."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,8 @@ class ProcessConfig:
     """Seconds for all processes to meet."""
     step_timeout_sec: int = 300
     """Seconds that a collective may wait before the run is ended as hung."""
+    max_restarts: int = 0
+    """How often new processes continue the run after one was lost; under torchrun its own --max-restarts counts."""
 
 
 @dataclass(frozen=True)

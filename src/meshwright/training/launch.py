@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from types import FrameType
 
 from meshwright.core.errors import ConfigError, MeshwrightError
@@ -15,6 +16,8 @@ from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.distributed.world import get_world_info
 
 from .config import Config
+from .monitoring.peers import latest_checkpoint, read_all_records, run_folder
+from .stopping import INTERRUPT
 
 CPU_PROCESSES = 4
 
@@ -23,7 +26,8 @@ def launch(config: Config) -> int:
     """Run the config to its end and return the exit status.
 
     Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: what the layout asks
-    for, else one per GPU, else four), or trains right here when that is one.
+    for, else one per GPU, else four), or trains right here when that is one. When a worker is lost, it starts new ones that
+    continue the run's folder, at most ``process.max_restarts`` times.
 
     Raises:
         MeshwrightError: refused, or failed; the text is for the user.
@@ -31,15 +35,11 @@ def launch(config: Config) -> int:
     started = time.time()
     world = get_world_info()[2]
     count = 1 if world > 1 else process_count(config)
-    if count == 1:
+    if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
-    with closing(WorkerPool(count)) as pool, _Signals(pool) as signals:
-        try:
-            pool.start()
-            signals.reach_workers = True
-            return pool.run(train, config, started)[0]
-        except (WorkerFailed, WorkerDied) as trouble:
-            raise signals.explain(trouble) or _for_the_user(trouble) from None
+    pool = WorkerPool(count)
+    with _Signals(pool) as signals, closing(pool):  # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
+        return _Attempts(pool, signals, config, started).run()
 
 
 def train(config: Config, started: float) -> int:
@@ -70,13 +70,71 @@ def gpu_count() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _for_the_user(failure: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
-    """What the worker meant to say: our own errors as they are, anything else with its traceback."""
-    error = failure.error if isinstance(failure, WorkerFailed) else None
-    if isinstance(error, ConfigError | MeshwrightError | KeyboardInterrupt):
+class _Attempts:
+    """The run's attempts on one pool: the first, and one more after each loss that a new start may mend."""
+
+    def __init__(self, pool: WorkerPool, signals: _Signals, config: Config, started: float):
+        self.pool, self.signals, self.config, self.started = pool, signals, config, started
+        self.restarts = 0
+
+    def run(self) -> int:
+        while True:
+            try:
+                self.pool.start()
+                self.signals.workers_are_up()
+                return self.pool.run(train, self.config, self.started)[0]
+            except (WorkerFailed, WorkerDied) as trouble:
+                if stopped := self.signals.explain(trouble):
+                    raise stopped from None
+                said = self._words(trouble)
+                if self.signals.first or self.restarts >= self.config.process.max_restarts or not _is_worth_a_restart(trouble):
+                    raise said from None
+                self._continue(said)
+
+    def _continue(self, said: BaseException) -> None:
+        """Say it in one line, and let the next attempt go on in the same folder."""
+        self.restarts += 1
+        folder = run_folder(self.pool.folder)
+        latest = latest_checkpoint(folder) if folder else ""
+        where = f"continuing {folder} from {latest or 'step 0: it has no checkpoint yet'}" if folder else "beginning again"
+        first_line = next(iter(str(said).strip().splitlines()[-1:]), "")
+        limit = f"restart {self.restarts} of {self.config.process.max_restarts}"
+        print(f"meshwright: {limit}: {first_line.rstrip('.')}; {where}", file=sys.stderr, flush=True)
+        self.config = replace(self.config, run=str(folder) if folder else self.config.run)
+        self.started = time.time()
+
+    def _words(self, trouble: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
+        """What the worker meant to say: our own errors as they are, anything else with its traceback; of a death, where it was."""
+        if isinstance(trouble, WorkerFailed):
+            return _for_the_user(trouble)
+        from .monitoring.postmortem import find_stall, name_of, whereabouts
+
+        records = read_all_records(self.pool.folder)
+        record = records.get(trouble.rank)
+        if record is None or record.pid != trouble.pid:
+            return trouble
+        stall = find_stall(records, time.time()) if trouble.exit_code == -signal.SIGABRT else None  # NCCL's watchdog
+        why = f" ({stall.sentence})" if stall else ""
+        return LostWorker(f"{name_of(record)} {trouble.how} {whereabouts(record)}{why}; the other ranks were stopped")
+
+
+class LostWorker(MeshwrightError):
+    """A worker process ended in the middle of the run; the text says where it was."""
+
+
+def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
+    """Not where ranks raised what they would raise again: a config that is wrong, a checkpoint that cannot be read."""
+    from .monitoring.peers import RankLost, RankStalled
+
+    error = trouble.error if isinstance(trouble, WorkerFailed) else None
+    return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)
+
+
+def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
+    if isinstance(failure.error, ConfigError | MeshwrightError | KeyboardInterrupt):
         if os.environ.get("MESHWRIGHT_DEBUG"):
             print(failure, file=sys.stderr)
-        return error
+        return failure.error
     return failure
 
 
@@ -89,7 +147,7 @@ class Stopped(MeshwrightError):
 
 
 class _Signals:
-    """Lets the workers answer signals: Ctrl-C reaches them by itself, TERM and USR1 are passed on; a third Ctrl-C ends all at once.
+    """Lets the workers answer signals: all are passed on, also the Ctrl-C that a terminal sends them anyway; a third ends all at once.
 
     Before there are workers the first signal ends the command.
     """
@@ -108,12 +166,18 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def workers_are_up(self) -> None:
+        """From now on signals are the workers' to answer. Raises Stopped where one came while they were started again."""
+        self.reach_workers = True
+        if self.first:
+            raise Stopped(self.first)
+
     def explain(self, trouble: WorkerFailed | WorkerDied) -> BaseException | None:
         """What to raise where a signal was the cause: a second Ctrl-C breaks off whatever is done, and a worker that has not yet
         begun to take note of signals dies of the first."""
         if self.interrupts > 1:
             return KeyboardInterrupt()
-        died_of_it = isinstance(trouble, WorkerDied) and trouble.exit_code in (-self.first, 0, 1)
+        died_of_it = isinstance(trouble, WorkerDied) and trouble.exit_code in (-self.first, -INTERRUPT, 0, 1)
         return Stopped(self.first) if self.first and died_of_it else None
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
@@ -126,3 +190,5 @@ class _Signals:
         self.interrupts += 1
         if self.interrupts > 2:
             raise KeyboardInterrupt
+        if self.interrupts == 1:
+            self.pool.signal_all(INTERRUPT)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshwright.core.config import from_dict, to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.models.decoder_config import SIZES
+from meshwright.training.monitoring.windows import read_window
 
 Range = tuple[str, Callable[[Any], bool]]
 """The range in words, and whether a value lies in it."""
@@ -47,6 +48,16 @@ RANGES: dict[str, Range] = {
     "model.rope_scaling.original_max_seq_len": _FROM_1,
     "data.source": _TEXT,
     "data.source[]": _TEXT,
+    "data.column": _TEXT,
+    "data.max_epochs": _FROM_0,
+    "data.mixture[].source": _TEXT,
+    "data.mixture[].source[]": _TEXT,
+    "data.mixture[].column": _TEXT,
+    "data.mixture[].max_epochs": _FROM_0,
+    "data.mixture[].weight": _FROM_0,
+    "data.curriculum[].from_step": _FROM_0,
+    "data.curriculum[].weights": _TEXT,
+    "data.curriculum[].weights[]": _FROM_0,
     "data.tokenizer": _TEXT,
     "data.seq_len": _FROM_1,
     "data.validation_fraction": _BELOW_1,
@@ -74,6 +85,7 @@ RANGES: dict[str, Range] = {
     "process.backend": _TEXT,
     "process.startup_timeout_sec": _FROM_1,
     "process.step_timeout_sec": _FROM_1,
+    "process.max_restarts": _FROM_0,
     "sample.prompt": _TEXT,
     "sample.tokens": _FROM_0,
     "sample.temperature": _FROM_0,
@@ -95,10 +107,7 @@ def check_values(config: Any) -> None:
         ConfigError: names the dotted key, the value and the legal range.
     """
     typed = from_dict(type(config), to_dict(config))
-    for pattern, (words, is_legal) in RANGES.items():
-        for key, value in _values(typed, pattern):
-            if not is_legal(value):
-                raise ConfigError(f"{key} = {value!r} is out of range: it must be {words}.")
+    check_ranges(typed, RANGES)
     for pattern in PATTERNS:
         for key, value in _values(typed, pattern):
             _check_pattern(key, value)
@@ -106,9 +115,19 @@ def check_values(config: Any) -> None:
         for key, value in _values(typed, name):
             if value not in words:
                 canonical_dtype(value, where=key)
+    for key in ("profile", "memory_snapshot"):
+        read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
     _check_model(typed.model)
     if typed != config:
         raise ConfigError("a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)")
+
+
+def check_ranges(config: Any, ranges: Mapping[str, Range]) -> None:
+    """Whether the values that a table names lie in its ranges. Raises ConfigError."""
+    for pattern, (words, is_legal) in ranges.items():
+        for key, value in _values(config, pattern):
+            if not is_legal(value):
+                raise ConfigError(f"{key} = {value!r} is out of range: it must be {words}.")
 
 
 def _values(node: Any, pattern: str, path: str = "") -> Iterator[tuple[str, Any]]:

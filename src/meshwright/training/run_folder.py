@@ -13,13 +13,17 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import replace_text
+from meshwright.data import Tokenizer
 
 from .config import Config
+from .job_folder import FOLDER, job_number, note_job, run_of_requeued_job
+from .occupancy import NAME
+from .tokenizer import keep_tokenizer
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``."""
+    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``; ``heartbeats/`` while it runs."""
 
     path: Path
 
@@ -31,9 +35,20 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.toml"
 
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it does not say yet what run it holds."""
+        return not (self.path / "identity.json").is_file()
+
     @classmethod
     def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
-        """The folder that the config names, or a new one named by time. Call it on one rank; nothing of an older run is touched.
+        """The folder that the config names, or a new one. Call it on one rank; nothing of an older run is touched.
+
+        The name of a new one ends with the time, or with the Slurm job: requeued, that job continues the run that it began.
 
         Args:
             identity: what must not change between the parts of one run, as JSON values.
@@ -41,9 +56,12 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds a run of another identity, or files that are no run.
         """
-        if not config.run:
-            return cls(_new_folder(Path(config.out).expanduser(), config.name))
-        folder = cls(Path(config.run).expanduser())
+        run = config.run or run_of_requeued_job(config)
+        if not run:
+            folder = cls(_new_folder(Path(config.out).expanduser(), config.name))
+            note_job(folder.path, config)
+            return folder
+        folder = cls(Path(run).expanduser())
         folder.check_identity(identity)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +73,7 @@ class RunFolder:
         """Refuse to continue somebody else's run. Raises ConfigError."""
         stored = self.path / "identity.json"
         if not stored.is_file():
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
                 raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
             return
         before = json.loads(stored.read_text())
@@ -66,15 +84,21 @@ class RunFolder:
                 f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
             )
 
-    def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str) -> None:
+    def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
         """Write what the run is made of (each file whole or not at all)."""
+        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))  # first: without it the folder is nobody's
         replace_text(self.config, to_toml(config))
-        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))
         replace_text(self.path / "plan.json", plan_text)
+        keep_tokenizer(tokenizer, self.path)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a file in a folder without an identity is somebody else's, and not what a start that broke off left behind."""
+    return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = f"slurm{job_number()}" if job_number() else time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:

@@ -7,12 +7,31 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.distributed.local import meeting_place
+
+from .monitoring.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = signal.SIGUSR2
+"""By this our launcher tells its workers of an INT. An INT of its own would be the second one where a terminal sent it to all."""
+
+
+class Interrupted(MeshwrightError):
+    """A signal broke off a preparation; every rank raises it. ``number``: the signal's."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
 
 
 class StopRequest:
-    """Notes the first of INT, TERM and USR1; a second INT interrupts at once. Use it as a context."""
+    """Notes the first of INT, TERM and USR1; a second INT interrupts at once. Use it as a context.
+
+    In a worker of our launcher USR2 is its word for INT.
+    """
 
     def __init__(self) -> None:
         self.signal = 0
@@ -20,7 +39,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            numbers = SIGNALS if meeting_place() is None else (*SIGNALS, INTERRUPT)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,7 +58,25 @@ class StopRequest:
             for number in self._before:
                 signal.signal(number, self._note)
 
+    def breaks(self, progress: Progress) -> Progress:
+        """The same progress, but one whose ``portion`` raises Interrupted once a signal came: reading a large corpus takes longer than
+        anybody waits for a run to stop. Give it to actions that the ranks do together, so that all of them raise it."""
+        return _Breaking(progress, self)  # type: ignore[return-value]
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = self.signal or number
+        self.signal = self.signal or (signal.SIGINT if number == INTERRUPT else number)
+
+
+class _Breaking:
+    def __init__(self, progress: Progress, stop: StopRequest):
+        self._progress, self._stop = progress, stop
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        if self._stop.signal:
+            raise Interrupted(self._stop.signal)
+        self._progress.portion(what, done, total)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._progress, name)

@@ -37,6 +37,7 @@ class LiveProgress:
         self._interval = interval
         self._clock = clock
         self._live: Live | None = None
+        self._bar: Live | None = None
         self._report: StepReport | None = None
         self._validation_loss: float | None = None
         self._curve = LossCurve()
@@ -47,6 +48,7 @@ class LiveProgress:
 
     def start(self, header_lines: Sequence[str]) -> None:
         """Print the header once, above the part that moves."""
+        self._end_bar()
         title, rows = header_rows(header_lines)
         self._console.print(Text(title, style="bold"))
         grid = Table.grid(padding=(0, 2))
@@ -79,8 +81,28 @@ class LiveProgress:
         """Print ``text`` above the moving part, where it stays."""
         self._console.print(Text(text))
 
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Draw a bar that goes when it is full."""
+        now = self._clock()
+        if done >= total:
+            self._end_bar()
+        elif now - self._drawn_at >= 1 / _FRAMES_PER_SECOND:
+            if self._bar is None:
+                self._bar = Live(console=self._console, auto_refresh=False, transient=True)
+                self._bar.start()
+            row = Table.grid(padding=(0, 1))
+            row.add_row(Text(what), ProgressBar(total=total, completed=done, width=40), Text(f"{done / total:.0%}", style="dim"))
+            self._bar.update(row, refresh=True)
+            self._drawn_at = now
+
+    def _end_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
     def close(self) -> None:
         """Draw the last frame, leave it on the screen and give the cursor back."""
+        self._end_bar()
         live, self._live = self._live, None
         if live is None:
             return

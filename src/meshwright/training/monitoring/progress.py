@@ -82,6 +82,10 @@ class Progress(Protocol):
         """Print a message that stays, such as "checkpoint saved"."""
         ...
 
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Show how far a long preparation is. Cheap: call it often."""
+        ...
+
     def close(self) -> None:
         """Show the last figures and stop; closing twice is harmless."""
         ...
@@ -103,6 +107,9 @@ class SilentProgress:
     def say(self, text: str) -> None:
         """Nothing."""
 
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing."""
 
@@ -122,6 +129,7 @@ class PlainProgress:
         self._interval = interval
         self._clock = clock
         self._shown_at: float | None = None
+        self._portion_at = clock()
         self._unshown: StepReport | None = None
 
     def start(self, header_lines: Sequence[str]) -> None:
@@ -149,6 +157,13 @@ class PlainProgress:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         # A log in a narrow encoding loses a dot or an arrow, not the run.
         print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Print a line, if it is time for one."""
+        now = self._clock()
+        if now - self._portion_at >= self._interval:
+            self.say(f"{what}: {done / max(total, 1):.0%}")
+            self._portion_at = now
 
     def close(self) -> None:
         """Print the last report if it was held back: after a stop or a failure it tells where."""

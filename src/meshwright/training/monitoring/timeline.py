@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from meshwright.core.units import duration_text
@@ -19,10 +19,14 @@ class Timeline:
         with timeline.phase("weights"):
             model.materialise()
         timeline.line()  # "imports 1.9 s · weights 0.2 s"
+
+    Args:
+        on_phase: told the name of each phase as it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], object] | None = None) -> None:
         self._seconds: dict[str, float] = {}
+        self._on_phase = on_phase
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -43,6 +47,8 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body, also when it raises. Phases do not nest: an inner one would be counted twice."""
+        if self._on_phase is not None:
+            self._on_phase(name)
         began = time.perf_counter()
         try:
             yield

@@ -1,0 +1,78 @@
+"""One job in a run's folder at a time: two would overwrite each other's checkpoints and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.core.errors import ConfigError
+
+NAME = "running.lock"
+_PATIENCE_SEC = 5.0
+"""A job that was just killed may need a moment to let go."""
+
+
+@contextlib.contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for the time of the block. The system lets go of it when this process dies, however it dies.
+
+    Where files cannot be locked (some network file systems) nothing is held.
+
+    Raises:
+        ConfigError: another job holds it; names its process and host.
+    """
+    held = _take(folder / NAME)
+    try:
+        yield
+    finally:
+        if held is not None:
+            (folder / NAME).unlink(missing_ok=True)  # before the lock goes: whoever waits sees that its file is no more
+            os.close(held)
+
+
+def _take(path: Path) -> int | None:
+    end = time.monotonic() + _PATIENCE_SEC
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            who = _holder(file)
+            os.close(file)
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                return None
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            raise ConfigError(
+                f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints. Wait for it or stop it,"
+                f" or leave run empty for a new folder"
+            ) from None
+        if _is_there(file, path):
+            os.truncate(file, 0)
+            os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}).encode(), 0)
+            return file
+        os.close(file)
+
+
+def _is_there(file: int, path: Path) -> bool:
+    """Whether the file that was locked is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(file: int) -> str:
+    try:
+        said = json.loads(os.pread(file, 1000, 0))
+        return f"another job (process {said['pid']} on {said['host']}, since {said['since']})"
+    except (ValueError, KeyError, TypeError):
+        return "another job"
