@@ -17,6 +17,7 @@ GALLERY = {
     "per_rank_mean": (Problem(), ONE_FORWARD, ()),
     "mean_of_microbatch_means": (Problem(), SEVERAL, ()),
     "averaged_gradients": (Problem(), ONE_FORWARD, ()),
+    "same_batch_on_every_rank": (Problem(), ONE_FORWARD, ()),
     "ddp_hook_without_sum": (Problem(), REPLICAS, ()),
     "divide_factor_on_the_root_only": (Problem(), ONE_FORWARD, ()),
     "untied": (Problem(TIED), REPLICAS, ()),

@@ -264,6 +264,20 @@ def test_a_store_of_the_callers_own(spmd, tmp_path):
     assert spmd(2, own_store_job, str(tmp_path / "store")) == [3, 3]
 
 
+def own_group_job(path: str) -> tuple:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mine = dist.group.WORLD
+    mesh = init_distributed(Layout(dp_shard=-1))
+    found = tuple(mesh.shape), dist.group.WORLD is mine, summed()
+    destroy_distributed()
+    return found
+
+
+def test_a_process_group_of_the_callers_own_is_used(spmd, tmp_path):
+    assert spmd(2, own_group_job, str(tmp_path / "store")) == [((1, 1, 2, 1, 1), True, 3)] * 2
+
+
 def refused_job(layout: Layout) -> tuple[str, bool, int]:
     try:
         init_distributed(layout)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.distributed import accumulation, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
+from meshwright.distributed import accumulation, agree, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.models import decoder
 
@@ -42,6 +42,12 @@ def mean_of_microbatch_means():
 
     with patch.object(ParallelModel, "_open_step", opened), patch.object(ParallelModel, "_loss_sum", mean):
         yield
+
+
+def same_batch_on_every_rank():
+    """All ranks are fed rank 0's rows."""
+    whole = ParallelModel.forward_backward
+    return patch.object(ParallelModel, "forward_backward", lambda self, batch: whole(self, agree.from_rank_zero(batch)))
 
 
 def averaged_gradients():

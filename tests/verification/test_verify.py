@@ -6,12 +6,16 @@ import json
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from support import mutants
 from support.problems import TIED, UNTIED
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.world import get_world_info
+from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification.compare import differences, first_beyond
 from meshwright.verification.outcome import candidate, references
@@ -46,6 +50,8 @@ GALLERY = {
     "per_rank_mean": (UNTIED, FSDP, {}, "the loss of step 1"),
     "mean_of_microbatch_means": (UNTIED, FSDP, {"microbatch_rows": 1}, "the loss of step 1"),
     "averaged_gradients": (UNTIED, FSDP, {}, ALL),
+    "same_batch_on_every_rank": (UNTIED, FSDP, {}, "the output of embedding (forward)"),
+    "frozen_parameter_trained": (UNTIED, DDP, {"techniques": {"freeze": ("wq",)}}, ALL.replace("embedding", "layers.0.attention.wq")),
     "ddp_hook_without_sum": (UNTIED, DDP, {}, ALL),
     "divide_factor_on_the_root_only": (UNTIED, FSDP, {}, ALL.replace("embedding", "layers.0.attention_norm")),
     "untied": (TIED, DDP, {}, "the initial weight head.weight"),
@@ -82,7 +88,7 @@ def test_a_fault_is_found_where_it_is(pool, spmd, name):
 # --- somebody else's composition
 
 
-def torchs_ddp(model: nn.Module, layout: Layout) -> nn.Module:
+def torchs_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
@@ -92,7 +98,7 @@ def even(step: int):
     return {key: torch.randint(0, 257, (4, 8), generator=g) for key in ("tokens", "labels")}
 
 
-def thawed(model: nn.Module, layout: Layout) -> nn.Module:
+def off_by_a_little(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     model.get_parameter("layers.1.attention.wq.weight").data.add_(1e-7 * get_world_info()[0])
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
@@ -102,7 +108,7 @@ def test_somebody_elses_composition_is_judged_by_what_it_computes(pool):
     assert report, report
     report = verify(UNTIED, DDP, BATCHES, parallelize_fn=torchs_ddp, steps=2, dtypes=("float64",), pool=pool)
     assert not report and "first differs at the loss of step 1" in str(report), "means of ranks with different numbers of tokens"
-    report = verify(UNTIED, DDP, even, parallelize_fn=thawed, steps=2, dtypes=("float64",), pool=pool)
+    report = verify(UNTIED, DDP, even, parallelize_fn=off_by_a_little, steps=2, dtypes=("float64",), pool=pool)
     assert not report and "layers.1.attention.wq (forward)" in str(report), "a weight of rank 1 is off by 1e-7"
 
 
@@ -148,3 +154,36 @@ class Infinite(Unseeded):
 def test_refusals_teach(pool, model, layout, batches, error, words):
     with pytest.raises(error, match=words):
         verify(model, layout, batches, steps=1, pool=pool)
+
+
+@st.composite
+def cases(draw):
+    kv_heads, group, head_dim = draw(st.integers(1, 2)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
+    heads = kv_heads * group
+    model = DecoderConfig(
+        draw(st.integers(3, 90)),
+        heads * head_dim,
+        draw(st.integers(1, 3)),
+        heads,
+        kv_heads,
+        hidden_dim=draw(st.integers(1, 30)),
+        max_seq_len=24,
+        qk_norm=draw(st.booleans()),
+        tied_embeddings=draw(st.booleans()),
+    )
+    batches = RandomBatches(
+        model.vocab_size, rows=4 * draw(st.integers(1, 2)), seq_len=draw(st.integers(1, 18)), seed=draw(st.integers(0, 9))
+    )
+    techniques = {"freeze": draw(st.sampled_from([(), ("wq|w_down",), ("layers.0",)]))}
+    techniques["activation_checkpointing"] = draw(st.sampled_from(["none", "full", "selective"]))
+    return draw(st.sampled_from([DDP, FSDP, HSDP])), model, batches, draw(st.sampled_from([0, 1])), techniques
+
+
+@settings(
+    max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
+)
+@given(cases())
+def test_any_legal_case_is_equal(pool, case):
+    layout, model, batches, microbatch_rows, techniques = case
+    report = verify(model, layout, batches, steps=2, microbatch_rows=microbatch_rows, techniques=techniques, dtypes=("float64",), pool=pool)
+    assert report, f"{case}\n{report}"

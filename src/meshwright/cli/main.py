@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 1 anything else. A wrong flag and a verb's --help
         leave by SystemExit (2 and 0) instead.
     """
+    is_the_process = argv is None
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -49,7 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"meshwright: unknown verb '{verb}'.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}.", file=sys.stderr)
         return 2
-    return _run(VERBS[verb][0], rest)
+    status = _run(VERBS[verb][0], rest)
+    if is_the_process and status > 128:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # stopped already: one more Ctrl-C on the way out must not change the status
+    return status
 
 
 def _run(target: str, argv: list[str]) -> int:

@@ -42,7 +42,8 @@ class DistributedConfig(Layout):
 def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None) -> DeviceMesh | None:
     """Bring up the process group and the mesh of ``config``; None (and no process group) when the world is one process.
 
-    Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller brings. Seeds
+    Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller brings; a process
+    group that exists already is used as it is. Seeds
     torch's random streams from (seed, data rank); initial weights follow their own law and do not depend on them.
 
     Raises:
@@ -52,6 +53,8 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
     if not isinstance(config, DistributedConfig):
         config = DistributedConfig(**vars(config))
     rank, local_rank, world = get_world_info()
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
     layout = config.resolve(world, ranks_per_node=ranks_per_node() or None)
     if layout.ep > 1:
         raise UnsupportedError(f"layout.ep = {layout.ep}: expert parallelism is not in this version. Set layout.ep = 1.")
@@ -63,15 +66,16 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
     if device_type == "cuda":
         device_id = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device_id)
-    _record_flight()
-    dist.init_process_group(
-        backend,
-        store=store if store is not None else _rendezvous(rank, world, config.startup_timeout_sec),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=config.startup_timeout_sec),
-        device_id=device_id,
-    )
+    if not dist.is_initialized():
+        _record_flight()
+        dist.init_process_group(
+            backend,
+            store=store if store is not None else _rendezvous(rank, world, config.startup_timeout_sec),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=config.startup_timeout_sec),
+            device_id=device_id,
+        )
     device_mesh = build_mesh(layout, device_type)
     seed_streams(seed, device_mesh)
     return device_mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,9 @@ def build(problem: Problem) -> nn.Module:
     if facts.on_meta:
         ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
         materialise(model, torch.device("cpu"), problem.seed, ties)
+    frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
     return model
 
 

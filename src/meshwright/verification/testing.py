@@ -1,0 +1,30 @@
+"""For the tests of your own project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.planning.layout import Layout
+
+from .problem import BatchFactory
+from .verify import verify
+
+
+def assert_layout_equals_single_process(
+    model_factory: Any, layout: Layout, batch_factory: BatchFactory | None = None, **options: Any
+) -> None:
+    """Fail, with the report as the message, unless a layout equals one process; takes what ``meshwright.verify`` takes.
+
+        from my_code import MyModel
+        from meshwright import Layout
+        from meshwright.verification.testing import assert_layout_equals_single_process
+
+        def test_my_model_shards():
+            assert_layout_equals_single_process(MyModel, Layout(dp_shard=4))
+
+    Raises:
+        AssertionError: the layout differs; names the first place.
+    """
+    report = verify(model_factory, layout, batch_factory, **options)
+    if not report:
+        raise AssertionError(str(report))
