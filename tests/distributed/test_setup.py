@@ -38,9 +38,9 @@ from meshwright.distributed import (
     init_distributed,
 )
 from meshwright.distributed import setup as floor
-from meshwright.distributed.local import STORE
 from meshwright.distributed.mesh import build_mesh, data_position
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
+from meshwright.distributed.world import STORE
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

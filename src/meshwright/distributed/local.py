@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.distributed.world import STORE
 
 PRELOAD = "meshwright.distributed.preload"
 
@@ -273,10 +274,6 @@ def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
     finally:
         for name in values:
             os.environ.pop(name, None)
-
-
-STORE = "MESHWRIGHT_FILE_STORE"
-"""Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup)."""
 
 
 def meeting_place() -> Path | None:

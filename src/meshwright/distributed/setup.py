@@ -18,9 +18,8 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.layout import Layout
 
 from . import agree
-from .local import STORE
 from .mesh import axis_sizes, build_mesh, data_position
-from .world import get_world_info, ranks_per_node
+from .world import STORE, get_world_info, ranks_per_node
 
 log = logging.getLogger("meshwright")
 

@@ -10,6 +10,8 @@ from meshwright.core.errors import ConfigError
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """From here up Slurm numbers what is no step of srun: the batch script, the shell of salloc, the step that watches a node."""
+STORE = "MESHWRIGHT_FILE_STORE"
+"""Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup)."""
 FIRST_PORT, PORTS = 20_000, 12_000
 """MASTER_PORT lies below 32768, where Linux begins to take ports for outgoing connections."""
 
