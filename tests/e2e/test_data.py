@@ -148,3 +148,30 @@ def test_what_one_rank_cannot_read_ends_all_in_its_words_or_is_left_out_by_all(t
     assert "samples could not be read and were left out" in results[0].out and "(rank 1): OSError" in results[0].out
     tokens = np.diff([0, *(row["tokens"] for row in metrics(results[0].folder))])
     assert len(tokens) == 6 and tokens[3] < 8 * 31 and losses(results[0].folder)[3] > 0
+
+
+ONE_STEP = {"steps": 1, "validation.every": 1}
+
+
+def test_a_held_out_conversation_that_is_too_long_does_not_switch_validation_off(train, tmp_path):
+    rows = [{"prompt": "?" * (40 if i == 3 else 2), "completion": "yes"} for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = {
+        "data.source": [str(tmp_path / "a.jsonl")],
+        "data.validation_fraction": 0.5,
+        "data.seq_len": 16,
+        "steps": 1,
+        "validation.every": 1,
+    }
+    for result in train(2, told):
+        assert result.status == 2 and "longer than data.seq_len = 16" in str(result.error)
+    kept = train(2, told | {"data.too_long": "skip"})[0]
+    assert kept.status == 0 and "validation_loss" in metrics(kept.folder)[0]
+
+
+def test_inspect_tells_each_source_of_a_mixture(train, questions, corpus, capsys):
+    parts = [{"name": "prose", "source": [str(corpus)]}, {"name": "sums", "source": [questions], "weight": 2.0}]
+    run = train(1, {"data.mixture": parts, "data.source": ["stdlib"], "steps": 1, "layout.dp_shard": 1})[0].folder
+    assert main(["inspect", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"data        prose: {corpus}, weight 1 (" in out and f"data        sums: {questions}, weight 2 (" in out

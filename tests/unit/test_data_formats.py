@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import formats, sources
+from meshwright.data.bpe import trained_bpe
 from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources import scan_sources
@@ -189,3 +190,26 @@ def test_a_row_that_is_held_out_is_never_trained_on(tmp_path):
     training, validation = set(texts(corpus.training)), set(texts(corpus.validation))
     assert len(training) == 14 and len(validation) == 6 and not training & validation
     assert isinstance(corpus.training.tokens, np.ndarray)
+
+
+def test_an_empty_first_shard_and_blank_lines_are_no_rows(tmp_path):
+    (tmp_path / "d").mkdir()
+    gzipped(tmp_path / "d" / "0.jsonl.gz", [])
+    gzipped(tmp_path / "d" / "1.jsonl.gz", ROWS[:1])
+    (tmp_path / "d" / "2.jsonl").write_text("\n\n" + json.dumps(ROWS[1]) + "\n\n")
+    corpus = open_corpus(prepare(str(tmp_path / "d"), ByteTokenizer(), 0.01, tmp_path / "cache").folder)
+    assert sorted(texts(corpus.training) + texts(corpus.validation)) == ["row 0 é", "row 1 é"]
+    assert (corpus.training.n_documents, corpus.validation.n_documents) == (1, 1)
+
+
+@pytest.mark.parametrize("content", [gzip.compress(b'{"text": "abc"}\n' * 50)[:30], b'{"text": "abc"}\n'])
+def test_a_file_that_is_not_packed_as_its_name_says_is_named(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz is no whole gzip file"):
+        prepare(str(tmp_path / "a.jsonl.gz"), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def test_a_tokenizer_belongs_to_the_text_as_it_was_read(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    made = [trained_bpe("bpe:270", [SourceOptions((str(path),), format=format)], tmp_path / "c", print) for format in ("jsonl", "text")]
+    assert made[0].path != made[1].path

@@ -205,3 +205,22 @@ def test_text_tokenizers_see_their_ends(tmp_path):
     ids = np.concatenate([[*b"one", 256], [*b"two!", 256]])
     corpus = open_corpus(prepare(npy(tmp_path, ids), ByteTokenizer(), 0, tmp_path / "cache").folder)
     assert corpus.training.parts[0].offsets.tolist() == [0, 4, 9]
+
+
+def test_the_index_belongs_to_the_format_and_to_the_documents_that_were_told(tmp_path):
+    options = megatron(tmp_path)
+    first = prepare(options, TOKENIZER, 0, tmp_path / "cache")
+    flat_view = prepare(SourceOptions(options.source, format="bin", dtype="uint16"), IdTokenizer(100, 99), 0, tmp_path / "cache")
+    assert (first.meta.n_documents, flat_view.meta.n_documents) == (8, 1) and first.key != flat_view.key
+    status = (tmp_path / "a.bin").stat()
+    megatron(tmp_path, lengths=[20, 20])  # the same ids, told otherwise
+    os.utime(tmp_path / "a.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
+    again = prepare(options, TOKENIZER, 0, tmp_path / "cache")
+    assert again.was_built and again.meta.n_documents == 2 and again.key != first.key
+
+
+def test_an_empty_file_among_others_is_no_trouble(tmp_path):
+    (tmp_path / "ids").mkdir()
+    npy(tmp_path / "ids", [], "a")
+    npy(tmp_path / "ids", IDS, "b")
+    assert open_corpus(prepare(str(tmp_path / "ids"), TOKENIZER, 0, tmp_path / "cache").folder).training.n_samples(6) == 6

@@ -129,3 +129,36 @@ def test_a_source_of_nothing_is_refused_and_not_read_for_ever(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(ConfigError, match="holds no document"):
         streamed(tmp_path / "b.jsonl", on_bad_row="skip").rows(np.array([0]))
+
+
+def test_a_stream_that_broke_off_says_the_same_again(tmp_path):
+    (tmp_path / "a.txt").write_text("whole")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    for workers in (0, 1):
+        with Loader(streamed(tmp_path), 2, workers=workers) as loader:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="b.txt is not UTF-8"):
+                    next(loader)
+
+
+def test_rows_of_one_token_go_on_from_window_to_window(lines):
+    expected = endless(300).tokens[:300]
+    options = SourceOptions((str(lines),), streaming=True)
+    samples = StreamedSamples(TokenisingRecipe(list_sources(options.source), options, ByteTokenizer(), 0.0), 1, print)
+    assert samples.rows(np.arange(300))["tokens"].ravel().tolist() == expected.tolist()
+
+
+def test_conversations_that_are_too_long_are_passed_over_however_many_come(tmp_path):
+    rows = [{"prompt": "?" * 30, "completion": "x"}] * 70 + [{"prompt": "?", "completion": "y"}] * 300
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = streamed(tmp_path / "a.jsonl", too_long="skip").rows(np.arange(40))
+    assert ord("y") in found["tokens"] and ord("x") not in found["tokens"]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:70]))
+    with pytest.raises(ConfigError, match="no conversation of data.source fits data.seq_len = 8"):
+        streamed(tmp_path / "b.jsonl", too_long="skip").rows(np.array([0]))
+
+
+def test_a_stream_of_nothing_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="all of 0 bytes"):
+        streamed(tmp_path / "a.jsonl")

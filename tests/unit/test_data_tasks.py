@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from meshwright.core.errors import ConfigError
+from meshwright.data.bpe import trained_bpe
 from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
 from meshwright.data.packing import IGNORE_INDEX
@@ -176,3 +177,57 @@ def test_padding_is_a_document_of_its_own_without_labels():
     assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 9, 9]]
     assert rows["labels"].tolist() == [[2, 3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
     assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+
+
+def test_a_special_token_of_the_template_decides_the_corpus(tmp_path, chat_folder):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((chat_folder / "tokenizer.json").read_bytes())
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ends = {}
+    for token in ("<|endoftext|>", "</turn>"):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": token}))
+        tokenizer = FileTokenizer(folder)
+        ends[token] = tokenizer.spell_out(built(tmp_path, [{"messages": TALK[1:3]}], tokenizer).tokens)
+    assert ends["<|endoftext|>"].endswith("Four, I say.<|endoftext|>") and ends["</turn>"].endswith("Four, I say.</turn>")
+
+
+CALLS = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['content'] is none %}CALL {{ m['call'] | tojson }}{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_call_of_a_tool_without_content_is_written_as_the_template_says(tmp_path, kind):
+    (tmp_path / "t.jinja").write_text(CALLS + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "call": {"city": "Rome"}}]},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "call": {"n": 3}}]},
+    ]
+    if kind == "jsonl":
+        split = built(tmp_path, rows, ByteTokenizer(), template=str(tmp_path / "t.jinja"))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        options = SourceOptions((str(tmp_path / "a.parquet"),), template=str(tmp_path / "t.jinja"))
+        split = open_corpus(prepare(options, ByteTokenizer(), 0, tmp_path / "cache").folder).training
+    assert learnt(split, ByteTokenizer()) == [['CALL {"city": "Rome"};'], ['CALL {"n": 3};']], "keys of other rows are not filled in"
+
+
+def test_no_part_of_an_answer_is_lost_where_a_prompt_ends_in_a_blank(tmp_path):
+    (tmp_path / "text.txt").write_text("The answer: yes. The answer: no. " * 50)
+    tokenizer = trained_bpe("bpe:300", [SourceOptions((str(tmp_path / "text.txt"),))], tmp_path / "bpe", lambda line: None)
+    split = built(tmp_path, [{"prompt": "The answer: ", "completion": "yes"}], tokenizer)
+    assert "yes" in "".join(learnt(split, tokenizer)[0]) and not split.is_learnt[0]
+
+
+def test_half_a_character_is_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "whole"}\n')
+    with pytest.raises(ConfigError, match=r"row 1: the text holds half a character .* at character 4\)"):
+        prepare(str(tmp_path / "a.jsonl"), ByteTokenizer(), 0, tmp_path / "cache")
+    options = SourceOptions((str(tmp_path / "a.jsonl"),), on_bad_row="skip")
+    assert open_corpus(prepare(options, ByteTokenizer(), 0, tmp_path / "cache").folder).training.n_documents == 1

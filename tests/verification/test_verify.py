@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -18,9 +19,10 @@ from meshwright.distributed.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification.compare import differences, first_beyond
+from meshwright.verification.equality import Difference
 from meshwright.verification.outcome import candidate, references
 from meshwright.verification.problem import Problem, RandomBatches
-from meshwright.verification.report import place
+from meshwright.verification.report import Comparison, Report, place
 from meshwright.verification.verify import verify
 
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
@@ -187,3 +189,65 @@ def test_any_legal_case_is_equal(pool, case):
     layout, model, batches, microbatch_rows, techniques = case
     report = verify(model, layout, batches, steps=2, microbatch_rows=microbatch_rows, techniques=techniques, dtypes=("float64",), pool=pool)
     assert report, f"{case}\n{report}"
+
+
+# --- what a model may do
+
+
+class Odd(nn.Module):
+    """Calls one module twice, adds a table without rows, and returns a tuple."""
+
+    vocab_size = 257
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+        self.places = nn.Embedding(16, 8)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 257)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.twice(torch.tanh(self.twice(x))))
+
+
+class Centred(Odd):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x - x.mean(0, keepdim=True))
+
+
+def bent(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Rank 1 computes something else in the second call."""
+    calls = itertools.count(1)
+
+    def bend(module, args, output):
+        return output * (1 + 1e-6) if next(calls) % 2 == 0 else output
+
+    if get_world_info()[0] == 1:
+        model.twice.register_forward_hook(bend)
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def test_a_module_called_twice_is_compared_call_by_call(pool):
+    report = verify(Odd, DDP, even, steps=1, pool=pool)
+    assert report, report
+    names = {d.name for d in report.comparisons[0].differences if d.stage == "forward"}
+    assert {"twice", "twice (call 2)"} <= names and "places" not in names
+    report = verify(Odd, DDP, even, steps=1, dtypes=("float64",), parallelize_fn=bent, pool=pool)
+    assert not report and "the output of twice (call 2) (forward)" in str(report)
+    assert json.loads(report.to_json())["comparisons"][0]["first"]["name"] == "twice (call 2)"
+
+
+def test_a_model_whose_rows_depend_on_each_other_is_refused_and_not_called_equal(pool):
+    with pytest.raises(ConfigError, match="rows depend on each other, as a batch norm makes them"):
+        verify(Centred, DDP, even, steps=1, pool=pool)
+
+
+def test_what_is_missing_is_null_in_json_and_first_in_the_table():
+    inf = float("inf")
+    found = (Difference("gradient", "a", 1.0, 1e-10), Difference("gradient", "b", inf, 1e-10), Difference("gradient", "c", 1e-16, 1e-10))
+    report = Report(FSDP, (Comparison("float64", found),), 1.0)
+    told = json.loads(report.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert told["comparisons"][0]["differences"][1]["error"] is None and not report
+    assert [d.name for d in report.comparisons[0].of("gradient")] == ["b", "a", "c"] and "gradient   differs" in str(report)

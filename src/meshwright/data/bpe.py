@@ -46,8 +46,11 @@ def trained_bpe(name: str, sources: Sequence[SourceOptions], cache_dir: str | Pa
             raise ConfigError(
                 f"data.tokenizer = {name!r} is trained on text, and {scan.files[0].path} holds token ids: name the tokenizer that made it"
             )
-    made_of = [1, size, MAX_CHARACTERS, [[options.column, options.task] for options in sources]]
-    made_of += [[file.name, file.digest] for scan in scans for file in scan.files]
+    made_of: list[object] = [2, size, MAX_CHARACTERS]
+    for options, scan in zip(sources, scans, strict=True):
+        template = Path(options.template).expanduser().read_text(encoding="utf-8") if options.template else ""
+        files = [[file.name, file.digest] for file in scan.files]
+        made_of.append([scan.format, options.task, options.column, template, files])
     path = root / f"bpe-{hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()}" / "tokenizer.json"
     try:
         if not path.is_file():

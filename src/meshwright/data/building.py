@@ -53,7 +53,7 @@ class TokenisingRecipe:
                     f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these files are text"
                 )
             return choose_task(SourceOptions(task="text"), self.tokenizer, {})
-        return choose_task(self.options, self.tokenizer, first_record(self.scan.files[0].path, self.scan.format))
+        return choose_task(self.options, self.tokenizer, first_record([file.path for file in self.scan.files], self.scan.format))
 
     @property
     def key(self) -> str:
@@ -104,9 +104,9 @@ class TokenisingRecipe:
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         meta = write_corpus(folder, self.encode(examples), facts)
         if not meta.training.n_learnt:
-            raise ConfigError(
-                f"data.source = {list(self.options.source)} holds nothing to learn: {meta.n_documents} documents, none with text"
-            )
+            why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
+            n = meta.training.n_documents
+            raise ConfigError(f"data.source = {list(self.options.source)} holds nothing to learn: {n} documents to train on, {why}")
         learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
 
@@ -139,12 +139,12 @@ class TokenisingRecipe:
         held = hold_out_rows([file.digest for file in files], [file.n_records for file in files], self.fraction)
         done, total = 0, sum(file.n_records for file in files)
         for file, is_held in zip(files, held, strict=True):
-            for number, examples in self._rows(file, skipped, say):
-                if number > file.n_records:
+            for place, examples in self._rows(file, skipped, say):
+                if place >= file.n_records:
                     raise file.changed(file.path.stat().st_size)
-                yield from ((VALIDATION if is_held[number - 1] else TRAINING, example) for example in examples)
-                if number % 1000 == 0:
-                    progress(done + number, total)
+                yield from ((VALIDATION if is_held[place] else TRAINING, example) for example in examples)
+                if place % 1000 == 0:
+                    progress(done + place, total)
             if digest_of(file.path) != file.digest:
                 raise file.changed(file.n_bytes)
             done += file.n_records
@@ -153,12 +153,15 @@ class TokenisingRecipe:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
 
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
-        """The examples of each row of a file that can be used, with the row's number."""
-        for number, record in RECORD_FORMATS[self.scan.format].records(file.path):
+        """The examples of each row of a file that can be used, with the row's place among all rows, from 0."""
+        for place, (number, record) in enumerate(RECORD_FORMATS[self.scan.format].records(file.path)):
+            where = f"{file.path}, row {number}"
             try:
                 if isinstance(record, BadRow):
                     raise record
-                yield number, self.task.examples(record, f"{file.path}, row {number}")
+                examples = self.task.examples(record, where)
+                _check_text(examples, where)
+                yield place, examples
             except BadRow as bad:
                 if self.options.on_bad_row == "refuse":
                     raise ConfigError(f"{bad}. To leave such rows out, set data.on_bad_row = 'skip'") from None
@@ -177,18 +180,32 @@ class TokenisingRecipe:
                 continue
             assert isinstance(self.tokenizer, AligningTokenizer)
             aligned = self.tokenizer.encode_aligned(texts, special=self.task.special)
-            for (split, example), (ids, begins) in zip(batch, aligned, strict=True):
-                learnt = learnt_tokens(example, begins)
+            for (split, example), (ids, ends) in zip(batch, aligned, strict=True):
+                learnt = learnt_tokens(example, ends)
                 if self.task.ends:
                     ids, learnt = np.concatenate([ids, end]), np.append(learnt, True)
                 yield split, ids, learnt
 
 
-def learnt_tokens(example: Example, begins: np.ndarray) -> np.ndarray:
-    """Which tokens are learnt: those that begin in a piece that is. ``begins``: the character at which each token begins."""
+def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
+    """Which tokens are learnt: those that end in a piece that is, so that no part of an answer is left out.
+
+    ``ends``: the last character that each token stands for. A token may begin in a prompt: most tokenizers draw a prompt's last blank and
+    the answer's first word together.
+    """
     bounds = np.cumsum([len(text) for text, _ in example])
     is_learnt = np.array([learnt for _, learnt in example] + [False])
-    return is_learnt[np.searchsorted(bounds, begins, side="right")]
+    return is_learnt[np.searchsorted(bounds, ends, side="right")]
+
+
+def _check_text(examples: list[Example], where: str) -> None:
+    """Raise BadRow for text that no tokenizer can take."""
+    for example in examples:
+        for text, _ in example:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise BadRow(f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})") from None
 
 
 def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[Split, Example]]]:

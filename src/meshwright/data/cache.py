@@ -98,14 +98,12 @@ def prepare(
     check_fraction(validation_fraction)
     options = source if isinstance(source, SourceOptions) else SourceOptions((source,) if isinstance(source, str) else tuple(source))
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    scan = scan_sources(options.source, options.format, memory=root)
+    say(f"sources: {scan}")
+    kind = IndexingRecipe if scan.format in TOKEN_FORMATS else TokenisingRecipe
+    recipe: Recipe = kind(scan, options, tokenizer, validation_fraction)
+    folder, was_built = root / recipe.folder_name, False
     try:
-        scan = scan_sources(options.source, options.format, memory=root)
-        say(f"sources: {scan}")
-        recipe: Recipe = (IndexingRecipe if scan.format in TOKEN_FORMATS else TokenisingRecipe)(
-            scan, options, tokenizer, validation_fraction
-        )
-        folder = root / recipe.folder_name
-        was_built = False
         if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
             root.mkdir(parents=True, exist_ok=True)
             with only_one(folder.with_name(f"{folder.name}.lock"), say) as alone:

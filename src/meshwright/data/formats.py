@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ class RecordFormat(Protocol):
     """A kind of file that holds records. Rows are counted from 1, as editors do."""
 
     def count(self, path: Path) -> int:
-        """How many rows there are (blank lines among them)."""
+        """How many rows ``records`` gives."""
         ...
 
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
@@ -35,22 +36,22 @@ class JsonLines:
     """One JSON object per line; ``.gz`` is unpacked as it is read."""
 
     def count(self, path: Path) -> int:
-        count, last = 0, b"\n"
-        with _open(path) as file:
-            while block := file.read(1 << 22):
-                count += block.count(b"\n")
-                last = block
-        return count + (not last.endswith(b"\n"))
+        return sum(1 for _ in _lines(path))
 
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        with _open(path) as file:
+        for number, line in _lines(path):
+            yield number, _parse(path, number, line)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line that is not blank, with its number. Raises ConfigError for a file that is not packed as its name says."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, _parse(path, number, line)
-
-
-def _open(path: Path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+                    yield number, line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"data.source: {path} is no whole gzip file ({error}): get it again, or unpack what there is") from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
@@ -69,6 +70,18 @@ def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
 _LIKE = '{"text": "..."}'
 
 
+def without_filled_in(value: Any) -> Any:
+    """A nested value without the keys that Parquet and Arrow fill in because other rows have them.
+
+    A message's ``content`` stays also where it is null: templates tell a call of a tool by it.
+    """
+    if isinstance(value, list):
+        return [without_filled_in(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_filled_in(item) for key, item in value.items() if item is not None or key == "content"}
+    return value
+
+
 class Parquet:
     """Parquet, a batch of rows at a time (needs pyarrow, which comes with the extra hf)."""
 
@@ -80,7 +93,7 @@ class Parquet:
         for batch in self._open(path).iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
-                yield number, record
+                yield number, {name: without_filled_in(value) for name, value in record.items()}
 
     def _open(self, path: Path):
         try:
@@ -105,7 +118,7 @@ class SavedDataset:
         for begin in range(0, len(dataset), 1024):
             columns = dataset[begin : begin + 1024]
             for i in range(min(1024, len(dataset) - begin)):
-                yield begin + i + 1, {name: values[i] for name, values in columns.items()}
+                yield begin + i + 1, {name: without_filled_in(values[i]) for name, values in columns.items()}
 
     def _open(self, path: Path) -> Any:
         try:
@@ -153,14 +166,15 @@ def is_saved_dataset(path: Path) -> bool:
     return path.is_dir() and (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def first_record(path: Path, format: str) -> Record:
-    """The first row that can be read. Raises ConfigError where there is none."""
+def first_record(paths: Sequence[Path], format: str) -> Record:
+    """The first row of several files that can be read. Raises ConfigError where there is none."""
     problem: BadRow | None = None
-    for _, record in RECORD_FORMATS[format].records(path):
-        if not isinstance(record, BadRow):
-            return record
-        problem = problem or record
-    raise problem or ConfigError(f"data.source: {path} holds no records")
+    for path in paths:
+        for _, record in RECORD_FORMATS[format].records(path):
+            if not isinstance(record, BadRow):
+                return record
+            problem = problem or record
+    raise problem or ConfigError(f"data.source: {', '.join(map(str, paths[:3]))} holds no records")
 
 
 def column(record: Record, name: str, where: str) -> Any:

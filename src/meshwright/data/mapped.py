@@ -25,7 +25,7 @@ from meshwright.data.packing import Joined, Stream
 from meshwright.data.sources import Scan
 from meshwright.data.tokenizers import Tokenizer
 
-VERSION = 1
+VERSION = 2
 PREFIX = "index-"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _CHUNK = 1 << 24
@@ -100,7 +100,7 @@ class IndexingRecipe:
     def __init__(self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float):
         if options.task not in ("auto", "text"):
             raise ConfigError(f"data.task = '{options.task}' needs records, and {scan.format} files hold token ids")
-        self.tokenizer, self.fraction = tokenizer, fraction
+        self.tokenizer, self.fraction, self.format = tokenizer, fraction, scan.format
         self._documents: dict[str, np.ndarray] = {}
         self.files = tuple(self._look(file.path, scan.format, options) for file in scan.files)
 
@@ -115,9 +115,18 @@ class IndexingRecipe:
 
     @property
     def folder_name(self) -> str:
-        made_of = [VERSION, self.tokenizer.vocab_size, self.tokenizer.end_of_document, float(self.fraction)]
-        made_of += [[file.path, file.n_bytes, file.changed_ns, file.dtype, file.begin] for file in self.files]
+        made_of: list[object] = [VERSION, self.format, self.tokenizer.vocab_size, self.tokenizer.end_of_document, float(self.fraction)]
+        for file in self.files:
+            documents = self._documents.get(file.path)
+            known = "" if documents is None else hashlib.blake2b(documents.tobytes(), digest_size=16).hexdigest()
+            made_of.append([file.path, file.n_bytes, file.changed_ns, file.dtype, file.begin, known])
         return PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+    def documents(self, file: MappedFile, ids: np.ndarray) -> list[np.ndarray]:
+        """The first ids of a file, one array per document."""
+        offsets = self._documents.get(file.path)
+        cuts = np.flatnonzero(ids == self.tokenizer.end_of_document) + 1 if offsets is None else offsets[1:-1][offsets[1:-1] < len(ids)]
+        return [part for part in np.split(ids, cuts) if len(part)]
 
     def find_damage(self, folder: Path) -> str:
         """See the function of that name."""
@@ -169,7 +178,7 @@ class IndexingRecipe:
     def check(self, file: MappedFile, begin: int, ids: np.ndarray) -> None:
         """Whether ``ids``, which stand at ``begin`` in ``file``, are in the vocabulary. Raises ConfigError."""
         vocabulary = self.tokenizer.vocab_size
-        if ids.min() >= 0 and ids.max() < vocabulary:
+        if not len(ids) or (ids.min() >= 0 and ids.max() < vocabulary):
             return
         place = int(np.flatnonzero((ids < 0) | (ids >= vocabulary))[0])
         raise ConfigError(
@@ -258,7 +267,7 @@ def _mapped(path: Path, dtype: str, begin: int, n_tokens: int) -> MappedFile:
 def _npy(path: Path) -> MappedFile:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(

@@ -106,8 +106,10 @@ def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
         ConfigError: see ``scan_sources``, as far as names and sizes tell.
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
-    files = [SourceFile(name, path, _size(path), "", 0) for _, name, path in listed]
-    return Scan(tuple(file for file in files if file.n_bytes), found, n_other=n_other)
+    files = tuple(file for _, name, path in listed if (file := SourceFile(name, path, _size(path), "", 0)).n_bytes)
+    if not files:
+        raise _nothing(listed)
+    return Scan(files, found, n_other=n_other)
 
 
 def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Path | None = None) -> Scan:
@@ -156,10 +158,13 @@ def _read_all(listed: list[tuple[str, str, Path]], format: str, n_other: int) ->
         else:
             files.append(file)
     if not files:
-        raise ConfigError(
-            f"data.source = {list(dict.fromkeys(row[0] for row in listed))}: {len(seen)} files, all of 0 bytes. Name files that hold text"
-        )
+        raise _nothing(listed)
     return Scan(tuple(files), format, n_other=n_other, **counts)
+
+
+def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
+    sources = list(dict.fromkeys(source for source, _, _ in listed))
+    return ConfigError(f"data.source = {sources}: {len(listed)} files, all of 0 bytes. Name files that hold text")
 
 
 def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:

@@ -43,18 +43,25 @@ class StreamedSamples:
         self.recipe, self.seq_len, self._say = recipe, seq_len, say
         self._lock = threading.Lock()
         self._windows: deque[tuple[int, Rows]] = deque(maxlen=_WINDOWS)
-        self._coming = self._read()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._windows.clear()
+        self._coming, self._epochs = self._read(), 0
 
     def rows(self, indexes: np.ndarray) -> Rows:
         """The samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); see ``packing.Rows``."""
         with self._lock:
-            found = [self._row(int(index)) for index in indexes]
+            try:
+                found = [self._row(int(index)) for index in indexes]
+            except BaseException:
+                self._begin_again()  # what broke off cannot be gone on with
+                raise
         return {key: np.stack([row[key] for row in found]) for key in found[0]}
 
     def _row(self, index: int) -> dict[str, np.ndarray]:
         if self._windows and index < self._windows[0][0]:
-            self._windows.clear()
-            self._coming = self._read()
+            self._begin_again()
         end = self._end()
         begun = time.monotonic()
         if is_far := index >= end + 4 * _WINDOW_ROWS:
@@ -77,7 +84,7 @@ class StreamedSamples:
         while True:
             split, left = (self._whole if self.recipe.task.is_whole else self._cut)(chain(left, documents))
             n = split.n_samples(self.seq_len)
-            yield split.rows(np.arange(n), self.seq_len)
+            yield split.rows(np.arange(n if self.recipe.task.is_whole else _WINDOW_ROWS), self.seq_len)
 
     def _documents(self) -> Documents:
         tellers = chain([self._say], repeat(lambda line: None))  # what is wrong with a row is said once
@@ -86,6 +93,7 @@ class StreamedSamples:
             for _, ids, learnt in self.recipe.encode(self.recipe.unsplit(say)):
                 yield ids, learnt
                 is_empty = False
+            self._epochs += 1
             if is_empty:
                 raise ConfigError(f"data.source = {list(self.recipe.options.source)} holds no document")
 
@@ -105,12 +113,17 @@ class StreamedSamples:
 
     def _whole(self, documents: Documents) -> tuple[Split, list]:
         """Rows of whole documents, packed among themselves."""
-        wanted, parts, marks, size = _WINDOW_ROWS * self.seq_len, [], [], 0
+        wanted, parts, marks, size, since = _WINDOW_ROWS * self.seq_len, [], [], 0, self._epochs
+        policy = self.recipe.options.too_long
         while size < wanted:
             ids, learnt = next(documents)
+            if len(ids) > self.seq_len and policy == "skip":
+                if self._epochs > since + 1 and not size:
+                    raise ConfigError(f"no conversation of data.source fits data.seq_len = {self.seq_len}: raise it")
+                continue
             parts.append(ids)
             marks.append(learnt)
             size += min(len(ids), self.seq_len)
         offsets, end = np.cumsum([0, *map(len, parts)]), self.recipe.tokenizer.end_of_document
         learnt = np.concatenate(marks).astype(np.uint8)
-        return Whole("training", np.concatenate(parts), offsets, learnt, self.recipe.options.too_long, end), []
+        return Whole("training", np.concatenate(parts), offsets, learnt, policy, end), []

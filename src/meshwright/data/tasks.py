@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
         key = "messages" if options.column == "text" else options.column
         template = load_template(options.template, getattr(tokenizer, "folder", None))
         chat = _Chat(key, template)
-        return Task("chat", chat.examples, is_whole=True, ends=False, special=True, fingerprint=f"{key}/{template.text}")
+        decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
+        return Task("chat", chat.examples, is_whole=True, ends=False, special=True, fingerprint=decides)
     if options.template:
         raise ConfigError(f"data.template is set, and the task is '{name}': only the task 'chat' has a template")
     if name == "completion":
@@ -144,8 +146,7 @@ class _Chat:
             raise BadRow(
                 f"{where}: '{self.column}' must be a list of messages with a role and a content each, and is {str(messages)[:60]!r}"
             )
-        # Parquet and Arrow fill in keys that other rows have
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        return messages
 
 
 def _text(record: Record, name: str, where: str) -> str:

@@ -50,7 +50,7 @@ class AligningTokenizer(Tokenizer, Protocol):
     """What conversations need besides: to know which text each id stands for."""
 
     def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each text its ids, and the character (counted from 0) at which each begins; two 1-D arrays.
+        """For each text its ids, and the last character (counted from 0) that each stands for; two 1-D arrays.
 
         ``special``: special tokens that are spelt out in the text become tokens.
         """
@@ -159,7 +159,7 @@ class FileTokenizer:
         """See AligningTokenizer."""
         found = (self._with_special if special else self._tokenizer).encode_batch(texts, add_special_tokens=False)
         return [
-            (np.array(encoding.ids, dtype=np.uint32), np.array([begin for begin, _ in encoding.offsets], dtype=np.int64))
+            (np.array(encoding.ids, dtype=np.uint32), np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64))
             for encoding in found
         ]
 
@@ -170,6 +170,10 @@ class FileTokenizer:
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
+
+    def spell_out(self, ids) -> str:
+        """The text of ``ids`` with the special tokens in it."""
+        return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=False)
 
     def __repr__(self) -> str:
         return f"FileTokenizer({str(self.path)!r})"

@@ -52,8 +52,9 @@ def _show(number: int, runs: list[Run], tokenizer: Tokenizer, console: Console) 
     total, learnt = (sum(len(ids) for is_learnt, ids in runs if is_learnt or every) for every in (True, False))
     console.print(f"\n  document {number}: {total} tokens, {learnt} of them learnt", markup=False, highlight=False)
     text, left = Text(), _SHOWN
+    spelt = getattr(tokenizer, "spell_out", tokenizer.decode)
     for is_learnt, ids in runs:
-        piece = tokenizer.decode(ids[:left])
+        piece = spelt(ids[:left])
         if is_learnt:
             text.append(piece)
         elif console.is_terminal:
@@ -77,9 +78,7 @@ def _mapped(recipe: IndexingRecipe, tokenizer: Tokenizer) -> Iterator[list[Run]]
     for file in recipe.files:
         ids = file.open()[: 1 << 20]
         recipe.check(file, 0, ids)
-        for document in np.split(ids, np.flatnonzero(ids == tokenizer.end_of_document)[:100] + 1):
-            if len(document):
-                yield [(True, document)]
+        yield from ([(True, document)] for document in recipe.documents(file, ids))
 
 
 def _tokenised(recipe: TokenisingRecipe, tokenizer: Tokenizer) -> Iterator[list[Run]]:
@@ -89,8 +88,8 @@ def _tokenised(recipe: TokenisingRecipe, tokenizer: Tokenizer) -> Iterator[list[
         if not recipe.task.is_whole or not isinstance(tokenizer, AligningTokenizer):
             yield [(True, tokenizer.encode(text)), end]
             continue
-        ids, begins = tokenizer.encode_aligned([text], special=recipe.task.special)[0]
-        learnt = learnt_tokens(example, begins)
+        ids, ends = tokenizer.encode_aligned([text], special=recipe.task.special)[0]
+        learnt = learnt_tokens(example, ends)
         edges = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1]))
         runs = [(bool(learnt[a]), ids[a:b]) for a, b in zip(edges, [*edges[1:], len(ids)], strict=True)]
         yield [*runs, end] if recipe.task.ends else runs

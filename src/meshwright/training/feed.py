@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -54,7 +55,7 @@ class Feed:
         """This rank's part of the next global batch, or the error that kept it from being read: ``forward_backward`` takes either."""
         try:
             return next(self.loader)
-        except (OSError, MeshwrightError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever a reader raises, the other ranks must hear of it)
             first = self.loader.state
             last = first + self.loader.global_batch - 1
             return MeshwrightError(
@@ -111,6 +112,13 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
     if any(part.streaming for part in parts):
         return _streamed(config, parts, tokenizer, rank, ranks, progress)
     prepared = [_prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
+    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks))
+    assert opened is not None
+    return opened
+
+
+def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepared], rank: int, ranks: int) -> Feed:
+    data = config.data
     corpora = [open_corpus(p.folder, part.too_long) for p, part in zip(prepared, parts, strict=True)]
     names = [part.name for part in parts]
     stages = stages_of(config, parts)
@@ -147,10 +155,9 @@ def _streamed(config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokeniz
     if len(set(agree.everybody_says(recipe.key))) > 1:
         raise ConfigError(f"the ranks see different files under {_source(part, data)}: copy the same files to each, or use a shared folder")
     samples = StreamedSamples(recipe, data.seq_len, progress.say)
-    skips = part.on_bad_row == "skip"
     return Feed(
         samples,
-        Loader(samples, config.batch.global_batch, rank, ranks, data.workers, skip_unreadable=skips),
+        Loader(samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)),  # threads out of order would make it begin again
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
         f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per step",
@@ -187,10 +194,11 @@ def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokeniz
         return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell)
 
     mine = agree.together(prepared, here=first)
-    said = [p for p in agree.everybody_says(mine) if p is not None]
-    if len({p.key for p in said}) > 1:
+    said = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
+    if len({p.key for _, p in said}) > 1:
         raise ConfigError(f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared folder")
-    return mine or next((p for p in said if Path(p.folder).is_dir()), said[0])
+    own = [p for host, p in said if host == socket.gethostname()]  # of files used where they lie, each node has an index of its own
+    return mine or next((p for p in own or [p for _, p in said] if p.folder.is_dir()), said[0][1])
 
 
 def _source(part: MixturePart, data: DataConfig) -> str:
@@ -201,12 +209,18 @@ def _held_out(config: Config, parts: tuple[MixturePart, ...], corpora: list[Corp
     """Each source's rows of a validation: as many of all as its last weight, so that the loss is that of the mixture."""
     weights = stages[-1].weights
     for part, corpus, weight in zip(parts, corpora, weights, strict=True):
-        try:
-            n = corpus.validation.n_samples(config.data.seq_len) if corpus.validation.n_documents else 0
-        except ConfigError:
-            n = 0
-        if n and weight:
+        if weight and corpus.validation.n_documents and _has_a_row(corpus.validation, config.data.seq_len):
             yield HeldOut(part.name, corpus.validation, max(1, round(config.validation.samples * weight / sum(weights))))
+
+
+def _has_a_row(split: Split, seq_len: int) -> bool:
+    """Whether there is enough of it. Raises ConfigError where a conversation is too long, which is another matter."""
+    try:
+        return split.n_samples(seq_len) > 0
+    except ConfigError:
+        if isinstance(split, Whole):
+            raise
+        return False
 
 
 def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: list[Stage]) -> dict[str, Any]:

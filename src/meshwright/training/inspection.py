@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import IntegrityError
@@ -22,7 +24,8 @@ def describe_run(path: Path, config: Config) -> str:
     lines = [
         f"run {path}",
         f"  name        {config.name}",
-        f"  data        {', '.join(config.data.source)} ({identity.get('data', 'unknown')[:12]}), seed {config.seed}",
+        *(f"  data        {line}" for line in _data(config, identity.get("data", "unknown"))),
+        f"  seed        {config.seed}",
     ]
     lines += _progress(path, config)
     latest, problem = _latest(folder)
@@ -33,6 +36,15 @@ def describe_run(path: Path, config: Config) -> str:
     lines += [f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()]
     plan = path / "plan.json"
     return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+
+
+def _data(config: Config, key: Any) -> Iterator[str]:
+    """A line for each source, with the beginning of its digest."""
+    if not config.data.mixture:
+        yield f"{', '.join(config.data.source)} ({str(key)[:12]})"
+        return
+    for part, (name, known) in zip(config.data.mixture, dict(key).items(), strict=False):
+        yield f"{name}: {', '.join(part.source)}, weight {part.weight:g} ({known['data'][:12]})"
 
 
 def _latest(folder: RunFolder) -> tuple[Path | None, str]:

@@ -66,8 +66,9 @@ def bound_of(dtype: str, floor: float, *, rounds: bool) -> float:
     """The largest error that is still equality.
 
     Args:
-        floor: the error of the same thing between two runs of one process that order their sums differently.
+        floor: the error of the same thing between two runs of one process that order their sums differently; counts in float32.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
-    least = EXACT if dtype == "float64" and not rounds else ROUNDED
-    return max(least, FLOORS * floor)
+    if dtype == "float64":
+        return ROUNDED if rounds else EXACT
+    return max(ROUNDED, FLOORS * floor)

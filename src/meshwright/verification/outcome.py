@@ -182,4 +182,5 @@ def _of_all_ranks(sketches: Named) -> Named:
     said = agree.everybody_says(sketches)
     if get_world_info()[0] != 0:
         return {}
-    return {name: torch.cat([other[name] for other in said if name in other]) for name in said[0]}
+    names = dict.fromkeys(name for other in said for name in other)
+    return {name: torch.cat([other[name] for other in said if name in other]) for name in names}

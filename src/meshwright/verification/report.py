@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from meshwright.planning.layout import Layout
 
@@ -31,12 +33,18 @@ class Comparison:
         return first_beyond(self.differences)
 
     def of(self, stage: str) -> list[Difference]:
-        """The differences of a stage, the worst (in units of its bound) first."""
-        return sorted((d for d in self.differences if d.stage == stage), key=lambda d: -_excess(d))
+        """The differences of a stage, those beyond their bound first, then the worst in units of its bound."""
+        return sorted((d for d in self.differences if d.stage == stage), key=_rank)
 
 
-def _excess(difference: Difference) -> float:
-    return difference.error / difference.bound if difference.bound else (float("inf") if difference.error else 0.0)
+def _rank(difference: Difference) -> tuple[bool, float]:
+    is_finite = math.isfinite(difference.error) and 0 < difference.bound < math.inf
+    return not difference.is_beyond, -difference.error / difference.bound if is_finite else -math.inf if difference.error else 0.0
+
+
+def _plain(difference: Difference) -> dict[str, Any]:
+    """For JSON, which knows no infinity: null stands for an error that is none, of something that is missing."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(difference).items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Report:
     def to_json(self) -> str:
         """Everything, as JSON."""
         rows = [
-            {"dtype": c.dtype, "equal": c.is_equal, "first": c.first and asdict(c.first), "differences": [asdict(d) for d in c.differences]}
+            {"dtype": c.dtype, "equal": c.is_equal, "first": c.first and _plain(c.first), "differences": [_plain(d) for d in c.differences]}
             for c in self.comparisons
         ]
         return json.dumps({"layout": asdict(self.layout), "equal": self.is_equal, "seconds": self.seconds, "comparisons": rows}, indent=1)

@@ -16,11 +16,14 @@ from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
 
 from .compare import differences
+from .equality import relative_errors
 from .outcome import Outcome, candidate, references
 from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches
 from .report import Comparison, Report
 
 LIMIT_SEC = 600.0
+DEPENDENT = 1e-3
+"""Rounding never moves gradients of the first step that far."""
 
 _REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, tuple[Outcome, Outcome]]]] = WeakKeyDictionary()
 
@@ -139,3 +142,9 @@ def _check_reference(one: Outcome, other: Outcome) -> None:
                 raise ConfigError(
                     f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at model and batch"
                 )
+    apart = max(relative_errors(other.gradients, one.gradients).values(), default=0.0)
+    if apart > DEPENDENT:
+        raise ConfigError(
+            f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients that are"
+            f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal one process"
+        )
