@@ -57,6 +57,53 @@ def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
         assert "norm.weight differs between ranks" in text
 
 
+def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:
+    """What a model says of itself; and what its audit says of plans that it does not follow."""
+    model = lay_out(Problem(freeze=("wq",)), Way(layout, techniques))
+    said, heard = str(model), []
+    first = model.plan.parameters[0]
+    for lie in (replace(first, placements=tuple((axis, "Shard(1)") for axis, _ in first.placements)), replace(first, dtype="float32")):
+        model.plan = replace(model.plan, parameters=(lie, *model.plan.parameters[1:]))
+        with pytest.raises(IntegrityError) as caught:
+            model.audit()
+        heard.append(str(caught.value))
+    return said, heard
+
+
+@EVERY_KIND
+def test_a_model_says_what_is_and_the_audit_compares_it_with_the_plan(spmd, layout):
+    shards = layout.dp_shard
+    for said, heard in spmd(layout.world, told, layout, (("activation_checkpointing", "full"),)):
+        rows = {line.split("  ")[1]: line for line in said.splitlines() if line.startswith("  layers")}
+        place = {1: "dp_replicate: Replicate()", 2: "dp_shard: Shard(0)"}[shards]
+        wq = rows["layers.*.attention.wq.weight (frozen)"]
+        assert place in wq and "10×10" in wq and "float64" in wq and " 3 " in wq
+        assert f"{3 * 100 * 8 // shards / 1024:.2f} KiB" in wq, "three matrices of 10 × 10 in fp64, shared out"
+        assert "recomputed: layers.* (3)" in said and ("sharded units: the root (1), layers.* (3)" in said) == (shards > 1)
+        assert "embedding.weight is placed" in heard[0] and "and the plan says" in heard[0] and "Shard(1)" in heard[0]
+        assert "embedding.weight is kept in float64, and the plan says float32" in heard[1]
+
+
+def other_optimizers(layout: Layout) -> list[str]:
+    """What the audit says of optimizers that do not hold just what is trained."""
+    model = lay_out(Problem(freeze=("wq",)), Way(layout))
+    every, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
+    model.audit(torch.optim.SGD(trained, lr=1.0))
+    heard = []
+    for wrong in (every, trained[1:], [*trained, torch.nn.Parameter(torch.zeros(1))]):
+        with pytest.raises(IntegrityError) as caught:
+            model.audit(torch.optim.SGD(wrong, lr=1.0))
+        heard.append(str(caught.value))
+    return heard
+
+
+def test_the_audit_sees_an_optimizer_that_holds_other_parameters(spmd):
+    for frozen, missing, foreign_one in spmd(2, other_optimizers, FSDP2):
+        assert "layers.0.attention.wq.weight is frozen, and the optimizer holds it" in frozen
+        assert "embedding.weight is trained, and the optimizer holds it 0 times" in missing
+        assert "holds 1 tensors that are no parameters of the model (was it made before the model was laid out?)" in foreign_one
+
+
 def applied_again(layout: Layout) -> list[str]:
     """What a second application says, of the module that came in and of the one that came out; and one in the wrong order."""
     model = foreign.on_cpu()

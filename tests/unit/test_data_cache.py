@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -159,6 +160,17 @@ def test_a_damaged_corpus_is_made_anew_and_said(texts, tmp_path, damage, words):
     assert any(f"damaged ({words}" in line and "made anew" in line for line in said)
     assert len(documents_of(open_corpus(again.folder).training)) == 8
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
+
+
+def test_a_corpus_of_another_tokenizer_in_its_place_is_not_taken_for_it(texts, tmp_path):
+    mine = prepare(str(texts), ByteTokenizer(), 0.25, tmp_path / "cache")
+    other = prepare(str(texts), Words(300, 1), 0.25, tmp_path / "cache")
+    shutil.rmtree(mine.folder)
+    other.folder.rename(mine.folder)
+    said: list[str] = []
+    again = prepare(str(texts), ByteTokenizer(), 0.25, tmp_path / "cache", said.append)
+    assert again.was_built and again.meta == mine.meta
+    assert any("damaged (it was made of something else, with the tokenizer words-300-1)" in line for line in said)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_with_the_way_out(texts, tmp_path):

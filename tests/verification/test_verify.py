@@ -83,6 +83,10 @@ def test_a_fault_is_found_where_it_is(pool, spmd, name):
     first = first_beyond(found)
     assert first is not None and place(first) == where
     assert first.error > 1e4 * first.bound, "found by a hair"
+    batch = BATCHES(0)
+    real = int(((batch["labels"] != -100) & batch["loss_mask"]).sum())
+    factor = {"averaged_gradients": 0.5, "padding_counted": real / batch["labels"].numel()}.get(name)
+    assert Comparison("float64", tuple(found)).factor == (pytest.approx(factor) if factor else None)
     sound = differences(spmd(layout.world, candidate, problem, layout)[0], one, floor, "float64")
     assert first_beyond(sound) is None
 

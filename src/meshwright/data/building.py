@@ -73,8 +73,11 @@ class TokenisingRecipe:
         return f"corpus-{self.key}"
 
     def find_damage(self, folder: Path) -> str:
-        """See ``corpus.find_damage``."""
-        return find_damage(folder, contents=True)
+        """See ``corpus.find_damage``; a corpus of something else in this one's place counts as damaged."""
+        trouble = find_damage(folder, contents=True)
+        if not trouble and (meta := read_meta(folder)).key != self.key:
+            return f"it was made of something else, with the tokenizer {meta.tokenizer}"
+        return trouble
 
     def read_meta(self, folder: Path) -> Meta:
         return read_meta(folder)

@@ -1,6 +1,8 @@
-"""Was the plan done? Every parameter there, ties and frozen state as before, replicas bitwise equal."""
+"""Was the plan done? Every parameter there and placed as planned, ties and frozen state as before, replicas bitwise equal."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -8,23 +10,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import IntegrityError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
 from . import agree
+from .describe import placement_of
 
 CHUNK = 2**20
 
 
-def audit(model: nn.Module, facts: ModelFacts, plan: Plan, data_groups: list[dist.ProcessGroup]) -> None:
-    """Compare the model with its facts and plan. Collective over the data groups.
+def audit(
+    model: nn.Module,
+    facts: ModelFacts,
+    plan: Plan,
+    data_groups: list[dist.ProcessGroup],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Compare the model with its facts and plan, and an optimizer with the model. Collective over the data groups.
 
     Raises:
         IntegrityError: naming the first parameters that are wrong, and how.
     """
     found = {clean(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    _refuse("the model is not what the plan says", [*_structure(found, facts, plan), *_replicas(model, data_groups)])
+    held = _optimized(found, optimizer) if optimizer is not None else ()
+    _refuse("the model is not what the plan says", [*_structure(found, facts, plan), *held, *_replicas(model, data_groups)])
 
 
 def refuse_unequal(model: nn.Module, data_groups: list[dist.ProcessGroup]) -> None:
@@ -49,6 +59,7 @@ def _refuse(what: str, problems: list[str]) -> None:
 
 def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
     frozen = set(plan.frozen)
+    planned = {(p.pattern, p.shape): p for p in plan.parameters}
     for fact in facts.parameters:
         parameter = found.get(fact.name)
         if parameter is None:
@@ -58,11 +69,31 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
             yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
         if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
             yield f"{fact.name} was never given values"
+        wish = planned.get((pattern(fact.name), fact.shape))
+        place = placement_of(parameter, plan)
+        if wish is not None and place != wish.placements:
+            yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(wish.placements)}"
+        if wish is not None and str(parameter.dtype) != f"torch.{wish.dtype}":
+            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {wish.dtype}"
         if parameter.requires_grad == (fact.name in frozen):
             yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
         for alias in fact.aliases:
             if found.get(alias) is not parameter:
                 yield f"{alias} is no longer tied to {fact.name}"
+
+
+def _optimized(found: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer):
+    """What an optimizer holds that it should not, or holds not or twice."""
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    known = {id(parameter): name for name, parameter in reversed(found.items())}
+    for key, name in known.items():
+        times, trained = held.pop(key, 0), found[name].requires_grad
+        if trained and times != 1:
+            yield f"{name} is trained, and the optimizer holds it {times} times"
+        elif times and not trained:
+            yield f"{name} is frozen, and the optimizer holds it"
+    if held:
+        yield f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the model was laid out?)"
 
 
 def _replicas(model: nn.Module, groups: list[dist.ProcessGroup]):

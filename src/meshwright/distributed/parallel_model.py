@@ -20,7 +20,7 @@ from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from . import accumulation, agree, audit, fully_sharded, generation, step_batch
+from . import accumulation, agree, audit, describe, fully_sharded, generation, step_batch
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
 from .mesh import data_groups
 from .parameter_groups import make_parameter_groups
@@ -235,10 +235,15 @@ class ParallelModel:
         logits = output if isinstance(output, Tensor) else output.logits
         return logits[0, -1]
 
-    def audit(self) -> None:
-        """Check that the model is what the plan says: written, tied, frozen, and equal on replicas. Collective.
+    def __str__(self) -> str:
+        """What IS on this rank, read off the model: placements, dtypes, bytes, what was applied where. ``plan`` says what was wished."""
+        return describe.describe(self._model, self.plan)
+
+    def audit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Check that the model is what the plan says: written, placed, tied, frozen, and equal on replicas; and that an optimizer, where
+        one is given, holds exactly its trained parameters. Collective.
 
         Raises:
             IntegrityError: it is not; the text names the parameters.
         """
-        audit.audit(self._model, self.facts, self.plan, self._data_groups)
+        audit.audit(self._model, self.facts, self.plan, self._data_groups, optimizer)

@@ -28,6 +28,7 @@ def recompute(module: nn.Module) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
+    recomputed.recomputes = True  # type: ignore[attr-defined]
     module.forward = recomputed
 
 

@@ -69,6 +69,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
             mesh = single_process_mesh(plan.device)
         model = parallelize(model_config, mesh, plan=plan, seed=config.seed, microbatch_rows=config.batch.microbatch)
         optimizer = build_optimizer(config, model)
+        model.audit(optimizer.optimizer)
     identity = run_identity(config, model_config, tokenizer, feed)
     return Run(
         resolved(config, model_config, plan),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .equality import Difference, bound_of, relative_errors
+from .equality import Difference, bound_of, ratio, relative_errors
 from .outcome import Outcome
 
 Named = Mapping[str, Tensor]
@@ -57,7 +57,8 @@ def _of_tensors(
         floors = relative_errors(getattr(floor, attribute), there)
         for name, error in relative_errors(here, there).items():
             bound = 0.0 if stage == "initial weight" else bound_of(dtype, floors.get(name, 0.0), rounds=rounds)
-            yield Difference(stage, name, error, bound)
+            known = stage == "gradient" and name in here and name in there
+            yield Difference(stage, name, error, bound, ratio(here[name], there[name]) if known else None)
 
 
 def _of_numbers(

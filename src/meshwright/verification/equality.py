@@ -35,6 +35,14 @@ def relative_errors(found: Named, reference: Named) -> dict[str, float]:
     return errors
 
 
+def ratio(found: Tensor, reference: Tensor) -> float | None:
+    """⟨found, reference⟩ / ⟨reference, reference⟩."""
+    if found.shape != reference.shape or not (whole := reference.double().norm().item() ** 2):
+        return None
+    value = (found.double() * reference.double()).sum().item() / whole
+    return value if math.isfinite(value) else None
+
+
 def _error(found: Tensor, reference: Tensor, whole: float) -> float:
     if found.shape != reference.shape:
         return math.inf
@@ -52,6 +60,8 @@ class Difference:
     """A module, a parameter, or "step 2"."""
     error: float
     bound: float
+    ratio: float | None = None
+    """How many times the reference it is, along the reference; None where that says nothing."""
 
     @property
     def is_beyond(self) -> bool:

@@ -32,6 +32,14 @@ class Comparison:
         """Where a difference first shows."""
         return first_beyond(self.differences)
 
+    @property
+    def factor(self) -> float | None:
+        """The one factor by which all gradients are off, None where there is none: a sum that should be a mean, or the other way round."""
+        ratios = [d.ratio for d in self.differences if d.stage == "gradient" and d.ratio is not None]
+        if not ratios or abs(ratios[0] - 1) < 1e-3 or max(ratios) - min(ratios) > 1e-6 * abs(ratios[0]):
+            return None
+        return ratios[0]
+
     def of(self, stage: str) -> list[Difference]:
         """The differences of a stage, those beyond their bound first, then the worst in units of its bound."""
         return sorted((d for d in self.differences if d.stage == stage), key=_rank)
@@ -82,6 +90,8 @@ def _table(comparison: Comparison) -> list[str]:
     if comparison.first is not None:
         d = comparison.first
         lines.append(f"  {comparison.dtype}: first differs at {place(d)}: error {d.error:.1e}, at most {d.bound:.1e} is rounding")
+    if comparison.factor is not None:
+        lines.append(f"  {comparison.dtype}: every gradient is {comparison.factor:.6g} × that of one process")
     for stage in ("loss", "norm", "forward", "backward", "gradient", "parameter"):
         found = comparison.of(stage)
         if found:

@@ -1,0 +1,70 @@
+"""What IS: a laid-out model as text, read off its tensors and modules and not off its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright.core.names import clean, pattern
+from meshwright.core.units import bytes_text, count_text
+from meshwright.planning.explain import columns
+from meshwright.planning.plan import Plan
+
+
+def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes it."""
+    places = {}
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        places = dict(zip(names, parameter.placements, strict=True))
+    return tuple((axis, _words(places.get(axis, Replicate()))) for axis, size in plan.mesh if size > 1)
+
+
+def _words(place: Any) -> str:
+    return f"Shard({place.dim})" if isinstance(place, Shard) else "Replicate()" if isinstance(place, Replicate) else str(place)
+
+
+def describe(model: nn.Module, plan: Plan) -> str:
+    """The parameters by what they are called in all blocks: number, shape, dtype at rest, placement, bytes on this rank; and what was
+    applied to which modules."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        key = (
+            pattern(clean(name)) + ("" if parameter.requires_grad else " (frozen)"),
+            "×".join(map(str, parameter.shape)) or "scalar",
+            str(parameter.dtype).removeprefix("torch."),
+            ", ".join(f"{axis}: {where}" for axis, where in placement_of(parameter, plan)) or "whole",
+            str(local.device),
+        )
+        group = groups.setdefault(key, [0, 0, 0])
+        for i, more in enumerate((1, parameter.numel(), local.numel() * local.element_size())):
+            group[i] += more
+    rows = [
+        (name, str(count), shape, dtype, place, device, bytes_text(size))
+        for (name, shape, dtype, place, device), (count, _, size) in groups.items()
+    ]
+    total, here = (sum(group[i] for group in groups.values()) for i in (1, 2))
+    mesh = " × ".join(f"{axis}={size}" for axis, size in plan.mesh if size > 1) or "one rank"
+    p = plan.precision
+    head = f"{plan.model}: {count_text(total)} parameters, {bytes_text(here)} of them on this rank"
+    lines = [f"{head}; {plan.data.technique} over {mesh}; compute {p.compute}, reduce {p.reduce}"]
+    lines.append(columns(rows, ("name", "count", "shape", "at rest", "placement", "device", "bytes here")))
+    return "\n".join([*lines, *(f"  {what}: {', '.join(names)}" for what, names in _applied(model) if names)])
+
+
+def _applied(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """What was done to modules, by their names in all blocks, with how many there are."""
+    kinds: dict[str, Callable[[nn.Module], bool]] = {
+        "sharded units": lambda module: isinstance(module, FSDPModule),
+        "recomputed": lambda module: getattr(module.forward, "recomputes", False),
+        "compiled": lambda module: module._compiled_call_impl is not None,
+    }
+    for what, is_one in kinds.items():
+        found = Counter(pattern(clean(name)) or "the root" for name, module in model.named_modules() if is_one(module))
+        yield what, [f"{name} ({count})" for name, count in found.items()]
