@@ -199,7 +199,7 @@ SCRIPT = """
         return os.getpid()
 
     def sleep():
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # in one piece: the other worker writes to the same pipe
         time.sleep(600)
 
     if __name__ == "__main__":
