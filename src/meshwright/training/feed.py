@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     changed = [name for name, value in own.items() if value != getattr(SourceOptions(), name)]
     if changed:
         raise ConfigError(f"data.{changed[0]} and data.mixture are both given: in a mixture each part has its own {changed[0]}")
-    parts = tuple(_named(part) for part in data.mixture)
+    parts = tuple(replace(part, name=part.name or Path(part.source[0]).stem) for part in data.mixture)
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
@@ -94,11 +94,6 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
                 f"data.curriculum[{i}].weights has {len(stage.weights)} values, and the mixture {len(parts)} parts: {', '.join(names)}"
             )
     return parts
-
-
-def _named(part: MixturePart) -> MixturePart:
-    values = {field.name: getattr(part, field.name) for field in fields(MixturePart)}
-    return MixturePart(**{**values, "name": part.name or Path(part.source[0]).stem})
 
 
 def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
@@ -264,6 +259,6 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
         }
 
     is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
-    parts = tuple(MixturePart(**{**{f.name: getattr(part, f.name) for f in fields(part)}, **source(part)}) for part in data.mixture)
+    parts = tuple(replace(part, **source(part)) for part in data.mixture)
     own = {} if data.mixture else source(data)
     return {**own, "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer, "cache": absolute(data.cache), "mixture": parts}
