@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 from hypothesis import given
@@ -109,3 +110,12 @@ def test_every_error_is_ours_and_pythons(error, sibling, status):
 
 def test_a_missing_extra_says_how_to_install_it():
     assert "pip install 'meshwright[track]'" in str(MissingExtraError("TensorBoard", "tensorboard", "track"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("a"), UnsupportedError("b"), IntegrityError("c"), MeshwrightError("d"), MissingExtraError("BPE", "tokenizers", "hf")],
+)
+def test_every_error_travels_between_processes_as_what_it_is(error):
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error) and str(found) == str(error) and found.exit_status == error.exit_status

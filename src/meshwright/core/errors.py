@@ -34,6 +34,10 @@ class MissingExtraError(MeshwrightError, ImportError):
         super().__init__(
             f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'meshwright[{extra}]'"
         )
+        self._made_of = what, package, extra
+
+    def __reduce__(self):
+        return type(self), self._made_of  # errors travel from workers to the command
 
 
 def nearest(word: str, choices) -> str:
