@@ -170,6 +170,16 @@ def test_files_that_did_not_change_are_read_once(tmp_path, monkeypatch):
     assert scan_sources(str(path), memory=tmp_path / "memory").files[0].n_records == 39 and read == [path]
 
 
+def test_what_is_remembered_holds_in_every_working_folder(tmp_path, monkeypatch):
+    jsonl(tmp_path / "a.jsonl")
+    monkeypatch.setattr(sources, "_SETTLED_SEC", -1.0)
+    monkeypatch.chdir(tmp_path)
+    first = scan_sources("a.jsonl", memory=tmp_path / "memory")
+    monkeypatch.chdir("/")
+    again = scan_sources(str(tmp_path / "a.jsonl"), memory=tmp_path / "memory")
+    assert again == first and again.files[0].path.is_file()
+
+
 def test_what_changed_a_moment_ago_is_not_remembered(tmp_path):
     path = jsonl(tmp_path / "a.jsonl")
     scan_sources(str(path), memory=tmp_path / "memory")

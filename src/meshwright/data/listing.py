@@ -92,7 +92,7 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
         root = Path(sysconfig.get_path("stdlib"))
         files = [(path.relative_to(root).as_posix(), path) for path in _walk(root, _NOT_LIBRARY, source) if path.suffix == ".py"]
         return sorted(files), 0
-    root = Path(source).expanduser()
+    root = Path(source).expanduser().absolute()  # what is remembered of a file must hold in every working folder
     if not root.is_dir() or format == "dataset":
         return [(root.name, _index_of(root) if format == "megatron" else root)], 0
     every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]

@@ -189,7 +189,7 @@ def _size(path: Path) -> int:
 
 def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -> Path | None:
     """The file that remembers a scan of just these files as they are; None where one changed a moment ago."""
-    facts: list[object] = [format, "scan 1"]
+    facts: list[object] = [format, "scan 2"]
     for source, name, path in listed:
         for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
             try:
