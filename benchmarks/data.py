@@ -3,7 +3,8 @@
     python benchmarks/data.py [--tokens 50000000] [--seq-len 2048] [--rows 8] [--seconds 3]
 
 Writes a corpus of random documents into a temporary cache, then reads batches with ``data.workers = 1`` and counts tokens per second
-(labels, positions and document ids are made too). The seek is to sample 10**9 of a mixture of five sources with a curriculum.
+(labels, positions and document ids are made too). The seek is to sample 10**9 of a mixture of five sources with a curriculum. Below
+50 M tokens per second, or with a seek above 10 ms, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.data import Interleave, Loader, Samples, SourceOptions, Stage, W
 from meshwright.data.tokenizers import IdTokenizer
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=50_000_000)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -45,6 +46,7 @@ def main() -> None:
         "slowest seek ms": round(1e3 * max(seeks), 3),
     }
     print(json.dumps(figures | vars(args), indent=1))
+    return int(figures["tokens per second"] < 50e6 or figures["seek ms"] > 10)
 
 
 def make(folder: Path, n_tokens: int) -> Path:
@@ -85,4 +87,4 @@ def seek(samples: Samples, index: int, rows: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

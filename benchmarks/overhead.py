@@ -5,6 +5,8 @@ count, a loss that is a sum divided by it, clipping by the global norm, fused Ad
 same batches in the same processes, in short rounds that alternate, so that the machine's drift hits both alike. Each round gives a
 ratio; the median and a 95 % bound (bootstrap of the median) are printed.
 
+The exit status is 1 where the median is above 1.02, the bound above 1.04, or there are more than 1 % more operations.
+
     OMP_NUM_THREADS=1 python benchmarks/overhead.py [--rounds 200] [--dims 128 512]
 """
 
@@ -129,6 +131,7 @@ def main() -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
     options = parser.parse_args()
     print(f"{options.rounds} paired rounds of {options.steps} steps, 2 gloo ranks, 4 blocks, 4 rows of 128 tokens per rank")
+    missed = 0
     with WorkerPool(2, threads=1) as pool:
         for dim in options.dims:
             per_rank = pool.run(measure, dim, options.rounds, options.steps)
@@ -142,7 +145,9 @@ def main() -> int:
                 f" {micro:.2f} µs per token; operations per step {operations['ours']} / {operations['bare']}"
                 f" = {operations['ours'] / operations['bare']:.4f}"
             )
-    return 0
+            more = operations["ours"] / operations["bare"] > 1.01
+            missed += statistics.median(ratios) > 1.02 or bound(ratios) > 1.04 or more
+    return int(missed > 0)
 
 
 if __name__ == "__main__":

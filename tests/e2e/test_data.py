@@ -8,10 +8,13 @@ import shutil
 
 import numpy as np
 import pytest
-from e2e_runs import Job, losses, metrics, rows_of_step
+from e2e_runs import Job, losses, metrics, nested, rows_of_step
 
 from meshwright.cli.main import main
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.world import get_world_info
+from meshwright.training import build
+from meshwright.training.trainer import Trainer
 
 QUESTIONS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}."} for a in range(10) for b in range(10)]
 
@@ -78,6 +81,20 @@ def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"data.mixture": [{"source": ["x.jsonl"], "streaming": True}]}, UnsupportedError, "only a source alone can be streamed"),
+        ({"data.curriculum": [{"from_step": 1, "weights": [1.0]}]}, ConfigError, "there is no mixture"),
+    ],
+)
+def test_what_the_config_alone_shows_is_refused_before_the_ranks_meet(small, changes, error, words, monkeypatch):
+    monkeypatch.setattr(build, "init_distributed", lambda *_: pytest.fail("a process group came first"))
+    monkeypatch.setattr(build, "run_tokenizer", lambda *_: pytest.fail("something was read first"))
+    with pytest.raises(error, match=words):
+        Trainer(nested({"data.source": ["stdlib"], **changes})).run()
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         (
@@ -91,6 +108,8 @@ def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_p
             {"data.mixture": [{"source": ["{questions}"]}], "data.curriculum": [{"from_step": 1, "weights": [1.0, 2.0]}]},
             r"data.curriculum\[0\].weights has 2 values, and the mixture 1 parts: sums",
         ),
+        ({"data.streaming": True, "data.max_epochs": 2.0}, "data.max_epochs and data.streaming are both given"),
+        ({"data.mixture": [{"source": ["{questions}"], "weight": 0.0}]}, r"weights \[0.0\]: there must be one for each of the 1 parts"),
         ({"data.tokenizer": "bpe:100"}, "must be bpe:SIZE, with a vocabulary of 258 or more"),
         ({"data.tokenizer": "ids:5"}, "must be ids:VOCABULARY:END"),
         ({"data.tokenizer": "ids:100:0", "data.source": ["{ids}"]}, "holds the id 256 at position 10 of 3300, outside the vocabulary"),

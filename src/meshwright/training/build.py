@@ -24,7 +24,7 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.plan import Plan
 
 from .config import Config
-from .feed import Feed, absolute_paths, build_feed
+from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
 from .monitoring.progress import Progress
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
@@ -55,6 +55,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         ConfigError, UnsupportedError: refused; before any process group exists where the config alone tells.
     """
     schedule = build_schedule(config)
+    refuse_contradictions(config)
     tokenizer = run_tokenizer(config, progress.say)
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]

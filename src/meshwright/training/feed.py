@@ -70,11 +70,16 @@ class Feed:
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """The sources of a config: the parts of its mixture, or the one source as a part of its own.
+    """The sources of a config: the parts of its mixture, or the one source as a part of its own. Reads nothing.
 
     Raises:
-        ConfigError: both, two parts of one name, or a curriculum that does not fit them.
+        ConfigError: both, two parts of one name, a curriculum that does not fit them, or a stream of which an epoch should be known.
+        UnsupportedError: a stream in a mixture.
     """
+    if any(part.streaming for part in data.mixture):
+        raise UnsupportedError("data.mixture has a part with streaming = true: only a source alone can be streamed. Leave streaming out")
+    if data.streaming and data.max_epochs:
+        raise ConfigError("data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end")
     own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}
     if not data.mixture:
         if data.curriculum:
@@ -137,10 +142,6 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
 
 def _streamed(config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
     part, data = parts[0], config.data
-    if data.mixture:
-        raise UnsupportedError("data.mixture has a part with streaming = true: only a source alone can be streamed. Leave streaming out")
-    if part.max_epochs:
-        raise ConfigError("data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end")
     scan = agree.together(lambda: list_sources(part.source, part.format))
     assert scan is not None
     if scan.format in TOKEN_FORMATS:
@@ -158,6 +159,15 @@ def _streamed(config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokeniz
         f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per step",
         ("a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is continued",),
     )
+
+
+def refuse_contradictions(config: Config) -> None:
+    """What the data section alone shows to be impossible, before any process group exists and anything is read.
+
+    Raises:
+        ConfigError, UnsupportedError: see ``parts_of``; or weights that cannot be shares.
+    """
+    Interleave(stages_of(config, parts_of(config.data)))
 
 
 def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
