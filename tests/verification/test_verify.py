@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 
 import pytest
 import torch
@@ -14,15 +15,15 @@ from support.problems import TIED, UNTIED
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comparison.findings import Comparison, Difference
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
-from meshwright.verification.compare import differences, first_beyond
-from meshwright.verification.equality import Difference
+from meshwright.verification.compare import differences
 from meshwright.verification.outcome import candidate, references
 from meshwright.verification.problem import Problem, RandomBatches
-from meshwright.verification.report import Comparison, Report, place
+from meshwright.verification.report import Report
 from meshwright.verification.verify import verify
 
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
@@ -79,16 +80,16 @@ def test_a_fault_is_found_where_it_is(pool, spmd, name):
     model, layout, changes, where = GALLERY[name]
     problem = Problem(model, BATCHES, 2, max_norm=0.1, **changes)
     one, floor = spmd(1, references, problem)[0]
-    found = differences(spmd(layout.world, mutated, name, problem, layout)[0], one, floor, "float64")
-    first = first_beyond(found)
-    assert first is not None and place(first) == where
+    found = Comparison("float64", tuple(differences(spmd(layout.world, mutated, name, problem, layout)[0], one, floor, "float64")))
+    first = found.first
+    assert first is not None and first.place == where
     assert first.error > 1e4 * first.bound, "found by a hair"
     batch = BATCHES(0)
     real = int(((batch["labels"] != -100) & batch["loss_mask"]).sum())
     factor = {"averaged_gradients": 0.5, "padding_counted": real / batch["labels"].numel()}.get(name)
-    assert Comparison("float64", tuple(found)).factor == (pytest.approx(factor) if factor else None)
+    assert found.factor == (pytest.approx(factor) if factor else None)
     sound = differences(spmd(layout.world, candidate, problem, layout)[0], one, floor, "float64")
-    assert first_beyond(sound) is None
+    assert Comparison("float64", tuple(sound)).first is None
 
 
 # --- somebody else's composition
@@ -255,3 +256,21 @@ def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     told = json.loads(report.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert told["comparisons"][0]["differences"][1]["error"] is None and not report
     assert [d.name for d in report.comparisons[0].of("gradient")] == ["b", "a", "c"] and "gradient   differs" in str(report)
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
+@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
+def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model):
+    for rows in (0, 1):
+        report = verify(model, layout, BATCHES, dtypes=("bfloat16",), microbatch_rows=rows, pool=pool)
+        assert report, report
+        bounds = [d.bound for d in report.comparisons[0].differences if d.stage == "gradient"]
+        assert statistics.median(bounds) < 0.03, "bounds that wide catch nothing"
+
+
+@pytest.mark.parametrize("name", ["per_rank_mean", "averaged_gradients", "documents_mixed", "padding_counted", "clipped_by_the_local_norm"])
+def test_a_fault_is_found_in_bfloat16_too(pool, spmd, name):
+    problem = Problem(UNTIED, BATCHES, 2, dtype="bfloat16", optimizer="sgd", max_norm=0.1)
+    one, wide = spmd(1, references, problem)[0]
+    found = Comparison("bfloat16", tuple(differences(spmd(2, mutated, name, problem, FSDP)[0], one, wide, "bfloat16")))
+    assert found.first is not None and found.first.place == GALLERY[name][3]

@@ -8,6 +8,7 @@ status 0: all equal within rounding; 1: a layout differs, and the first place wh
   --all [--max-world N]   every layout of the data axes on up to N ranks (default 8)
   --model package.module:factory   your own model instead of the config's
   --steps N               optimizer steps (default 3)
+  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it)
   --shrink                a small model of the same structure: head ratios, ties and norms stay
   --json                  everything, for machines
 
@@ -21,9 +22,13 @@ import sys
 from collections.abc import Iterator
 
 from meshwright.cli.arguments import read_config, take_option
+from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
+
+EXACT = ("float64", "float32")
+LEGAL = (*EXACT, "bfloat16")
 
 
 def run(argv: list[str]) -> int:
@@ -34,6 +39,7 @@ def run(argv: list[str]) -> int:
     wished, argv = _take_all(argv, "--layout")
     max_world, argv = take_option(argv, "--max-world", int)
     steps, argv = take_option(argv, "--steps", int)
+    named, argv = take_option(argv, "--dtypes", str)
     factory, argv = take_option(argv, "--model", str)
     flags = {name: name in argv for name in ("--all", "--shrink", "--json")}
     argv = [word for word in argv if word not in flags]
@@ -44,7 +50,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
     layouts = [_closed(text) for text in wished]
     layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
-    return _verify(config, factory, layouts or [_own(config)], steps or 3, shrink=flags["--shrink"], as_json=flags["--json"])
+    dtypes = _dtypes(named, config)
+    return _verify(config, factory, layouts or [_own(config)], steps or 3, dtypes, shrink=flags["--shrink"], as_json=flags["--json"])
 
 
 def data_layouts(max_world: int) -> Iterator[Layout]:
@@ -68,7 +75,21 @@ def _own(config: Config) -> Layout:
     return config.layout
 
 
-def _verify(config: Config, factory: str | None, layouts: list[Layout], steps: int, *, shrink: bool, as_json: bool) -> int:
+def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
+    """What to compute in; float64 first, since there a fault stands out most."""
+    if named is None:
+        compute = config.techniques.precision.compute
+        return (*EXACT, "bfloat16") if compute in ("bfloat16", "bf16") else EXACT
+    found = [canonical_dtype(name.strip(), where="--dtypes") for name in named.split(",")]
+    for name in found:
+        if name not in LEGAL:
+            raise ConfigError(f"--dtypes = {named}: {name} cannot be verified. Legal: {', '.join(LEGAL)}")
+    return tuple(name for name in LEGAL if name in found)
+
+
+def _verify(
+    config: Config, factory: str | None, layouts: list[Layout], steps: int, dtypes: tuple[str, ...], *, shrink: bool, as_json: bool
+) -> int:
     from meshwright.distributed.local import WorkerPool
     from meshwright.verification.subject import subject_of
     from meshwright.verification.verify import verify
@@ -84,6 +105,7 @@ def _verify(config: Config, factory: str | None, layouts: list[Layout], steps: i
                     layout,
                     subject.batches_for(layout.world),
                     steps=steps,
+                    dtypes=dtypes,
                     techniques=subject.techniques,
                     seed=config.seed,
                     max_norm=config.optimizer.max_norm or None,

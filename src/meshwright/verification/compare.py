@@ -1,4 +1,4 @@
-"""Comparing outcomes: everything that was computed, in the order in which it was computed, so that the first difference shows where."""
+"""Comparing outcomes: everything that was computed, tensor by tensor and step by step."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .equality import Difference, bound_of, ratio, relative_errors
-from .outcome import Outcome
+from meshwright.comparison.equality import bound_of, ratio, relative_errors, sum_floor
+from meshwright.comparison.findings import Difference
+
+from .outcome import Outcome, Reference
 
 Named = Mapping[str, Tensor]
 
-TENSORS = (
-    ("initial weight", "initial"),
-    ("forward", "forward"),
-    ("backward", "backward"),
-    ("gradient", "gradients"),
-    ("parameter", "parameters"),
-)
-"""Stage, and the outcome's tensors that it is about."""
-
+TINY = 1e-300
 NOISE_FLOOR = 1e-12
 """A float64 run whose reordered sums differ by more than this rounds to float32 somewhere inside."""
 
 
-def differences(found: Outcome, reference: Outcome, floor: Outcome, dtype: str) -> list[Difference]:
-    """All that can be compared, in the order of a step; parameters and later steps last.
+def differences(found: Outcome, reference: Reference, floor: Reference, dtype: str) -> list[Difference]:
+    """All that can be compared.
 
     Args:
-        floor: the reference with its sums in another order.
-        dtype: of both.
+        floor: the reference once more, with its sums in another order; where dtype is bfloat16, computed in float32.
+        dtype: of what is compared.
     """
     rounds = dtype == "float64" and rounds_inside(floor, reference)
-    first = [*_of_tensors(found, reference, floor, dtype, rounds, ("initial weight", "forward"))]
-    first += _of_numbers("loss", found.losses, reference.losses, floor.losses, dtype, rounds)
-    first += _of_tensors(found, reference, floor, dtype, rounds, ("backward", "gradient"))
-    first += _of_numbers("norm", found.norms, reference.norms, floor.norms, dtype, rounds)
-    first += _of_tensors(found, reference, floor, dtype, rounds, ("parameter",))
-    return first
+    judge = _Judge(dtype, rounds)
+    known = reference.forward  # wrappers may add modules of their own
+    forward = {name: rows for name, rows in found.forward.items() if name in known}
+    backward = {name: rows for name, rows in found.backward.items() if name in reference.backward}
+    return [
+        *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
+        *judge.tensors("forward", forward, known, floor.forward),
+        *judge.numbers("loss", found.losses, reference.losses, _floors(floor.loss_parts, reference.loss_parts)),
+        *judge.tensors("backward", backward, reference.backward, floor.backward),
+        *judge.tensors("gradient", found.gradients, reference.gradients, floor.gradients),
+        *judge.numbers("norm", found.norms, reference.norms, _floors(floor.norm_parts, reference.norm_parts)),
+        *(
+            difference
+            for step, parameters in found.parameters.items()
+            for difference in judge.tensors("parameter", parameters, reference.parameters[step], floor.parameters[step], step)
+        ),
+    ]
 
 
 def rounds_inside(floor: Outcome, reference: Outcome) -> bool:
@@ -45,35 +50,26 @@ def rounds_inside(floor: Outcome, reference: Outcome) -> bool:
     return any(error > NOISE_FLOOR for error in relative_errors(floor.gradients, reference.gradients).values())
 
 
-def _of_tensors(
-    found: Outcome, reference: Outcome, floor: Outcome, dtype: str, rounds: bool, stages: Sequence[str]
-) -> Iterator[Difference]:
-    for stage, attribute in TENSORS:
-        if stage not in stages:
-            continue
-        here, there = getattr(found, attribute), getattr(reference, attribute)
-        if stage in ("forward", "backward"):  # wrappers may add modules of their own
-            here = {name: value for name, value in here.items() if name in there}
-        floors = relative_errors(getattr(floor, attribute), there)
-        for name, error in relative_errors(here, there).items():
-            bound = 0.0 if stage == "initial weight" else bound_of(dtype, floors.get(name, 0.0), rounds=rounds)
-            known = stage == "gradient" and name in here and name in there
-            yield Difference(stage, name, error, bound, ratio(here[name], there[name]) if known else None)
+class _Judge:
+    """Knows the bound of everything in one dtype."""
+
+    def __init__(self, dtype: str, rounds: bool):
+        self.dtype, self.rounds = dtype, rounds
+
+    def bound(self, floor: float) -> float:
+        return bound_of(self.dtype, floor, rounds=self.rounds)
+
+    def tensors(self, stage: str, found: Named, reference: Named, floor: Named, step: int = 1) -> Iterator[Difference]:
+        floors = relative_errors(floor, reference)
+        for name, error in relative_errors(found, reference).items():
+            known = stage == "gradient" and name in found and name in reference
+            along = ratio(found[name], reference[name]) if known else None
+            yield Difference(stage, name, error, self.bound(floors.get(name, 0.0)), along, step)
+
+    def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float], floors: Sequence[float]) -> Iterator[Difference]:
+        for step, (here, there, floor) in enumerate(zip(found, reference, floors, strict=True), 1):
+            yield Difference(stage, "", abs(here - there) / max(abs(there), TINY), self.bound(floor), step=step)
 
 
-def _of_numbers(
-    stage: str, found: Sequence[float], reference: Sequence[float], floor: Sequence[float], dtype: str, rounds: bool
-) -> Iterator[Difference]:
-    for step, (here, there, other) in enumerate(zip(found, reference, floor, strict=True), 1):
-        scale = max(abs(there), 1e-300)
-        yield Difference(stage, f"step {step}", abs(here - there) / scale, bound_of(dtype, abs(other - there) / scale, rounds=rounds))
-
-
-def first_beyond(found: Sequence[Difference]) -> Difference | None:
-    """Where a fault first shows: the order of a step's computation, later steps' losses and norms after the first step's."""
-    beyond = [d for d in found if d.is_beyond]
-    return min(beyond, key=lambda d: (_is_later(d), found.index(d)), default=None)
-
-
-def _is_later(difference: Difference) -> bool:
-    return difference.stage in ("loss", "norm") and difference.name != "step 1"
+def _floors(parts: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
+    return [sum_floor(mine, theirs) for mine, theirs in zip(parts, reference, strict=True)]

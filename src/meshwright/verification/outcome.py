@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.grad_clip import clip_grad_norm_
@@ -25,7 +26,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
 
-from .observe import Observed, observing
+from .one_process import OneProcess, labels_of, row_losses
 from .problem import Batch, Parallelize, Problem, without_dropout
 
 Named = dict[str, Tensor]
@@ -45,39 +46,51 @@ class Outcome:
     backward: Named = field(default_factory=dict)
     gradients: Named = field(default_factory=dict)
     """Of the first step, by parameter."""
-    parameters: Named = field(default_factory=dict)
-    """After the last step."""
+    parameters: dict[int, Named] = field(default_factory=dict)
+    """After the first and after the last step."""
+
+    def is_kept(self, step: int, steps: int) -> bool:
+        """Whether the parameters after a step (0 the first) are compared."""
+        return step in (0, steps - 1)
 
 
-def reference(problem: Problem, microbatch_rows: int = 0) -> Outcome:
-    """The oracle: one process, plain torch, the loss by ``F.cross_entropy``. ``microbatch_rows``: cut the batch; the sums then round
-    otherwise."""
+@dataclass
+class Reference(Outcome):
+    """The same of one process, with what tells how much rounding may move a sum."""
+
+    loss_parts: list[Tensor] = field(default_factory=list)
+    """Per step (rows,): each row's share of the loss."""
+    norm_parts: list[Tensor] = field(default_factory=list)
+    """Per step: the squared norm of each parameter's gradient."""
+
+
+def reference(problem: Problem, rows: int = 0) -> Reference:
+    """The oracle. ``rows``: per forward; cut batches round otherwise."""
     model = build(problem)
+    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows)
     optimizer = problem.make_optimizer(model.parameters())
-    outcome = Outcome(initial=_copies(model.named_parameters()))
-    signature = Signature.of(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    outcome = Reference(initial=_copies(model.named_parameters()))
     for step in range(problem.steps):
-        batch = problem.batch(step)
-        count, total = _count(batch), 0.0
-        with observing(model) if step == 0 else nullcontext(Observed()) as observed:
-            for piece in _pieces(batch, microbatch_rows or len(batch["tokens"])):
-                loss = _loss_sum(model, signature, piece) / count
-                loss.backward()
-                total += loss.item()
+        computed = one.forward_backward(problem.batch(step), observe=step == 0)
         if step == 0:
-            outcome.forward, outcome.backward = observed.rows()
+            outcome.forward, outcome.backward = computed.observed.rows()
             outcome.gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-        outcome.losses.append(total)
-        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], problem.max_norm or float("inf"))
-        outcome.norms.append(norm.item())
+        outcome.loss_parts.append(computed.losses)
+        outcome.losses.append(computed.losses.sum().item())
+        outcome.norm_parts.append(torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]))
+        outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, problem.max_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
-    outcome.parameters = _copies(model.named_parameters())
+        if outcome.is_kept(step, problem.steps):
+            outcome.parameters[step + 1] = _copies(model.named_parameters())
     return outcome
 
 
-def references(problem: Problem) -> tuple[Outcome, Outcome]:
-    """The oracle, and the oracle with its sums in another order (a row at a time)."""
+def references(problem: Problem) -> tuple[Reference, Reference]:
+    """The oracle, and what shows how far rounding goes: its sums in another order (a row at a time); of bfloat16, all in float32."""
+    if problem.dtype == "bfloat16":
+        return reference(problem), reference(replace(problem, dtype="float32"))
     return reference(problem), reference(problem, 1)
 
 
@@ -109,7 +122,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
             optimizer.step()
             optimizer.zero_grad()
         outcome.norms.append(norm)
-    outcome.parameters = whole_on_first(_tensors(model))
+        if outcome.is_kept(step, problem.steps):
+            outcome.parameters[step + 1] = whole_on_first(_tensors(model))
     return outcome
 
 
@@ -117,7 +131,7 @@ def build(problem: Problem) -> nn.Module:
     """The model of a problem with its initial weights, in one process."""
     model = as_module(problem.source())
     facts = model_facts(model)
-    model = without_dropout(model.to(getattr(torch, problem.dtype)))
+    model = without_dropout(model.to(getattr(torch, problem.master)))
     if facts.on_meta:
         ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
         materialise(model, torch.device("cpu"), problem.seed, ties)
@@ -130,7 +144,7 @@ def build(problem: Problem) -> nn.Module:
 def _lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None) -> Any:
     if parallelize_fn is not None:
         return parallelize_fn(build(problem), init_distributed(layout, problem.seed))
-    techniques = {**problem.techniques, "precision": {"master": problem.dtype}}
+    techniques = {**problem.techniques, "precision": {"master": problem.master, "compute": problem.dtype}}
     module = without_dropout(as_module(problem.source()))
     return parallelize(module, layout, techniques=techniques, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
 
@@ -138,31 +152,14 @@ def _lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | Non
 def _their_step(model: nn.Module, batch: Batch, problem: Problem) -> float:
     """What users of a plain wrapped module do: the mean over this rank's tokens, averaged over ranks by the wrapper."""
     signature = Signature.of(getattr(model, "module", model))
-    loss = _loss_sum(model, signature, batch) / _count(batch)
+    loss = row_losses(model, signature, batch).sum() / _count(batch)
     loss.backward()
     return sum(agree.everybody_says(loss.item())) / get_world_info()[2]
 
 
-def _loss_sum(model: nn.Module, signature: Signature, batch: Batch) -> Tensor:
-    output = model(**signature.inputs(batch, torch.device("cpu")))
-    logits = output if isinstance(output, Tensor) else output.logits
-    logits = logits.flatten(0, 1)
-    return F.cross_entropy(logits, _labels(batch).flatten(), ignore_index=-100, reduction="sum")
-
-
 def _count(batch: Batch) -> int:
     """Real tokens, at least 1."""
-    return max(int((_labels(batch) != -100).sum()), 1)
-
-
-def _labels(batch: Batch) -> Tensor:
-    mask = batch.get("loss_mask")
-    return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), -100)
-
-
-def _pieces(batch: Batch, rows: int):
-    for begin in range(0, len(batch["tokens"]), rows):
-        yield {key: value[begin : begin + rows] for key, value in batch.items()}
+    return max(int((labels_of(batch) != -100).sum()), 1)
 
 
 def _parameters(model: Any):
@@ -173,7 +170,7 @@ def _tensors(model: Any) -> Named:
     return dict(_parameters(model))
 
 
-def _copies(tensors: Any) -> Named:
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Named:
     return {clean(name): tensor.detach().clone() for name, tensor in tensors}
 
 

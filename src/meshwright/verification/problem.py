@@ -66,7 +66,7 @@ class Problem:
         batches: the global batch of a step.
         steps: optimizer steps.
         seed: of the initial weights of a model on meta.
-        dtype: float64 or float32, of everything.
+        dtype: float64 or float32, of everything; or bfloat16, in which forward and backward are computed from float32 weights.
         optimizer: "adamw" or "sgd"; SGD where rounding must not be amplified.
         max_norm: clipping; None: none.
         techniques: what the layout applies besides dtype; a plain dict of Techniques.
@@ -82,6 +82,11 @@ class Problem:
     max_norm: float | None = 1.0
     techniques: dict[str, Any] = field(default_factory=dict)
     microbatch_rows: int = 0
+
+    @property
+    def master(self) -> str:
+        """dtype of weights, summed gradients and optimizer state."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
 
     def source(self) -> Any:
         """The model config or factory."""

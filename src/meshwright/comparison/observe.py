@@ -1,7 +1,6 @@
 """Observing a step: of every module's output, and of the gradient that comes back to it, a small sketch per row.
 
-A sketch is a few random projections (Johnson and Lindenstrauss 1984): two tensors with equal sketches are equal, but for chances that
-do not matter, and their distance is kept. Rows are told apart, so that ranks with different rows can be put together.
+Rows are told apart, so that ranks with different rows can be put together.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import clean
 
-WIDTH = 8
-"""Numbers per row."""
+from .sketch import sketch_rows
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Observed:
     _n_rows: int = 0
 
     def rows(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(rows, WIDTH) float64 for each module: all microbatches one behind the other."""
+        """(rows, ROW_WIDTH) float64 for each module, where it computed: all microbatches one behind the other."""
         forward = {name: torch.cat(parts) for name, parts in self.forward.items()}
         return forward, {name: torch.cat(parts) for name, parts in self.backward.items()}
 
@@ -53,9 +51,9 @@ class Observed:
             return
         self._calls[name] += 1
         call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
-        self.forward.setdefault(call, []).append(sketch(tensor.detach()))
+        self.forward.setdefault(call, []).append(sketch_rows(tensor.detach()))
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.backward.setdefault(call, []).append(sketch(gradient)))
+            tensor.register_hook(lambda gradient: self.backward.setdefault(call, []).append(sketch_rows(gradient)))
 
 
 def _is_recomputing() -> bool:
@@ -88,15 +86,3 @@ def _tensor_of(output: Any) -> Tensor | None:
         output = output[0]
     output = getattr(output, "logits", output)
     return output if isinstance(output, Tensor) and output.is_floating_point() and output.dim() >= 2 else None
-
-
-def sketch(tensor: Tensor) -> Tensor:
-    """(rows, ...) → (rows, WIDTH) float64 on the CPU."""
-    rows = tensor.flatten(1)
-    return (rows.double() @ _directions(rows.shape[1]).to(rows.device)).cpu()
-
-
-@lru_cache(maxsize=64)
-def _directions(n: int) -> Tensor:
-    generator = torch.Generator().manual_seed(n)
-    return torch.randn(n, WIDTH, dtype=torch.float64, generator=generator) / WIDTH**0.5

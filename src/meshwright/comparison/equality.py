@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ Named = Mapping[str, Tensor]
 EXACT = 1e-10
 """Bound in float64."""
 ROUNDED = 1e-6
-"""Least bound in float32, and in float64 for models that cast to float32 inside."""
+"""Least bound in float32 (in bfloat16 too, where weights and sums are float32), and in float64 for models that cast to float32 inside."""
 FLOORS = 4.0
 """So many times the floor is still rounding: the layout orders its sums in another way than the floor's run did."""
+HALF_FLOORS = 2.0
+"""The same in bfloat16, where the floor is the whole distance of one process in bfloat16 from one in float32."""
 
 
 def relative_errors(found: Named, reference: Named) -> dict[str, float]:
@@ -50,35 +51,27 @@ def _error(found: Tensor, reference: Tensor, whole: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One thing that was compared."""
-
-    stage: str
-    """forward, loss, backward, gradient, norm, parameter; see ``STAGES``."""
-    name: str
-    """A module, a parameter, or "step 2"."""
-    error: float
-    bound: float
-    ratio: float | None = None
-    """How many times the reference it is, along the reference; None where that says nothing."""
-
-    @property
-    def is_beyond(self) -> bool:
-        return not self.error <= self.bound
-
-
-STAGES = ("initial weight", "forward", "loss", "backward", "gradient", "norm", "parameter")
-"""In the order in which a step computes them, and so in which a fault first shows."""
-
-
-def bound_of(dtype: str, floor: float, *, rounds: bool) -> float:
+def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
     """The largest error that is still equality.
 
     Args:
-        floor: the error of the same thing between two runs of one process that order their sums differently; counts in float32.
+        floor: the error of the same thing between two runs of one process: in float32 two that order their sums differently, in bfloat16
+            one that computes in float32. float64 has none.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
     if dtype == "float64":
         return ROUNDED if rounds else EXACT
-    return max(ROUNDED, FLOORS * floor)
+    return max(ROUNDED, (HALF_FLOORS if dtype == "bfloat16" else FLOORS) * floor)
+
+
+def sum_floor(parts: Tensor, reference: Tensor) -> float:
+    """How far a sum may be off by rounding, relative to it, as two runs' summands show.
+
+    The two sums may be close by chance, so no less than two standard deviations of a sum whose summands are off independently.
+
+    Args:
+        parts, reference: (n,) the summands in either run.
+    """
+    off = parts.double() - reference.double()
+    whole = max(abs(reference.double().sum().item()), torch.finfo(torch.float64).tiny)
+    return max(off.sum().abs().item(), 2 * off.norm().item()) / whole

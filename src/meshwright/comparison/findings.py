@@ -1,0 +1,121 @@
+"""Findings: what was compared, what is beyond rounding, and where that first shows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+STAGES = ("batch", "initial weight", "forward", "recomputed", "loss", "backward", "gradient", "norm", "parameter")
+"""In the order in which a step computes them, and so in which a fault first shows."""
+
+WORST = 5
+"""Gradients that are named in a table."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that was compared."""
+
+    stage: str
+    """One of ``STAGES``."""
+    name: str
+    """A module or a parameter; empty for what there is one of."""
+    error: float
+    bound: float
+    ratio: float | None = None
+    """How many times the reference it is, along the reference; None where that says nothing."""
+    step: int = 1
+
+    @property
+    def is_beyond(self) -> bool:
+        return not self.error <= self.bound
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        name = self.name or "the whole model"
+        words = {
+            "batch": "the batch of step {step}",
+            "initial weight": "the initial weight {name}",
+            "forward": "the output of {name} (forward)",
+            "recomputed": "what the backward recomputes of {name}",
+            "loss": "the loss of step {step}",
+            "backward": "the gradient of {name}'s output (backward)",
+            "gradient": "the gradient of the parameter {name}, after the backward",
+            "norm": "the gradient norm of step {step}",
+            "parameter": "the parameter {name} after step {step}",
+        }[self.stage]
+        later = f" of step {self.step}" if self.step > 1 and self.stage in ("forward", "recomputed", "backward", "gradient") else ""
+        return words.format(name=name, step=self.step) + later
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was compared in one dtype."""
+
+    dtype: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        return not any(d.is_beyond for d in self.differences)
+
+    @property
+    def first(self) -> Difference | None:
+        """Where a difference first shows, in the order in which steps compute."""
+        return min((d for d in self.differences if d.is_beyond), key=lambda d: (d.step, STAGES.index(d.stage)), default=None)
+
+    @property
+    def factor(self) -> float | None:
+        """The one factor by which all gradients are off, None where there is none: a sum that should be a mean, or the other way round."""
+        found = [d for d in self.differences if d.stage == "gradient" and d.ratio is not None and d.step == 1]
+        if not found:
+            return None
+        ratios = sorted(d.ratio for d in found if d.ratio is not None)
+        blur = min(max(1e-6, *(d.bound for d in found)), 0.05)  # of each ratio, by rounding
+        middle = ratios[len(ratios) // 2]
+        if abs(middle - 1) < max(1e-3, 2 * blur) or ratios[-1] - ratios[0] > 2 * blur * abs(middle):
+            return None
+        return middle
+
+    def of(self, stage: str) -> list[Difference]:
+        """The differences of a stage, those beyond their bound first, then the worst in units of its bound."""
+        return sorted((d for d in self.differences if d.stage == stage), key=_rank)
+
+    def lines(self) -> list[str]:
+        """For people: where first, then the worst of every stage."""
+        lines = []
+        if self.first is not None:
+            d = self.first
+            lines.append(f"  {self.dtype}: first differs at {d.place}: error {d.error:.1e}, at most {d.bound:.1e} is rounding")
+        if self.factor is not None:
+            lines.append(f"  {self.dtype}: every gradient is {self.factor:.6g} × that of one process")
+        for stage in STAGES:
+            found = self.of(stage)
+            if found and (found[0].bound or found[0].is_beyond):
+                worst = found[0]
+                verdict = "differs" if worst.is_beyond else "equal"
+                name = f"step {worst.step}" if stage in ("batch", "loss", "norm") else worst.name or "the model"
+                lines.append(f"  {self.dtype:<8} {stage:<10} {verdict:<8} worst {worst.error:.1e} of {worst.bound:.1e}  {name}")
+        beyond = [d for d in self.of("gradient") if d.is_beyond]
+        lines += [f"           {d.name}: {d.error:.1e}" for d in beyond[1:WORST]]
+        return lines
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: null stands for the error of something that is missing."""
+        return {
+            "dtype": self.dtype,
+            "equal": self.is_equal,
+            "first": self.first and _plain(self.first),
+            "differences": [_plain(d) for d in self.differences],
+        }
+
+
+def _rank(difference: Difference) -> tuple[bool, float]:
+    is_finite = math.isfinite(difference.error) and 0 < difference.bound < math.inf
+    return not difference.is_beyond, -difference.error / difference.bound if is_finite else -math.inf if difference.error else 0.0
+
+
+def _plain(difference: Difference) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(difference).items()}

@@ -1,0 +1,105 @@
+"""The oracle: one process with plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.comparison.observe import Observed, observing
+from meshwright.distributed.step_batch import Signature
+
+from .problem import Batch
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """What a forward and backward of the global batch came to, besides the gradients."""
+
+    losses: Tensor
+    """(rows,) each row's share of the loss; their sum is the mean over the real tokens of the batch."""
+    observed: Observed
+
+
+class OneProcess:
+    """Computes steps with plain torch, the loss by ``F.cross_entropy``.
+
+    Args:
+        model: with its weights. Its gradients come in its own dtype.
+        compute: dtype of parameters in forward and backward, where it is another than the model's (mixed precision: weights are rounded
+            for the step, gradients of each forward and backward are added up in the model's dtype).
+        rows: rows per forward; 0: the whole batch. Fewer rows add the same gradients in another order.
+        noise: relative size of random changes to every module's output, as rounding in other kernels makes them.
+    """
+
+    def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None, rows: int = 0, noise: float = 0.0):
+        self.model, self.rows = model, rows
+        self._signature = Signature.of(model)
+        self._device = next(model.parameters()).device
+        dtype = next(model.parameters()).dtype
+        self._computing = model if compute in (None, dtype) else copy.deepcopy(model)
+        self._compute = compute or dtype
+        if noise:
+            generator = torch.Generator(self._device).manual_seed(0)
+            for module in self._computing.modules():
+                module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
+
+    def forward_backward(self, batch: Batch, *, observe: bool = True) -> OneStep:
+        """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``."""
+        self._round_weights()
+        tokens = max(int((labels_of(batch) != -100).sum()), 1)
+        losses = []
+        with observing(self._computing) if observe else nullcontext(Observed()) as observed:
+            for piece in _pieces(batch, self.rows or len(batch["tokens"])):
+                loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
+                loss.sum().backward()
+                losses.append(loss.detach())
+                self._collect_gradients()
+        return OneStep(torch.cat(losses).double().cpu(), observed)
+
+    def _round_weights(self) -> None:
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                mine.data = theirs.detach().to(self._compute)
+
+    def _collect_gradients(self) -> None:
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                if mine.grad is not None:
+                    added = mine.grad.to(theirs.dtype)
+                    theirs.grad = added if theirs.grad is None else theirs.grad + added
+                    mine.grad = None
+
+
+def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: torch.device | None = None) -> Tensor:
+    """(rows,) the sum of each row's losses, in at least float32."""
+    output = model(**signature.inputs(batch, device or torch.device("cpu")))
+    logits = output if isinstance(output, Tensor) else output.logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels_of(batch).to(logits.device)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return losses.view(labels.shape).sum(1)
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """(rows, seq) labels, -100 where there is no loss."""
+    mask = batch.get("loss_mask")
+    return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), -100)
+
+
+def _pieces(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
+    for begin in range(0, len(batch["tokens"]), rows):
+        yield {key: value[begin : begin + rows] for key, value in batch.items()}
+
+
+def _shaken(output: Any, noise: float, generator: torch.Generator) -> Any:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        drawn = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32)
+        return output * (1 + noise * (2 * drawn - 1)).to(output.dtype)
+    return output
