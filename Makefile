@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12     the interpreter of a new environment (default: the first that will do)
 #   TORCH_INDEX_URL=...   one more package index to take torch from (see CONTRIBUTING.md)
-#   ARGS="..."            for `make demo`: what follows `meshwright train`
+#   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT
 #   PYTEST_ARGS="..."     for `make test`: what follows `pytest`
 
 VENV ?= .venv
@@ -12,12 +12,13 @@ PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test test-slurm setup clean
+.PHONY: help demo test test-slurm matrix setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then lint, import contract, types, wheel and tests"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
+	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
 	@echo "make setup   set up with every extra"
 	@echo "make clean   remove the environment, builds and caches (never runs/)"
 
@@ -41,10 +42,15 @@ test-slurm:
 	@"$(BIN)/python" scripts/slurm_cluster.py check
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(PYTEST_ARGS)
 
+# What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
+matrix:
+	@$(SETUP) dev,hf,slurm,track
+	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/matrix.py $(ARGS)
+
 setup:
 	@$(SETUP) all
 
 clean:
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

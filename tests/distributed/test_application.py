@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.problems import DDP2, FSDP2, HSDP, Problem, Way, share
 from support.train import gradients, lay_out, local
 
 from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
-from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed
+from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed, weights
 from meshwright.distributed.wire import WireCounter
 from meshwright.distributed.world import get_world_info
 
@@ -55,6 +56,33 @@ def drifted(layout: Layout) -> str:
 def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
     for text in spmd(layout.world, drifted, layout):
         assert "norm.weight differs between ranks" in text
+
+
+def skipped(layout: Layout) -> tuple[str, str]:
+    """What is said of a drift that is there before the first audit, with the audit and without; and of a buffer that has gone."""
+    fill, said = weights.fill_normal, []
+
+    def drifting(local, *args):
+        fill(local, *args)
+        local.add_(get_world_info()[0])
+
+    with patch.object(weights, "fill_normal", drifting):
+        for audit in (True, False):
+            try:
+                lay_out(Problem(), Way(layout), audit=audit)
+                said.append("")
+            except IntegrityError as error:
+                said.append(str(error))
+    model = parallelize(foreign.on_meta, layout, audit=False)
+    del model.parts[0].waves._buffers["table"]
+    with pytest.raises(IntegrityError) as caught:
+        model.audit()
+    return (*said, str(caught.value))
+
+
+def test_the_audit_can_be_skipped_and_knows_buffers(spmd):
+    for with_audit, without, gone in spmd(2, skipped, DDP2):
+        assert "differs between ranks" in with_audit and without == "" and "the buffer waves.table is gone" in gone
 
 
 def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ from support.problems import DDP2, FSDP4, HSDP, ONE, SEED, TIED, UNTIED
 from support.train import collect
 from torch import nn
 
-from meshwright import UnsupportedError, parallelize
+from meshwright import ConfigError, UnsupportedError, parallelize
 from meshwright.distributed.weights import BLOCK_ELEMENTS
 from meshwright.models.decoder_config import DecoderConfig, parameter_count
 
@@ -132,6 +132,54 @@ def test_what_nothing_initialises_is_refused_by_name(spmd, factory, module, para
     assert parameters in text
     assert "reset_parameters()" in text
     assert "build the model on the CPU" in text
+
+
+class Lawful(nn.Module):
+    """Says how its parameters start, and keeps a buffer of its own."""
+
+    def __init__(self, kind: str = "normal"):
+        super().__init__()
+        self.scale, self.kind = nn.Parameter(torch.empty(6, 4)), kind
+        self.register_buffer("steps", torch.empty(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.steps.copy_(torch.arange(4.0))
+
+    def weight_law(self, name: str) -> tuple[str, float]:
+        return self.kind, 0.5
+
+    def forward(self, tokens):
+        return self.scale[tokens] + self.steps
+
+
+class Unset(Lawful):
+    reset_parameters = None
+
+
+class Unlawful(Lawful):
+    def __init__(self):
+        super().__init__("uniform")
+
+
+def lawful(layout) -> tuple:
+    model = parallelize(Lawful, layout, seed=SEED)
+    return collect(dict(model.named_parameters())), dict(model.parts[0].named_buffers())["steps"].tolist()
+
+
+def test_a_law_of_weights_leaves_no_buffer_unwritten(spmd):
+    one, two = spmd(1, lawful, ONE)[0], spmd(2, lawful, DDP2)[0]
+    assert one[1] == two[1] == [0.0, 1.0, 2.0, 3.0] and torch.equal(one[0]["scale"], two[0]["scale"])
+    assert "its steps" in spmd(1, refused, Unset)[0]
+
+
+def unlawful() -> str:
+    with pytest.raises(ConfigError) as caught:
+        parallelize(Unlawful, ONE)
+    return str(caught.value)
+
+
+def test_a_law_that_says_something_else_is_refused(spmd):
+    assert spmd(1, unlawful)[0] == "weight_law('scale') of Unlawful says 'uniform': legal are 'normal' and 'constant'"
 
 
 # --- memory

@@ -106,7 +106,7 @@ def contents(path: Path) -> dict[str, Any]:
     precision = config.techniques.precision
     model_config = build.decoder_config(config, load_tokenizer(config.data.tokenizer))
     model = parallelize(model_config, None, techniques={"precision": {"master": precision.master}})
-    optimizer = build.build_optimizer(config, model).optimizer
+    optimizer = build.build_optimizer(config, model.named_parameters()).optimizer
     extra = checkpoint.load(model, path, optimizer=optimizer)
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     state = {f"{name}/{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}

@@ -94,3 +94,37 @@ def job_checkpoint(path):
 def test_a_checkpoint_comes_back_bitwise(spmd, tmp_path):
     saved, loaded = spmd(1, job_checkpoint, str(tmp_path / "step"))[0]
     assert saved == loaded
+
+
+def job_trace(folder, compute):
+    """A trace written on this machine, and a run that is compared with it; on the GPU, from weights drawn on the CPU."""
+    import json
+    from pathlib import Path
+
+    from meshwright.training.config import Config
+    from meshwright.training.monitoring.progress import build_progress
+    from meshwright.training.trainer import Trainer
+    from meshwright.verification.trace_writer import write_trace
+
+    path = Path(folder) / f"{compute}.trace"
+    text = Path(folder) / "text.txt"
+    text.write_text("".join(f"line {i} of a text that nobody reads, {i * i}\n" for i in range(2000)))
+    settings = {
+        "run": str(path.with_suffix(".run")),
+        "steps": 4,
+        "model": {"size": "debug"},
+        "data": {"source": [str(text)], "seq_len": 32, "cache": str(Path(folder) / "cache")},
+        "batch": {"global_batch": 8},
+        "techniques": {"precision": {"compute": compute}},
+        "validation": {"every": 0},
+        "sample": {"tokens": 0},
+    }
+    with build_progress(is_main=False) as progress:
+        write_trace(Config.from_dict(settings), path, 3, progress)
+    status = Trainer(Config.from_dict(settings | {"check_trace": str(path)})).run()
+    return status, json.loads((path.with_suffix(".run") / "trace_check.json").read_text())["equal"]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_run_on_a_gpu_is_equal_to_its_trace(spmd, tmp_path, compute):
+    assert spmd(1, job_trace, str(tmp_path), compute)[0] == (0, True)

@@ -21,12 +21,14 @@ def covering_array(
     factors: Mapping[str, Sequence[Any]],
     is_legal: Callable[[dict[str, Any]], bool] = lambda combination: True,
     price: Callable[[dict[str, Any]], float] = lambda combination: 1.0,
+    covered: Callable[[dict[str, Any]], frozenset] = pairs_of,
 ) -> list[dict[str, Any]]:
     """Legal combinations that contain every legal pair of values; greedy (most new pairs per price first) and deterministic.
 
     Most faults need one switch or two to show (Kuhn, Wallace, Gallo 2004), so this finds nearly what the whole product would.
+    ``covered``: what of a combination is to be covered, where that is not every pair.
     """
-    candidates = [(combination, pairs_of(combination)) for combination in legal_combinations(factors, is_legal)]
+    candidates = [(combination, covered(combination)) for combination in legal_combinations(factors, is_legal)]
     missing = set().union(*(pairs for _, pairs in candidates))
     chosen = []
     while missing:

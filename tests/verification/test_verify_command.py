@@ -68,5 +68,5 @@ def test_refusals_teach(ask, words, status, said):
 
 def test_the_assertion_for_other_peoples_tests_fails_with_the_report(pool):
     assert_layout_equals_single_process(UNTIED, Layout(dp_shard=2), even, steps=1, pool=pool)
-    with pytest.raises(AssertionError, match=r"DIFFERS.*\n.*first differs at the output of layers.1.attention.wq \(forward\)"):
+    with pytest.raises(AssertionError, match=r"DIFFERS.*\n.*first differs at the initial weight layers.1.attention.wq.weight, on rank 1"):
         assert_layout_equals_single_process(UNTIED, DDP, even, steps=1, parallelize_fn=off_by_a_little, dtypes=("float64",), pool=pool)

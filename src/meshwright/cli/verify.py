@@ -11,6 +11,9 @@ status 0: all equal within rounding; 1: a layout differs, and the first place wh
   --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it)
   --shrink                a small model of the same structure: head ratios, ties and norms stay
   --json                  everything, for machines
+  --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own data, for
+                          `meshwright train CONFIG --check-trace FILE` to compare a real run with; --steps is then the config's
+  --trace-steps N         steps of the trace (default 3)
 
 Any flag of ``meshwright train`` may follow, such as --techniques.activation_checkpointing=full.
 """
@@ -19,16 +22,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.cli.arguments import read_config, take_option
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.planning.layout import Layout
+from meshwright.planning.layout import Layout, data_layouts
 from meshwright.training.config import Config
 
 EXACT = ("float64", "float32")
 LEGAL = (*EXACT, "bfloat16")
+TRACE_STEPS = 3
 
 
 def run(argv: list[str]) -> int:
@@ -38,7 +42,9 @@ def run(argv: list[str]) -> int:
         return 0
     wished, argv = _take_all(argv, "--layout")
     max_world, argv = take_option(argv, "--max-world", int)
-    steps, argv = take_option(argv, "--steps", int)
+    trace, argv = take_option(argv, "--write-trace", str)
+    trace_steps, argv = take_option(argv, "--trace-steps", int)
+    steps, argv = take_option(argv, "--steps", int) if trace is None else (None, argv)
     named, argv = take_option(argv, "--dtypes", str)
     factory, argv = take_option(argv, "--model", str)
     flags = {name: name in argv for name in ("--all", "--shrink", "--json")}
@@ -48,18 +54,15 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--steps = {steps}: at least 1 is compared")
     if max_world is not None and not flags["--all"]:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
+    if trace is not None:
+        others = {"--layout": wished, "--model": factory, "--dtypes": named, **flags}
+        return _write_trace(config, trace, trace_steps, [name for name, value in others.items() if value])
+    if trace_steps is not None:
+        raise ConfigError("--trace-steps says how long a trace is: add --write-trace FILE, or leave it out")
     layouts = [_closed(text) for text in wished]
     layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
     dtypes = _dtypes(named, config)
     return _verify(config, factory, layouts or [_own(config)], steps or 3, dtypes, shrink=flags["--shrink"], as_json=flags["--json"])
-
-
-def data_layouts(max_world: int) -> Iterator[Layout]:
-    """Every layout of the data axes on 2 to ``max_world`` ranks, smaller worlds first."""
-    for world in range(2, max_world + 1):
-        for replicas in range(1, world + 1):
-            if world % replicas == 0:
-                yield Layout(dp_replicate=replicas, dp_shard=world // replicas)
 
 
 def _closed(text: str) -> Layout:
@@ -73,6 +76,24 @@ def _own(config: Config) -> Layout:
             'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves its own open'
         )
     return config.layout
+
+
+def _write_trace(config: Config, path: str, steps: int | None, others: list[str]) -> int:
+    steps = TRACE_STEPS if steps is None else steps
+    if steps < 1:
+        raise ConfigError(f"--trace-steps = {steps}: at least 1 is written")
+    if others:
+        raise ConfigError(f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is")
+    from meshwright.training.monitoring.progress import build_progress
+    from meshwright.verification.trace_writer import summary, write_trace
+
+    file = Path(path).expanduser()
+    if not file.parent.is_dir():
+        raise ConfigError(f"--write-trace = {path}: there is no folder {file.parent}")
+    with build_progress(is_main=True) as progress:
+        trace = write_trace(config, file, steps, progress)
+    print(summary(trace, file))
+    return 0
 
 
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:

@@ -64,6 +64,16 @@ def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
     return max(ROUNDED, (HALF_FLOORS if dtype == "bfloat16" else FLOORS) * floor)
 
 
+def traced_bound(dtype: str, floor: float) -> float:
+    """The same against a trace.
+
+    Args:
+        dtype: what the run computes in.
+        floor: the error of the same thing in a run of one process that was perturbed by as much as that dtype rounds.
+    """
+    return max(EXACT if dtype == "float64" else ROUNDED, FLOORS * floor)
+
+
 def sum_floor(parts: Tensor, reference: Tensor) -> float:
     """How far a sum may be off by rounding, relative to it, as two runs' summands show.
 

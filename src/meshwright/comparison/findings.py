@@ -6,8 +6,49 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STAGES = ("batch", "initial weight", "forward", "recomputed", "loss", "backward", "gradient", "norm", "parameter")
-"""In the order in which a step computes them, and so in which a fault first shows."""
+STAGES = (
+    "batch",
+    "initial weight",
+    "initial buffer",
+    "forward",
+    "buffer",
+    "recomputed",
+    "loss",
+    "backward",
+    "gradient",
+    "norm",
+    "optimizer",
+    "parameter",
+    "random",
+    "alike",
+    "repeated",
+)
+"""In the order in which a step computes them, and so in which a fault first shows; the last three are about random numbers alone."""
+
+WORDS = {
+    "batch": "the batch of step {step}",
+    "initial weight": "the initial weight {name}",
+    "initial buffer": "the initial value of the buffer {name}",
+    "forward": "the output of {name} (forward){later}",
+    "buffer": "the buffer {name} after the forward of step {step}",
+    "recomputed": "what the backward recomputes of {name}{later}",
+    "loss": "the loss of step {step}",
+    "backward": "the gradient of {name}'s output (backward){later}",
+    "gradient": "the gradient of the parameter {name}, after the backward{later}",
+    "norm": "the gradient norm of step {step}",
+    "parameter": "the parameter {name} after step {step}",
+    "optimizer": "the optimizer's {name} after step {step}",
+    "random": "the random numbers in {name} (dropout)",
+    "alike": "the random numbers in {name} (dropout)",
+    "repeated": "the random numbers in {name} (dropout)",
+}
+"""Where a difference is. ``later``: of which step, where it is not the first."""
+
+WHY = {
+    "random": "equal, and ranks that hold different rows must draw different ones",
+    "alike": "different, and ranks that hold the same rows must draw the same",
+    "repeated": "those of the step before, and each step must draw new ones",
+}
 
 WORST = 5
 """Gradients that are named in a table."""
@@ -26,6 +67,8 @@ class Difference:
     ratio: float | None = None
     """How many times the reference it is, along the reference; None where that says nothing."""
     step: int = 1
+    ranks: tuple[int, ...] = ()
+    """The ranks on which it is, where it is not on all."""
 
     @property
     def is_beyond(self) -> bool:
@@ -34,20 +77,10 @@ class Difference:
     @property
     def place(self) -> str:
         """Where it is, in words."""
-        name = self.name or "the whole model"
-        words = {
-            "batch": "the batch of step {step}",
-            "initial weight": "the initial weight {name}",
-            "forward": "the output of {name} (forward)",
-            "recomputed": "what the backward recomputes of {name}",
-            "loss": "the loss of step {step}",
-            "backward": "the gradient of {name}'s output (backward)",
-            "gradient": "the gradient of the parameter {name}, after the backward",
-            "norm": "the gradient norm of step {step}",
-            "parameter": "the parameter {name} after step {step}",
-        }[self.stage]
-        later = f" of step {self.step}" if self.step > 1 and self.stage in ("forward", "recomputed", "backward", "gradient") else ""
-        return words.format(name=name, step=self.step) + later
+        later = f" of step {self.step}" if self.step > 1 else ""
+        words = WORDS[self.stage].format(name=self.name or "the whole model", step=self.step, later=later)
+        several = "s" if len(self.ranks) > 1 else ""
+        return words + (f", on rank{several} {' and '.join(map(str, self.ranks))}" if self.ranks else "")
 
 
 @dataclass(frozen=True)
@@ -56,6 +89,8 @@ class Comparison:
 
     dtype: str
     differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+    """What was not compared, or otherwise than usual."""
 
     @property
     def is_equal(self) -> bool:
@@ -87,8 +122,7 @@ class Comparison:
         """For people: where first, then the worst of every stage."""
         lines = []
         if self.first is not None:
-            d = self.first
-            lines.append(f"  {self.dtype}: first differs at {d.place}: error {d.error:.1e}, at most {d.bound:.1e} is rounding")
+            lines.append(f"  {self.dtype}: {_told(self.first)}")
         if self.factor is not None:
             lines.append(f"  {self.dtype}: every gradient is {self.factor:.6g} × that of one process")
         for stage in STAGES:
@@ -99,8 +133,8 @@ class Comparison:
                 name = f"step {worst.step}" if stage in ("batch", "loss", "norm") else worst.name or "the model"
                 lines.append(f"  {self.dtype:<8} {stage:<10} {verdict:<8} worst {worst.error:.1e} of {worst.bound:.1e}  {name}")
         beyond = [d for d in self.of("gradient") if d.is_beyond]
-        lines += [f"           {d.name}: {d.error:.1e}" for d in beyond[1:WORST]]
-        return lines
+        lines += [f"           {d.name}: {d.error:.1e}" for d in beyond[1:WORST] if d.step == beyond[0].step]
+        return [*lines, *(f"  {self.dtype}: {note}" for note in self.notes)]
 
     def plain(self) -> dict[str, Any]:
         """For JSON, which knows no infinity: null stands for the error of something that is missing."""
@@ -108,8 +142,17 @@ class Comparison:
             "dtype": self.dtype,
             "equal": self.is_equal,
             "first": self.first and _plain(self.first),
+            "notes": list(self.notes),
             "differences": [_plain(d) for d in self.differences],
         }
+
+
+def _told(first: Difference) -> str:
+    if first.stage in WHY:
+        return f"wrong are {first.place}: {WHY[first.stage]}"
+    if first.error == math.inf:
+        return f"first differs at {first.place}: one of the two is missing, has another shape, or is not finite"
+    return f"first differs at {first.place}: error {first.error:.1e}, at most {first.bound:.1e} is rounding"
 
 
 def _rank(difference: Difference) -> tuple[bool, float]:

@@ -1,19 +1,23 @@
 """Observing a step: of every module's output, and of the gradient that comes back to it, a small sketch per row.
 
-Rows are told apart, so that ranks with different rows can be put together.
+Rows are told apart, so that ranks with different rows can be put together. What activation checkpointing computes once more in the
+backward is compared with what the forward computed.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.core.names import clean
 
@@ -30,8 +34,17 @@ class Observed:
 
     forward: dict[str, list[Tensor]] = field(default_factory=dict)
     backward: dict[str, list[Tensor]] = field(default_factory=dict)
+    compiled: list[str] = field(default_factory=list)
+    """Modules that run compiled: what they return is observed, nothing inside them."""
+    recomputed: dict[str, float] = field(default_factory=dict)
+    """By module: the largest relative error of what the backward recomputed of it."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each output, without its rows; the forward's first."""
     _calls: Counter[str] = field(default_factory=Counter)
+    _computed: dict[str, list[Tensor]] = field(default_factory=dict)
+    _without_graph: set[str] = field(default_factory=set)
     _n_rows: int = 0
+    _last: _Seen | None = None
 
     def rows(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(rows, ROW_WIDTH) float64 for each module, where it computed: all microbatches one behind the other."""
@@ -47,13 +60,59 @@ class Observed:
     def note(self, name: str, output: Any) -> None:
         """A module ended."""
         tensor = _tensor_of(output)
-        if tensor is None or len(tensor) != self._n_rows or _is_recomputing():
+        if tensor is None or len(tensor) != self._n_rows:
+            return
+        if _is_recomputing():
+            self._note_again(name, tensor)
             return
         self._calls[name] += 1
         call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
-        self.forward.setdefault(call, []).append(sketch_rows(tensor.detach()))
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.backward.setdefault(call, []).append(sketch_rows(gradient)))
+        if self._last is None or self._last.tensor() is not tensor or self._last.version != tensor._version:
+            self._last = _Seen(weakref.ref(tensor), tensor._version, sketch_rows(_whole(tensor.detach())))
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._came_back, self._last.calls))
+        self._last.calls.append(call)  # several where a module hands on what its last child returned
+        self.forward.setdefault(call, []).append(self._last.sketch)
+        self.shapes.setdefault(call, tuple(tensor.shape[1:]))
+        self._computed.setdefault(name, []).append(self._last.sketch)
+        if not tensor.requires_grad:
+            self._without_graph.add(call)
+
+    def _note_again(self, name: str, tensor: Tensor) -> None:
+        """A module ended in the backward: which of its calls that was does not show, so the nearest counts."""
+        again = sketch_rows(_whole(tensor.detach()))
+        before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
+        if before:
+            error = min(_apart(again, sketch) for sketch in before)
+            self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
+        if name in self._without_graph and tensor.requires_grad:  # reentrant checkpointing makes the graph only now
+            self._without_graph.discard(name)
+            tensor.register_hook(partial(self._came_back, [name]))
+
+    def _came_back(self, calls: list[str], gradient: Tensor) -> None:
+        found = sketch_rows(_whole(gradient))
+        for call in calls:
+            self.backward.setdefault(call, []).append(found)
+
+
+@dataclass
+class _Seen:
+    """A tensor that the modules of ``calls`` returned."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    sketch: Tensor
+    calls: list[str] = field(default_factory=list)
+
+
+def _apart(found: Tensor, reference: Tensor) -> float:
+    error = ((found - reference).norm() / max(reference.norm().item(), torch.finfo(torch.float64).tiny)).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A tensor that is shared out over ranks, put together (collective)."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _is_recomputing() -> bool:
@@ -67,17 +126,52 @@ def _noted(observed: Observed, name: str, module: nn.Module, args: Any, output: 
 
 @contextmanager
 def observing(model: nn.Module) -> Iterator[Observed]:
-    """Sketch what ``model`` computes inside the block. What recomputation does once more in the backward is passed over."""
+    """Sketch what ``model`` computes inside the block.
+
+    A compiled module is observed from outside: hooks on it or in it would become a part of what is compiled, and cut it into pieces.
+    """
     observed = Observed()
-    handles = [model.register_forward_pre_hook(observed.begin, with_kwargs=True)]
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            handles.append(module.register_forward_hook(partial(_noted, observed, clean(name))))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
+        if not _is_compiled(model):
+            stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
+        for raw, module in model.named_modules():
+            name = clean(raw)
+            if is_inside(name, observed.compiled) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+                continue
+            if _is_compiled(module):
+                observed.compiled.append(name)
+                stack.enter_context(_observed_outside(observed, name, module, module is model))
+            else:
+                stack.callback(module.register_forward_hook(partial(_noted, observed, name)).remove)
         yield observed
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a module (or a call of it) is inside one of ``modules``."""
+    return any(name.startswith(f"{module}.") if module else name for module in modules)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None
+
+
+@contextmanager
+def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root: bool) -> Iterator[None]:
+    compiled = cast("Callable[..., Any]", module._compiled_call_impl)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_root:
+            observed.begin(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        observed.note(name, output)
+        return output
+
+    module._compiled_call_impl = call
+    try:
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        module._compiled_call_impl = compiled
 
 
 def _tensor_of(output: Any) -> Tensor | None:

@@ -1,12 +1,14 @@
 """Sketches: a few numbers that stand for a tensor. Two tensors with equal sketches are equal, but for chances that do not matter.
 
 A sketch is a few random projections (Johnson and Lindenstrauss 1984), so distances are kept: ‖sketch(x) − sketch(y)‖ is about ‖x − y‖. The
-directions are products of signs, one table for the last dim and one for the others. So the tables are small, a multiplication by them
-is exact in every dtype, and a shard's sketch is a summand of the whole tensor's.
+directions are products of signs: two vectors along the last dim, and a few for each of them along the others. So a tensor is
+read twice, by matrix-vector products, and no more; the tables of signs are small, a multiplication by them is exact in every
+dtype, and a shard's sketch is a summand of the whole tensor's.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -16,14 +18,19 @@ ROW_WIDTH = 8
 """Numbers per row of a batch."""
 TENSOR_WIDTH = 16
 """Numbers per parameter."""
+VECTORS = 2
+"""Directions along the last dim."""
 
 
 def sketch_rows(tensor: Tensor) -> Tensor:
     """(rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device; each row for itself."""
-    places = tensor.flatten(1, -2) if tensor.dim() > 2 else tensor.unsqueeze(1)
-    features = places @ signs(tensor.shape[-1], ROW_WIDTH, "last", tensor)  # (rows, places, ROW_WIDTH)
-    weights = signs(places.shape[1], ROW_WIDTH, "others", features)
-    return (features * weights).sum(1, dtype=torch.float64) / ROW_WIDTH**0.5
+    n_rows, features = tensor.shape[0], tensor.shape[-1]
+    if tensor[0].numel() // features < ROW_WIDTH:  # too few places for directions that differ
+        tensor, features = tensor.unsqueeze(-1), 1
+    along = _products(tensor.reshape(-1, features), _signs(VECTORS, features, "last", tensor.dtype, tensor.device))
+    along = along.view(VECTORS, n_rows, -1).double()  # (VECTORS, rows, places)
+    weights = _signs(ROW_WIDTH, along.shape[-1], "others", along.dtype, along.device).view(VECTORS, -1, along.shape[-1])
+    return (along @ weights.mT).transpose(0, 1).reshape(n_rows, ROW_WIDTH) / ROW_WIDTH**0.5
 
 
 def sketch_part(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -34,23 +41,24 @@ def sketch_part(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -
     """
     if part.numel() == 0:
         return torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=part.device)
-    matrix = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
-    last = signs(shape[-1] if shape else 1, TENSOR_WIDTH, "last", part)
-    first = offset[-1] if offset else 0
-    features = matrix @ last[first : first + matrix.shape[1]]  # (places, TENSOR_WIDTH)
-    weights = signs(int(torch.Size(shape[:-1]).numel()), TENSOR_WIDTH, "others", part)
-    weights = weights.view(*shape[:-1], TENSOR_WIDTH)
-    for dim, (start, size) in enumerate(zip(offset[:-1], part.shape[:-1], strict=True)):
+    if math.prod(shape[:-1]) < TENSOR_WIDTH:  # too few places for directions that differ
+        part, offset, shape = part.unsqueeze(-1), (*offset, 0), (*shape, 1)
+    last = _signs(VECTORS, shape[-1], "last", part.dtype, part.device).narrow(1, offset[-1], part.shape[-1])
+    along = _products(part.reshape(-1, part.shape[-1]), last).double()  # (VECTORS, places)
+    weights = _signs(TENSOR_WIDTH, math.prod(shape[:-1]), "others", along.dtype, along.device).view(-1, *shape[:-1])
+    for dim, (start, size) in enumerate(zip(offset[:-1], part.shape[:-1], strict=True), 1):
         weights = weights.narrow(dim, start, size)
-    return (features * weights.reshape(-1, TENSOR_WIDTH)).sum(0, dtype=torch.float64) / TENSOR_WIDTH**0.5
+    weights = weights.reshape(VECTORS, -1, along.shape[-1])
+    return (weights @ along.unsqueeze(-1)).flatten() / TENSOR_WIDTH**0.5
 
 
-def signs(n: int, width: int, role: str, like: Tensor) -> Tensor:
-    """(n, width) of ±1, in the dtype and on the device of ``like``; a function of (n, width, role)."""
-    return _signs(n, width, role, like.dtype, like.device)
+def _products(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """(n, features), (VECTORS, features) → (VECTORS, n)."""
+    return torch.stack([matrix @ vector for vector in vectors])
 
 
 @lru_cache(maxsize=256)
-def _signs(n: int, width: int, role: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(2 * n + (role == "last"))
-    return (2 * torch.randint(0, 2, (n, width), generator=generator, device="cpu") - 1).to(device, dtype)
+def _signs(number: int, n: int, role: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(number, n) of ±1; a function of (number, n, role)."""
+    generator = torch.Generator().manual_seed(4 * n + 2 * (role == "last") + (number == TENSOR_WIDTH))
+    return (2 * torch.randint(0, 2, (number, n), generator=generator, device="cpu") - 1).to(device, dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,3 +26,18 @@ def replace_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` to write a file to; when the block ends well it takes the name ``path``, else it is removed."""
+    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()

@@ -41,6 +41,15 @@ def largest(value: int) -> int:
     return int(word.item())
 
 
+def largest_each(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise, the largest of all ranks' float64 values; on the CPU."""
+    if alone():
+        return values.cpu()
+    words = values.to(_word_device())
+    dist.all_reduce(words, op=dist.ReduceOp.MAX)
+    return words.cpu()
+
+
 def from_rank_zero(value: Any) -> Any:
     """Rank 0's value, on every rank (small Python values)."""
     if alone():
@@ -84,7 +93,7 @@ def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
 
 
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Elementwise sum of int64 words over the ranks of all groups (one small all-reduce per group). Returns them on the CPU."""
+    """Elementwise sum of numbers over the ranks of all groups (one small all-reduce per group). Returns them on the CPU."""
     if groups:
         words = words.to(_word_device())
         for group in groups:

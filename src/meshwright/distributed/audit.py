@@ -33,8 +33,12 @@ def audit(
         IntegrityError: naming the first parameters that are wrong, and how.
     """
     found = {clean(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    buffers = {clean(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
     held = _optimized(found, optimizer) if optimizer is not None else ()
-    _refuse("the model is not what the plan says", [*_structure(found, facts, plan), *held, *_replicas(model, data_groups)])
+    _refuse(
+        "the model is not what the plan says",
+        [*_structure(found, facts, plan), *_buffers(buffers, facts), *held, *_replicas(model, data_groups)],
+    )
 
 
 def refuse_unequal(model: nn.Module, data_groups: list[dist.ProcessGroup]) -> None:
@@ -80,6 +84,14 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
         for alias in fact.aliases:
             if found.get(alias) is not parameter:
                 yield f"{alias} is no longer tied to {fact.name}"
+
+
+def _buffers(found: dict[str, Tensor], facts: ModelFacts):
+    for fact in facts.buffers:
+        if fact.name not in found:
+            yield f"the buffer {fact.name} is gone"
+        elif found[fact.name].is_meta:
+            yield f"the buffer {fact.name} was never given values"
 
 
 def _optimized(found: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer):

@@ -20,18 +20,21 @@ from meshwright.core.names import clean, owner
 from .shards import local_part, seed_of
 
 
-def initialise_by_modules(model: nn.Module, seed: int) -> set[str]:
+def initialise_by_modules(model: nn.Module, seed: int, *, buffers_only: bool = False) -> set[str]:
     """Write every parameter and buffer of ``model`` in place (whole or sharded); returns their names.
+
+    Args:
+        buffers_only: only modules with buffers of their own are initialised; what they write into parameters does not count.
 
     Raises:
         UnsupportedError: nothing initialises some of them; the text names them and the module that should.
     """
-    wanted = {id(tensor): clean(name) for name, tensor in _tensors(model)}
+    wanted = {id(tensor): clean(name) for name, tensor in (model.named_buffers() if buffers_only else _tensors(model))}
     written: set[str] = set()
     for raw, module in reversed(list(model.named_modules())):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw)))}
+        if callable(reset) and (module._buffers or not buffers_only):
+            written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw))) if key in wanted}
     left = [name for name in wanted.values() if name not in written]
     if left:
         path = owner(left[0])

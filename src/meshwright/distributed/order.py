@@ -24,6 +24,8 @@ class Site:
     device_mesh: DeviceMesh | None
     facts: ModelFacts
     seed: int = 0
+    draw_on: str | None = None
+    """Device type on which initial weights are drawn; None: where they will be."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     device = fully_sharded.device_of(plan)
     if site.facts.on_meta:
         ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
-        materialise(model, device, site.seed, ties)
+        materialise(model, device, site.seed, ties, site.draw_on)
         return model
     return model if plan.data.technique == "fully_shard" else model.to(device)
 

@@ -20,7 +20,8 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
-from . import audit, order
+from . import order
+from .audit import refuse_unequal
 from .mesh import axis_sizes, build_mesh, data_groups
 from .parallel_model import LossFunction, ParallelModel
 from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
@@ -36,6 +37,8 @@ def parallelize(
     plan: Plan | None = None,
     seed: int = 0,
     microbatch_rows: int = 0,
+    draw_on: str | None = None,
+    audit: bool = True,
 ) -> ParallelModel:
     """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
 
@@ -47,6 +50,9 @@ def parallelize(
         plan: a plan made earlier; then ``techniques`` must be None.
         seed: of the initial weights of a model on meta.
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
+        draw_on: "cpu" or "cuda": where the initial weights of a model on meta are drawn; by default where they will be. One seed gives
+            other weights on a CPU than on a GPU.
+        audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
 
     Raises:
         ConfigError, UnsupportedError: refused before anything is applied.
@@ -67,10 +73,11 @@ def parallelize(
         mesh = _bring_up(plan, seed)
     _refuse_other_mesh(plan, mesh)
     if not facts.on_meta:
-        audit.refuse_unequal(module, data_groups(mesh))
-    module = order.apply(module, plan, order.Site(mesh, facts, seed))
+        refuse_unequal(module, data_groups(mesh))
+    module = order.apply(module, plan, order.Site(mesh, facts, seed, draw_on))
     made = ParallelModel(module, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
-    made.audit()
+    if audit:
+        made.audit()
     return made
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .world import get_world_info
+from meshwright.comparison.sketch import sketch_part
+
+from . import agree
 
 
 def seed_of(*parts: object) -> int:
@@ -30,11 +34,20 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local, tuple(offset)
 
 
-def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: every rank brings the same names."""
-    found = {}
+def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sketch of each whole tensor, put together from the parts that ranks hold: (TENSOR_WIDTH,) float64 on the CPU.
+
+    Collective over the groups that share a tensor out. Replicas are each sketched where they are.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if get_world_info()[0] == 0:
-            found[name] = whole.detach().to("cpu", copy=True)
-    return found
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            groups = tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if place.is_shard() and mesh.size(i) > 1)
+        local, offset = local_part(tensor.detach())
+        by_groups.setdefault(groups, {})[name] = sketch_part(local, offset, tuple(tensor.shape))
+    found: dict[str, Tensor] = {}
+    for groups, parts in by_groups.items():
+        found |= zip(parts, agree.total(torch.stack([*parts.values()]), list(groups)), strict=True)
+    return {name: found[name] for name in tensors}

@@ -1,9 +1,10 @@
 """Weights come into being: each rank makes its own share, and every layout starts bitwise equal.
 
 The law: a parameter's values are a function of (seed, global name, position). It is cut into blocks of whole rows, at most
-``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by (seed, name, block number), in
-fp32, on the parameter's device. A rank draws the blocks that overlap its shard, so its peak is its own share plus one block.
-Models without ``weight_law`` keep their own initialisers (see ``module_weights``).
+``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by (seed, name, block number), in fp32, on
+the parameter's device (or another: a CPU and a GPU draw different values from one seed). A rank draws the blocks that overlap its
+shard, so its peak is its own share plus one block.
+Buffers come from their module's own initialiser. Models without ``weight_law`` keep their own initialisers (see ``module_weights``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 
 from .module_weights import initialise_by_modules
@@ -19,19 +21,21 @@ from .shards import local_part, seed_of
 BLOCK_ELEMENTS = 2**20
 
 
-def materialise(model: nn.Module, device: torch.device, seed: int, ties: dict[str, str]) -> set[str]:
+def materialise(model: nn.Module, device: torch.device, seed: int, ties: dict[str, str], draw_on: str | None = None) -> set[str]:
     """Give a model on meta its weights, shards only where it is sharded already; returns the names written.
 
     Args:
         ties: other name -> first name, of the parameters that are one.
+        draw_on: device type on which values are drawn; by default the parameters' own.
 
     Raises:
         UnsupportedError: a module has parameters or buffers and no way to initialise them.
+        ConfigError: a ``weight_law`` that says neither "normal" nor "constant".
     """
     model.to_empty(device=device)
     _tie(model, ties)
     with torch.no_grad():
-        return _by_law(model, seed) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
+        return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:
@@ -41,33 +45,38 @@ def _tie(model: nn.Module, ties: dict[str, str]) -> None:
         setattr(model.get_submodule(path), name, model.get_parameter(first))
 
 
-def _by_law(model: nn.Module, seed: int) -> set[str]:
-    written = set()
+def _by_law(model: nn.Module, seed: int, draw_on: str | None) -> set[str]:
+    written = initialise_by_modules(model, seed, buffers_only=True)  # the law is about parameters
     for raw, parameter in model.named_parameters():
         name = clean(raw)
         kind, value = model.weight_law(name)  # type: ignore[operator]
         local, offset = local_part(parameter)
+        if kind not in ("constant", "normal"):
+            raise ConfigError(f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'")
         if kind == "constant":
             local.fill_(value)
         else:
-            fill_normal(local, offset, tuple(parameter.shape), value, seed, name)
+            fill_normal(local, offset, tuple(parameter.shape), value, seed, name, draw_on)
         written.add(name)
     return written
 
 
-def fill_normal(local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], std: float, seed: int, name: str) -> None:
+def fill_normal(
+    local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], std: float, seed: int, name: str, draw_on: str | None = None
+) -> None:
     """Write the normal values of the law into ``local``, the part at ``offset`` of a parameter of global ``shape``."""
     if local.numel() == 0:
         return
     row = max(1, int(torch.Size(shape[1:]).numel()))
     rows_per_block = max(1, BLOCK_ELEMENTS // row)
-    generator = torch.Generator(local.device)
+    device = local.device if draw_on in (None, local.device.type) else torch.device(draw_on)
+    generator = torch.Generator(device)
     first, last = offset[0], offset[0] + local.shape[0]
     rest = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
     for number in range(first // rows_per_block, -(-last // rows_per_block)):
         start = number * rows_per_block
         rows = min(rows_per_block, shape[0] - start)
         generator.manual_seed(seed_of(seed, name, number))
-        block = torch.empty((rows, *shape[1:]), dtype=torch.float32, device=local.device).normal_(0.0, std, generator=generator)
+        block = torch.empty((rows, *shape[1:]), dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
         low, high = max(first, start), min(last, start + rows)
         local[low - first : high - first].copy_(block[(slice(low - start, high - start), *rest)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from meshwright.core.axes import WORLD_AXES, Axis
@@ -107,3 +108,11 @@ class Layout:
     def __str__(self) -> str:
         sizes = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1)
         return sizes or "one process"
+
+
+def data_layouts(max_world: int) -> Iterator[Layout]:
+    """Every layout of the data axes on 2 to ``max_world`` ranks, smaller worlds first."""
+    for world in range(2, max_world + 1):
+        for replicas in range(1, world + 1):
+            if world % replicas == 0:
+                yield Layout(dp_replicate=replicas, dp_shard=world // replicas)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from meshwright.comparison.trace import TraceFile
 from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
+from meshwright.distributed.parameter_groups import make_parameter_groups
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.world import get_world_info, ranks_per_node
 from meshwright.introspection.cluster import Cluster
@@ -46,6 +51,8 @@ class Run:
     schedule: Schedule
     feed: Feed
     identity: dict[str, Any]
+    trace: TraceFile | None = None
+    """What the first steps are compared with."""
 
 
 def build_run(config: Config, timeline: Timeline, progress: Progress, stop: StopRequest) -> Run:
@@ -60,6 +67,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     model_config = decoder_config(config, tokenizer)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     plan = plan_run(config, model_config, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
+    trace = open_trace(config)
     with timeline.phase("process group"), stop.released():
         mesh = init_distributed(_distributed_config(config), config.seed)
     rank, ranks = data_position(mesh)
@@ -68,9 +76,13 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
             mesh = single_process_mesh(plan.device)
-        model = parallelize(model_config, mesh, plan=plan, seed=config.seed, microbatch_rows=config.batch.microbatch)
-        optimizer = build_optimizer(config, model)
-        model.audit(optimizer.optimizer)
+        draw_on = trace.drawn_on if trace else None
+        model = parallelize(
+            model_config, mesh, plan=plan, seed=config.seed, microbatch_rows=config.batch.microbatch, draw_on=draw_on, audit=False
+        )
+        optimizer = build_optimizer(config, model.named_parameters())
+        if config.process.audit:
+            model.audit(optimizer.optimizer)
     identity = run_identity(config, model_config, tokenizer, feed)
     return Run(
         resolved(config, model_config, plan),
@@ -82,7 +94,13 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         schedule,
         feed,
         identity,
+        trace,
     )
+
+
+def open_trace(config: Config) -> TraceFile | None:
+    """The trace that a config names. Raises ConfigError where it cannot be read."""
+    return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
 def plan_run(config: Config, model_config: DecoderConfig, cluster: Cluster, batch: Batch | None = None) -> Plan:
@@ -108,7 +126,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
         raise ConfigError(str(error)) from None
 
 
-def build_optimizer(config: Config, model: ParallelModel) -> BuiltOptimizer:
+def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> BuiltOptimizer:
     o = config.optimizer
     overrides = []
     for row in o.overrides:
@@ -116,7 +134,7 @@ def build_optimizer(config: Config, model: ParallelModel) -> BuiltOptimizer:
         if row.weight_decay is not None:
             options["weight_decay"] = row.weight_decay
         overrides.append((row.pattern, options))
-    groups = model.make_parameter_groups(weight_decay=o.weight_decay, overrides=overrides)
+    groups = make_parameter_groups(named_parameters, weight_decay=o.weight_decay, overrides=overrides)
     return build_adamw(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
 
 
@@ -147,6 +165,7 @@ def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
     return replace(
         config,
         run="",
+        check_trace="",
         model=model,
         data=replace(config.data, **absolute_paths(config.data)),
         techniques=replace(config.techniques, precision=precision),

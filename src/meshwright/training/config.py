@@ -175,6 +175,8 @@ class ProcessConfig:
     """Seconds for all processes to meet."""
     step_timeout_sec: int = 300
     """Seconds that a collective may wait before the run is ended as hung."""
+    audit: bool = True
+    """Check at the start that the model is what the plan says, and equal where ranks hold copies of it."""
     max_restarts: int = 0
     """How often new processes continue the run after one was lost; under torchrun its own --max-restarts counts."""
 
@@ -205,6 +207,8 @@ class Config:
     """Of initial weights, order of samples, dropout and sampling."""
     steps: int = 400
     """Optimizer steps of the whole run."""
+    check_trace: str = ""
+    """Trace of ``meshwright verify --write-trace``, to compare the first steps with; the run ends where they differ."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -40,6 +40,11 @@ class RunFolder:
         return self.path / "heartbeats"
 
     @property
+    def trace_check(self) -> Path:
+        """What the comparison of the first steps with a trace found."""
+        return self.path / "trace_check.json"
+
+    @property
     def is_new(self) -> bool:
         """Whether it does not say yet what run it holds."""
         return not (self.path / "identity.json").is_file()
@@ -77,7 +82,7 @@ class RunFolder:
                 raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
             return
         before = json.loads(stored.read_text())
-        changed = list(_differences(before, json.loads(json.dumps(identity))))
+        changed = list(changes(before, json.loads(json.dumps(identity))))
         if changed:
             raise ConfigError(
                 f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a run's identity;"
@@ -111,9 +116,10 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise ConfigError(f"out = {parent}: a thousand runs named {name} started this second")
 
 
-def _differences(there: Any, now: Any, key: str = "") -> Iterator[str]:
+def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
+    """What is no longer as it was, in words, by dotted key; of JSON values."""
     if isinstance(there, dict) and isinstance(now, dict):
         for name in now:
-            yield from _differences(there.get(name), now[name], f"{key}.{name}" if key else name)
+            yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)
     elif there != now:
         yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"

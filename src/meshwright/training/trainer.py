@@ -32,6 +32,7 @@ from .occupancy import occupied
 from .run_folder import RunFolder
 from .stopping import Interrupted, StopRequest
 from .telling import Teller, Validated, in_words
+from .tracing import TraceCheck
 from .watching import Watch, check_watching
 
 TROUBLE = 1 << 16
@@ -91,9 +92,10 @@ class Trainer:
             progress.say(f"stopped by {signal.Signals(stopped).name} before the first step; nothing was written")
             return 128 + stopped
         self.heartbeat.know((clean(name), module) for part in run.model.parts for name, module in part.named_modules())
+        trace = TraceCheck.of(run)
         with ExitStack() as held:
             folder = _open_folder(run, self.config, held)
-            return _Loop(run, folder, self, stop, progress).train()
+            return _Loop(run, folder, self, stop, progress, trace).train()
 
 
 def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
@@ -117,14 +119,14 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
 class _Loop:
     """The state of the loop: how far it is, and the parts that it moves."""
 
-    def __init__(self, run: Run, folder: RunFolder, trainer: Trainer, stop: StopRequest, progress: Progress):
+    def __init__(self, run: Run, folder: RunFolder, trainer: Trainer, stop: StopRequest, progress: Progress, trace: TraceCheck | None):
         self.r, self.folder, self.stop = run, folder, stop
         self.config, self.started = run.config, trainer.started
         self.timeline, self.heartbeat, self.peers = trainer.timeline, trainer.heartbeat, trainer.peers
         self.at = Position()
         self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
         self.teller = Teller(run, folder, self.at, progress)
-        self.watch = Watch(run, folder, self.teller)
+        self.watch = Watch(run, folder, self.teller, trace)
         self.skipped_in_a_row = 0
         self.rank, self.ranks = data_position(run.model.mesh)
 
@@ -197,7 +199,8 @@ class _Loop:
         batch = self.r.feed.next_batch()
         self.watch.got_data(time.perf_counter() - begun)
         self.heartbeat.enter("forward")
-        loss = self.r.model.forward_backward(batch)
+        with self.watch.computing(batch):
+            loss = self.r.model.forward_backward(batch)
         self.heartbeat.enter("step")
         result = self.r.model.optimizer_step(self.r.optimizer.optimizer, self.config.optimizer.max_norm)
         self.at.step += 1
@@ -205,7 +208,7 @@ class _Loop:
         self.at.skipped += result.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         seconds = time.perf_counter() - begun
-        self.watch.after(self.at.step)
+        self.watch.after(self.at.step, loss, result)
         report = self.teller.measured(rate, loss, result, seconds)
         if "first step" not in self.timeline.seconds:
             self._after_first_step(seconds)

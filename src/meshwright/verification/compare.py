@@ -1,15 +1,17 @@
-"""Comparing outcomes: everything that was computed, tensor by tensor and step by step."""
+"""Comparing outcomes: everything that was computed, tensor by tensor, step by step and rank by rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from meshwright.comparison.equality import bound_of, ratio, relative_errors, sum_floor
+from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors, sum_floor
 from meshwright.comparison.findings import Difference
 
 from .outcome import Outcome, Reference
+from .rows import Rows
 
 Named = Mapping[str, Tensor]
 
@@ -25,24 +27,32 @@ def differences(found: Outcome, reference: Reference, floor: Reference, dtype: s
         floor: the reference once more, with its sums in another order; where dtype is bfloat16, computed in float32.
         dtype: of what is compared.
     """
-    rounds = dtype == "float64" and rounds_inside(floor, reference)
-    judge = _Judge(dtype, rounds)
-    known = reference.forward  # wrappers may add modules of their own
-    forward = {name: rows for name, rows in found.forward.items() if name in known}
-    backward = {name: rows for name, rows in found.backward.items() if name in reference.backward}
-    return [
-        *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
-        *judge.tensors("forward", forward, known, floor.forward),
-        *judge.numbers("loss", found.losses, reference.losses, _floors(floor.loss_parts, reference.loss_parts)),
-        *judge.tensors("backward", backward, reference.backward, floor.backward),
+    judge = _Judge(dtype, dtype == "float64" and rounds_inside(floor, reference))
+    on_first = [
+        *_initial("initial weight", found.initial, reference.initial),
+        *_initial("initial buffer", found.buffers, reference.buffers),
         *judge.tensors("gradient", found.gradients, reference.gradients, floor.gradients),
-        *judge.numbers("norm", found.norms, reference.norms, _floors(floor.norm_parts, reference.norm_parts)),
         *(
             difference
             for step, parameters in found.parameters.items()
             for difference in judge.tensors("parameter", parameters, reference.parameters[step], floor.parameters[step], step)
         ),
     ]
+    return [
+        *_merged(on_first, list(judge.sketches(found, reference, floor))),
+        *judge.rows("forward", found, reference, floor),
+        *judge.recomputed(found, reference),
+        *judge.numbers("loss", found.losses, reference.losses, _floors(floor.loss_parts, reference.loss_parts)),
+        *judge.rows("backward", found, reference, floor),
+        *judge.numbers("norm", found.norms, reference.norms, _floors(floor.norm_parts, reference.norm_parts)),
+    ]
+
+
+def notes(found: Outcome, reference: Reference) -> list[str]:
+    """What was not compared."""
+    parts = len({name for step in reference.seen[0].forward for name in Rows(found, reference, "forward", step).parts})
+    modules = "module has its output" if parts == 1 else "modules have their outputs"
+    return [f"{parts} {modules} shared out over ranks: only what comes of them was compared"] if parts else []
 
 
 def rounds_inside(floor: Outcome, reference: Outcome) -> bool:
@@ -56,19 +66,91 @@ class _Judge:
     def __init__(self, dtype: str, rounds: bool):
         self.dtype, self.rounds = dtype, rounds
 
-    def bound(self, floor: float) -> float:
+    def bound(self, floor: float, step: int = 1) -> float:
+        if self.rounds and step > 1:  # what was rounded to float32 has gone through the optimizer, as in a float32 run
+            return bound_of("float32", floor)
         return bound_of(self.dtype, floor, rounds=self.rounds)
 
     def tensors(self, stage: str, found: Named, reference: Named, floor: Named, step: int = 1) -> Iterator[Difference]:
+        """Whole tensors, on the first rank."""
         floors = relative_errors(floor, reference)
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
             along = ratio(found[name], reference[name]) if known else None
-            yield Difference(stage, name, error, self.bound(floors.get(name, 0.0)), along, step)
+            yield Difference(stage, name, error, bound_of(self.dtype, floors.get(name, 0.0), rounds=self.rounds), along, step)
 
     def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float], floors: Sequence[float]) -> Iterator[Difference]:
         for step, (here, there, floor) in enumerate(zip(found, reference, floors, strict=True), 1):
-            yield Difference(stage, "", abs(here - there) / max(abs(there), TINY), self.bound(floor), step=step)
+            error = abs(here - there) / max(abs(there), TINY)
+            yield Difference(stage, "", error, bound_of(self.dtype, floor, rounds=self.rounds), step=step)
+
+    def rows(self, stage: str, found: Outcome, reference: Reference, floor: Reference) -> Iterator[Difference]:
+        """What modules computed of each row, on the rank that has it."""
+        for step, there in getattr(reference.seen[0], stage).items():
+            floors = relative_errors(getattr(floor.seen[0], stage)[step], there)
+            rows = Rows(found, reference, stage, step)
+            bounds = {name: self.bound(floors.get(name, 0.0), step) for name in there}
+            for name, error in rows.errors().items():
+                ranks = rows.ranks(name, bounds[name]) if not error <= bounds[name] else ()
+                yield Difference(stage, name, error, bounds[name], step=step, ranks=ranks)
+
+    def recomputed(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
+        """What the backward computed once more on a rank, against what its forward had computed."""
+        for step in reference.seen[0].forward:
+            by_rank = [seen.recomputed[step] for seen in found.seen]
+            for name in reference.seen[0].forward[step]:
+                errors = [errors[name] for errors in by_rank if name in errors]
+                if errors:
+                    yield _worst("recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step)
+
+    def sketches(self, found: Outcome, reference: Reference, floor: Reference) -> Iterator[Difference]:
+        """Every rank's state, also where replicas should be equal."""
+        for (stage, step), there in reference.seen[0].sketches.items():
+            floors = _errors(floor.seen[0].sketches[stage, step], there)
+            grouped = [name for name, error in floors.items() if stage == "buffer" and error > NOISE_FLOOR]
+            expected = dict(there)
+            for name in grouped:  # it depends on how rows are grouped into forwards: at least ranks have it alike
+                expected[name] = found.seen[0].sketches[stage, step].get(name, there[name])
+            by_rank = [_errors(seen.sketches[stage, step], expected) for seen in found.seen]
+            for name in dict.fromkeys(name for errors in by_rank for name in errors):
+                bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step)
+                yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
+
+
+def _initial(stage: str, found: Named, reference: Named) -> Iterator[Difference]:
+    for name, error in relative_errors(found, reference).items():
+        yield Difference(stage, name, error, 0.0)
+
+
+def _errors(found: Named, reference: Named) -> dict[str, float]:
+    """Relative errors, each kind of optimizer state ("exp_avg of …") for itself."""
+    kinds = dict.fromkeys(name.rpartition(" of ")[0] for name in (*reference, *found))
+    errors = {}
+    for kind in kinds:
+        errors |= relative_errors(_of_kind(found, kind), _of_kind(reference, kind))
+    return errors
+
+
+def _of_kind(tensors: Named, kind: str) -> Named:
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(" of ")[0] == kind}
+
+
+def _worst(stage: str, name: str, errors: Sequence[float], bound: float, step: int) -> Difference:
+    """Of all ranks' errors; says on which ranks it is beyond, where it is not on all."""
+    beyond = tuple(rank for rank, error in enumerate(errors) if not error <= bound)
+    return Difference(stage, name, max(errors), bound, step=step, ranks=beyond if len(beyond) < len(errors) else ())
+
+
+def _merged(on_first: Sequence[Difference], by_rank: Sequence[Difference]) -> Iterator[Difference]:
+    """One difference for each thing: whole tensors tell more, sketches of every rank see more."""
+    others = {(d.stage, d.name, d.step): d for d in by_rank}
+    for whole in on_first:
+        other = others.pop((whole.stage, whole.name, whole.step), None)
+        if other is None or not other.is_beyond:
+            yield whole
+        else:
+            yield replace(whole, ranks=other.ranks) if whole.is_beyond else replace(other, ratio=whole.ratio)
+    yield from others.values()
 
 
 def _floors(parts: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:

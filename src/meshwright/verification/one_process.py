@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comparison.observe import Observed, observing
+from meshwright.core.names import clean
 from meshwright.distributed.step_batch import Signature
+from meshwright.distributed.weights import materialise
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 
-from .problem import Batch
+from .problem import Batch, Problem, count, labels_of, without_dropout
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,10 @@ class OneProcess:
             for the step, gradients of each forward and backward are added up in the model's dtype).
         rows: rows per forward; 0: the whole batch. Fewer rows add the same gradients in another order.
         noise: relative size of random changes to every module's output, as rounding in other kernels makes them.
+        seed: of the noise.
     """
 
-    def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None, rows: int = 0, noise: float = 0.0):
+    def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None, rows: int = 0, noise: float = 0.0, seed: int = 0):
         self.model, self.rows = model, rows
         self._signature = Signature.of(model)
         self._device = next(model.parameters()).device
@@ -46,14 +52,14 @@ class OneProcess:
         self._computing = model if compute in (None, dtype) else copy.deepcopy(model)
         self._compute = compute or dtype
         if noise:
-            generator = torch.Generator(self._device).manual_seed(0)
+            generator = torch.Generator(self._device).manual_seed(seed)
             for module in self._computing.modules():
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
 
     def forward_backward(self, batch: Batch, *, observe: bool = True) -> OneStep:
         """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``."""
         self._round_weights()
-        tokens = max(int((labels_of(batch) != -100).sum()), 1)
+        tokens = count(batch)
         losses = []
         with observing(self._computing) if observe else nullcontext(Observed()) as observed:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
@@ -77,6 +83,25 @@ class OneProcess:
                     mine.grad = None
 
 
+def build(problem: Problem, *, dropout: bool = False) -> nn.Module:
+    """The model of a problem with its initial weights, in one process.
+
+    Args:
+        dropout: leave dropout layers as they are.
+    """
+    model = as_module(problem.source())
+    facts = model_facts(model)
+    model = model.to(getattr(torch, problem.master))
+    model = model if dropout else without_dropout(model)
+    if facts.on_meta:
+        ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
+        materialise(model, torch.device("cpu"), problem.seed, ties)
+    frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
+    return model.eval() if problem.evaluating else model
+
+
 def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: torch.device | None = None) -> Tensor:
     """(rows,) the sum of each row's losses, in at least float32."""
     output = model(**signature.inputs(batch, device or torch.device("cpu")))
@@ -85,12 +110,6 @@ def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: tor
     labels = labels_of(batch).to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     return losses.view(labels.shape).sum(1)
-
-
-def labels_of(batch: Batch) -> Tensor:
-    """(rows, seq) labels, -100 where there is no loss."""
-    mask = batch.get("loss_mask")
-    return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), -100)
 
 
 def _pieces(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:

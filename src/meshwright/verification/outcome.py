@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
 from meshwright.distributed import agree
-from meshwright.distributed.grad_clip import clip_grad_norm_
-from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.shards import whole_on_first
-from meshwright.distributed.step_batch import Signature
-from meshwright.distributed.weights import materialise
-from meshwright.distributed.world import get_world_info
-from meshwright.introspection.facts import model_facts
-from meshwright.introspection.source import as_module
+from meshwright.distributed.shards import sketches
+from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.world import is_rank_zero
 from meshwright.planning.layout import Layout
 
-from .one_process import OneProcess, labels_of, row_losses
-from .problem import Batch, Parallelize, Problem, without_dropout
+from .laid_out import LaidOut, lay_out
+from .one_process import OneProcess, build
+from .problem import Parallelize, Problem, share
 
 Named = dict[str, Tensor]
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run, small enough to be sent."""
+
+    place: tuple[int, int] = (0, 1)
+    """(rank, size) among those that hold different rows."""
+    forward: dict[int, Named] = field(default_factory=dict)
+    """By step that is watched, sketches by module: (rows of this rank, width)."""
+    backward: dict[int, Named] = field(default_factory=dict)
+    recomputed: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By step, the error of what the backward computed once more, by module."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
+    """Modules that ran compiled: nothing inside them was observed."""
+    sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
+    """By stage and step: of the initial state, and in float64 of every step's gradients, parameters, buffers and optimizer state."""
+
+    def observe(self, step: int, observed: Observed, backward_share: float = 1.0) -> None:
+        forward, backward = observed.rows()
+        self.forward[step] = forward
+        self.backward[step] = {name: rows * backward_share for name, rows in backward.items()}
+        self.recomputed[step] = observed.recomputed
+        self.shapes = self.shapes or observed.shapes
+        self.compiled = tuple(observed.compiled)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: _mapped(value, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf) for key, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # thousands of small tensors would take their time; arrays do not
+        for key, value in state.items():
+            setattr(self, key, _mapped(value, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf))
+
+    def sketch(self, stage: str, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Collective over the ranks that share a tensor out."""
+        self.sketches[stage, step] = sketches({name: _real(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass
@@ -41,17 +72,18 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     """Global gradient norm before clipping, per step."""
     initial: Named = field(default_factory=dict)
-    forward: Named = field(default_factory=dict)
-    """Sketches of the first step, by module; (rows of the global batch, width)."""
-    backward: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+    """Before the first step."""
     gradients: Named = field(default_factory=dict)
     """Of the first step, by parameter."""
     parameters: dict[int, Named] = field(default_factory=dict)
     """After the first and after the last step."""
+    seen: list[Seen] = field(default_factory=list)
+    """By rank."""
 
     def is_kept(self, step: int, steps: int) -> bool:
-        """Whether the parameters after a step (0 the first) are compared."""
-        return step in (0, steps - 1)
+        """Whether the parameters after a step (1 the first) are kept whole."""
+        return step in (1, steps)
 
 
 @dataclass
@@ -62,122 +94,144 @@ class Reference(Outcome):
     """Per step (rows,): each row's share of the loss."""
     norm_parts: list[Tensor] = field(default_factory=list)
     """Per step: the squared norm of each parameter's gradient."""
+    max_norm: float | None = None
+    """What gradients were clipped to."""
 
 
-def reference(problem: Problem, rows: int = 0) -> Reference:
-    """The oracle. ``rows``: per forward; cut batches round otherwise."""
+def watches(problem: Problem, step: int) -> bool:
+    """Whether modules are observed in a step (1 the first): later ones where rounding cannot be taken for a fault."""
+    return step == 1 or problem.dtype == "float64"
+
+
+def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, always_clips: bool = False) -> Reference:
+    """The oracle.
+
+    Args:
+        rows: per forward; cut batches round otherwise. 0: all.
+        noise: relative size of random changes to every module's output.
+        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
+    """
     model = build(problem)
-    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows)
+    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise)
     optimizer = problem.make_optimizer(model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
-    outcome = Reference(initial=_copies(model.named_parameters()))
-    for step in range(problem.steps):
-        computed = one.forward_backward(problem.batch(step), observe=step == 0)
-        if step == 0:
-            outcome.forward, outcome.backward = computed.observed.rows()
-            outcome.gradients = _copies((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
+    outcome, seen = Reference(initial=_copies(named), buffers=_copies(buffers)), Seen()
+    _sketch_initial(seen, named, buffers)
+    for step in range(1, problem.steps + 1):
+        computed = one.forward_backward(problem.batch(step - 1), observe=watches(problem, step))
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        if watches(problem, step):
+            seen.observe(step, computed.observed)
+        if step == 1:
+            outcome.gradients = _copies(gradients)
+        _sketch_backward(seen, step, problem, buffers, gradients)
         outcome.loss_parts.append(computed.losses)
         outcome.losses.append(computed.losses.sum().item())
         outcome.norm_parts.append(torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]))
-        outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, problem.max_norm or float("inf")).item())
+        if step == 1:
+            norm = outcome.norm_parts[0].sum().sqrt().item()
+            outcome.max_norm = norm / 2 if always_clips and problem.max_norm and 0 < norm <= problem.max_norm else problem.max_norm
+        outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, outcome.max_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
+        _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
-            outcome.parameters[step + 1] = _copies(model.named_parameters())
+            outcome.parameters[step] = _copies(named)
+    outcome.seen = [seen]
     return outcome
 
 
-def references(problem: Problem) -> tuple[Reference, Reference]:
-    """The oracle, and what shows how far rounding goes: its sums in another order (a row at a time); of bfloat16, all in float32."""
+def references(problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False) -> tuple[Reference, Reference]:
+    """The oracle, and what shows how far rounding goes: its sums in another order (a row at a time); of bfloat16, all in float32.
+
+    Args:
+        are_features_cut: the layout adds up features in another order too, which one process cannot: in float32 every module's output is
+            changed by as much as that rounds.
+        always_clips: see ``reference``.
+    """
+    one = reference(problem, always_clips=always_clips)
+    problem = replace(problem, max_norm=one.max_norm)
     if problem.dtype == "bfloat16":
-        return reference(problem), reference(replace(problem, dtype="float32"))
-    return reference(problem), reference(problem, 1)
+        return one, reference(replace(problem, dtype="float32"))
+    noise = torch.finfo(torch.float32).eps if are_features_cut and problem.dtype == "float32" else 0.0
+    return one, reference(problem, 1, noise=noise)
 
 
 def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> Outcome:
     """The same on a layout; every rank calls it."""
-    rank, _, world = get_world_info()
-    model = _lay_out(problem, layout, parallelize_fn)
-    ours = isinstance(model, ParallelModel)
-    inner = model.parts[0] if ours else model
-    optimizer = problem.make_optimizer(model.parameters())
-    outcome = Outcome(initial=whole_on_first(_tensors(model)))
-    for step in range(problem.steps):
-        rows = len(problem.batch(step)["tokens"]) // world
-        mine = {key: value[rank * rows : (rank + 1) * rows] for key, value in problem.batch(step).items()}
-        with observing(inner) if step == 0 else nullcontext(Observed()) as observed:
-            loss = float(model.forward_backward(mine)) if ours else _their_step(model, mine, problem)
-        if step == 0:
-            forward, backward = observed.rows()
-            if not ours:  # they divide by their own tokens where the oracle divides by all: no fault of a module's
-                share = _count(mine) / _count(problem.batch(0))
-                backward = {name: rows * share for name, rows in backward.items()}
-            outcome.forward, outcome.backward = _of_all_ranks(forward), _of_all_ranks(backward)
-            outcome.gradients = whole_on_first({name: p.grad for name, p in _parameters(model) if p.grad is not None})
-        outcome.losses.append(loss)
-        if ours:
-            norm = model.optimizer_step(optimizer, problem.max_norm).grad_norm
-        else:
-            norm = float(clip_grad_norm_(model, problem.max_norm or float("inf")))
-            optimizer.step()
-            optimizer.zero_grad()
-        outcome.norms.append(norm)
+    laid_out = lay_out(problem, layout, parallelize_fn)
+    optimizer = laid_out.optimizer()
+    named, buffers = laid_out.parameters(), laid_out.buffers()
+    outcome, seen = Outcome(initial=whole_on_first(named), buffers=whole_on_first(buffers)), Seen(laid_out.place)
+    _sketch_initial(seen, named, buffers)
+    for step in range(1, problem.steps + 1):
+        batch = problem.batch(step - 1)
+        mine = share(batch, *laid_out.place)
+        with observing(laid_out.model) if watches(problem, step) else nullcontext(Observed()) as observed:
+            outcome.losses.append(laid_out.forward_backward(mine))
+        gradients = _of_all(laid_out)
+        if watches(problem, step):
+            seen.observe(step, observed, laid_out.backward_share(mine, batch))
+        if step == 1:
+            outcome.gradients = whole_on_first(gradients)
+        _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)
+        outcome.norms.append(laid_out.step(optimizer))
+        _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
-            outcome.parameters[step + 1] = whole_on_first(_tensors(model))
+            outcome.parameters[step] = whole_on_first(named)
+    said = agree.everybody_says(seen)
+    outcome.seen = said if is_rank_zero() else []
     return outcome
 
 
-def build(problem: Problem) -> nn.Module:
-    """The model of a problem with its initial weights, in one process."""
-    model = as_module(problem.source())
-    facts = model_facts(model)
-    model = without_dropout(model.to(getattr(torch, problem.master)))
-    if facts.on_meta:
-        ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
-        materialise(model, torch.device("cpu"), problem.seed, ties)
-    frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
-    return model
+def _of_all(laid_out: LaidOut) -> Named:
+    """The gradients; of parameters that are shared out only where every rank has one, or putting them together would wait for ever."""
+    gradients = dict(laid_out.gradients())
+    said = [set(names) for names in agree.everybody_says(list(gradients))]
+    everywhere = set.intersection(*said)
+    return {name: g for name, g in gradients.items() if name in everywhere or not hasattr(g, "full_tensor")}
 
 
-def _lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None) -> Any:
-    if parallelize_fn is not None:
-        return parallelize_fn(build(problem), init_distributed(layout, problem.seed))
-    techniques = {**problem.techniques, "precision": {"master": problem.master, "compute": problem.dtype}}
-    module = without_dropout(as_module(problem.source()))
-    return parallelize(module, layout, techniques=techniques, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
+def _sketch_initial(seen: Seen, named: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    seen.sketch("initial weight", 1, named)
+    seen.sketch("initial buffer", 1, buffers)
 
 
-def _their_step(model: nn.Module, batch: Batch, problem: Problem) -> float:
-    """What users of a plain wrapped module do: the mean over this rank's tokens, averaged over ranks by the wrapper."""
-    signature = Signature.of(getattr(model, "module", model))
-    loss = row_losses(model, signature, batch).sum() / _count(batch)
-    loss.backward()
-    return sum(agree.everybody_says(loss.item())) / get_world_info()[2]
+def _sketch_backward(seen: Seen, step: int, problem: Problem, buffers: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    if problem.dtype == "float64":
+        seen.sketch("buffer", step, buffers)
+        seen.sketch("gradient", step, gradients)
 
 
-def _count(batch: Batch) -> int:
-    """Real tokens, at least 1."""
-    return max(int((labels_of(batch) != -100).sum()), 1)
+def _sketch_step(seen: Seen, step: int, problem: Problem, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    if problem.dtype == "float64":
+        seen.sketch("parameter", step, named)
+        seen.sketch("optimizer", step, dict(_state(named, optimizer)))
 
 
-def _parameters(model: Any):
-    return ((clean(name), parameter) for name, parameter in model.named_parameters())
+def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in named.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{key} of {name}", value
 
 
-def _tensors(model: Any) -> Named:
-    return dict(_parameters(model))
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    return {key: _mapped(item, change) for key, item in value.items()} if isinstance(value, dict) else change(value)
 
 
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Named:
-    return {clean(name): tensor.detach().clone() for name, tensor in tensors}
+def _real(tensor: Any) -> Tensor:
+    """A tensor of any dtype as float64; put together where ranks hold summands of it."""
+    if any(place.is_partial() for place in getattr(tensor, "placements", ())):
+        tensor = tensor.full_tensor()
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+    return tensor if tensor.dtype == torch.float64 else tensor.detach().double()
 
 
-def _of_all_ranks(sketches: Named) -> Named:
-    """The rows of all ranks, in rank order; on rank 0."""
-    said = agree.everybody_says(sketches)
-    if get_world_info()[0] != 0:
-        return {}
-    names = dict.fromkeys(name for other in said for name in other)
-    return {name: torch.cat([other[name] for other in said if name in other]) for name in names}
+def _cleaned(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {clean(name): tensor for name, tensor in tensors}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> Named:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

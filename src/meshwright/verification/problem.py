@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
@@ -27,7 +29,7 @@ GAP = 3
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Batches that bring out what goes wrong: rows of unequal length, several documents in a row, tokens without a loss.
+    """Batches that bring out what goes wrong: rows of unequal length, several documents in a row, tokens and a row without a loss.
 
     ``keys``: what the model takes besides tokens: ``positions``, ``document_ids``. Positions stay below ``seq_len + GAP + 3``.
     """
@@ -46,6 +48,7 @@ class RandomBatches:
         place = torch.arange(self.seq_len).expand(shape)
         lengths = torch.randint(max(1, self.seq_len // 3), self.seq_len + 1, (self.rows, 1), generator=g)
         is_real = place < lengths
+        is_real[self.rows // 2] &= self.rows == 1  # a row without a loss has nothing to average, alone in its microbatch or on its rank
         loss_mask = torch.rand(shape, generator=g) > 0.15
         loss_mask[:, 0] = True
         second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # where the second document begins
@@ -71,6 +74,7 @@ class Problem:
         max_norm: clipping; None: none.
         techniques: what the layout applies besides dtype; a plain dict of Techniques.
         microbatch_rows: rows per forward on each rank; 0: all at once.
+        evaluating: compute in evaluation mode, since the model draws random numbers in training that no dropout layer owns.
     """
 
     model: Any
@@ -82,11 +86,22 @@ class Problem:
     max_norm: float | None = 1.0
     techniques: dict[str, Any] = field(default_factory=dict)
     microbatch_rows: int = 0
+    evaluating: bool = False
 
     @property
     def master(self) -> str:
         """dtype of weights, summed gradients and optimizer state."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """All techniques, as a plain dict of Techniques."""
+        return {**self.techniques, "precision": {"master": self.master, "compute": self.dtype}}
+
+    def of_one_process(self) -> Problem:
+        """What of it one process computes: problems that differ in how a layout computes them have it in common."""
+        freeze = self.techniques.get("freeze")
+        return replace(self, techniques={"freeze": freeze} if freeze else {}, microbatch_rows=0)
 
     def source(self) -> Any:
         """The model config or factory."""
@@ -109,10 +124,43 @@ class Problem:
 def without_dropout(model: nn.Module) -> nn.Module:
     """The model with its dropout layers switched off: what they draw is random, and not what is compared."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
     return model
 
 
+def count(batch: Batch) -> int:
+    """Tokens that have a loss, at least 1."""
+    return max(int((labels_of(batch) != -100).sum()), 1)
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """(rows, seq) labels, -100 where there is no loss."""
+    mask = batch.get("loss_mask")
+    return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), -100)
+
+
+def share(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
+    """The rows of one of ``ranks``."""
+    rows = len(batch["tokens"]) // ranks
+    return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
+
+
+def digests(problem: Problem) -> list[tuple[str, str]]:
+    """What the batch of each step holds, when asked for and when asked for again."""
+    first, again = ([_digest(problem.batch(step)) for step in range(problem.steps)] for _ in range(2))
+    return list(zip(first, again, strict=True))
+
+
+def _digest(batch: Batch) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for key, value in sorted(batch.items()):
+        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 Parallelize = Callable[..., nn.Module]
-"""(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out by somebody else."""
+"""(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out by somebody else.
+
+Ranks along dp_replicate and dp_shard are given different rows, those along the other axes the same."""

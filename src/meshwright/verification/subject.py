@@ -20,8 +20,8 @@ from .problem import GAP, Problem, RandomBatches
 from .shrink import shrunk
 from .verify import default_batches
 
-BYTES_PER_PARAMETER = 8 * 6
-"""In float64: weight, gradient, two moments, and copies of weight and gradient to compare."""
+BYTES_PER_PARAMETER = 2 * 8 * 7
+"""One process and a layout in float64: weight, gradient, two moments, and copies of gradient and weights (twice) to compare."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
         model = shrunk(model) if shrink else model
         seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
         batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
-    _check_size(model, world)
+    check_size(model, BYTES_PER_PARAMETER, f"one process and a layout of {world} ranks in float64")
     return Subject(model, batches, techniques)
 
 
-def _check_size(model: Any, world: int) -> None:
+def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
+    """Refuse what this machine's free memory does not hold. Raises ConfigError."""
     numel = model_facts(as_module(Problem(model, RandomBatches(1)).source())).numel
-    needed, free = numel * BYTES_PER_PARAMETER * 2, psutil.virtual_memory().available
+    needed, free = numel * bytes_per_parameter, psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
-            f"the model has {numel:,} parameters: one process and a layout of {world} ranks need about {bytes_text(needed)} in float64, and"
-            f" {bytes_text(free)} are free here. --shrink makes a small model of the same structure"
+            f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are free here."
+            f" --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
         )

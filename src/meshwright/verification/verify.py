@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,16 +19,20 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
 
-from .compare import differences
-from .outcome import Reference, candidate, references
-from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches
+from .compare import differences, notes
+from .outcome import Reference, candidate, reference, references
+from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
+from .random_numbers import Nature, draws, nature, random_differences
 from .report import Report
 
 LIMIT_SEC = 600.0
 DEPENDENT = 1e-3
 """Rounding never moves gradients of the first step that far."""
 
-_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, tuple[Reference, Reference]]]] = WeakKeyDictionary()
+_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Reference]]]] = WeakKeyDictionary()
+_NATURES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, Nature]]] = WeakKeyDictionary()
+KEPT = 4
+"""Problems of which a pool's answers are remembered."""
 
 
 def verify(
@@ -46,9 +52,11 @@ def verify(
     """Train a model for a few steps in one process with plain torch, and on a layout over local gloo processes, and compare.
 
     Both start from the same weights and see the same global batches. Losses, gradient norms, the first step's activations and
-    gradients, and the parameters after the last step are compared, each in the relative 2-norm, against what rounding alone does: in
-    float64 1e-10, in float32 four times the difference of two one-process runs that order their sums differently, in bfloat16 twice the
-    difference of one process in bfloat16 from one in float32.
+    gradients, and the parameters after the first and last step are compared, each in the relative 2-norm, against what rounding alone
+    does: in float64 1e-10, in float32 four times the difference of two one-process runs that order their sums differently, in bfloat16
+    twice the difference of one process in bfloat16 from one in float32. In float64 every step is compared in all of that, and in its
+    buffers and optimizer state, on every rank. Dropout is switched off; for a model that draws random numbers one more forward and
+    backward, with dropout, shows whether ranks draw what they should.
 
     Args:
         model_factory: a model config, "package.module:factory", or a function or class, importable by name, that makes a module.
@@ -56,9 +64,11 @@ def verify(
         batch_factory: step → global batch; by default random tokens with padding, documents and masked labels.
         steps: optimizer steps.
         parallelize_fn: (module, DeviceMesh) → a module, laid out by somebody else; it is stepped as its users do, with the mean loss
-            of each rank. By default meshwright lays the model out.
+            of each rank. Ranks along dp_replicate and dp_shard are given different rows, those along other axes (tp) the same. By
+            default meshwright lays the model out.
         dtypes: float64, float32, bfloat16 (forward and backward, from float32 weights). In all but float64 the optimizer is SGD: AdamW
             amplifies rounding without bound.
+        max_norm: what gradients are clipped to; where the first is not longer, half its norm, so that clipping is compared too. None: none.
         techniques: what else the layout applies, such as {"activation_checkpointing": "full"}.
         pool: worker processes to use; by default new ones.
 
@@ -66,8 +76,8 @@ def verify(
         A Report; true where the layout is equal within rounding.
 
     Raises:
-        ConfigError: rows that the layout's ranks do not divide, a model that is not importable, a reference that is not finite.
-        IntegrityError: two one-process runs begin with different weights.
+        ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that is not finite.
+        IntegrityError: two one-process runs begin with different weights, are given different batches, or compute different things.
     """
     begun = time.monotonic()
     world = layout.world
@@ -75,12 +85,11 @@ def verify(
     own = pool is None
     pool = pool or WorkerPool(world)
     try:
-        comparisons = []
-        for dtype in dtypes:
-            optimizer = "adamw" if dtype == "float64" else "sgd"
-            problem = Problem(model_factory, batches, steps, seed, dtype, optimizer, max_norm, techniques or {}, microbatch_rows)
-            _check_rows(problem, world)
-            comparisons.append(_compare(pool, problem, layout, world, parallelize_fn))
+        problem = Problem(
+            model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
+        )
+        problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
+        comparisons = list(_compared(pool, problems, layout, parallelize_fn))
     except (WorkerFailed, WorkerDied) as trouble:
         error = getattr(trouble, "error", None)
         raise error if isinstance(error, MeshwrightError) else trouble from None
@@ -105,51 +114,106 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     return RandomBatches(facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key]))
 
 
-def _check_rows(problem: Problem, world: int) -> None:
+def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None) -> Iterator[Comparison]:
+    """In each dtype one process twice (its sums in two orders), then the layout; random numbers once."""
+    _check_rows(problems[0], layout.dp_replicate * layout.dp_shard)
+    _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
+    known = _nature(pool, problems[0])
+    for number, problem in enumerate(problems):
+        problem = replace(problem, evaluating=known.undrawn is not None)
+        one, floor = _references(pool, problem, layout)
+        problem = replace(problem, max_norm=one.max_norm)
+        found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
+        compared = differences(found, one, floor, problem.dtype)
+        if number == 0 and known.drawn is not None:
+            problem = replace(problem, evaluating=False)
+            drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
+            compared += random_differences(drawn, known)
+        yield Comparison(problem.dtype, tuple(compared), (*known.notes, *notes(found, one)))
+
+
+def _check_rows(problem: Problem, ranks: int) -> None:
     rows = len(problem.batch(0)["tokens"])
-    if rows % world:
+    if rows % ranks:
         raise ConfigError(
-            f"the batch has {rows} rows, which {world} ranks cannot share: give a multiple of {world}, like {rows + -rows % world}"
+            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like {rows + -rows % ranks}"
         )
 
 
-def _compare(pool: WorkerPool, problem: Problem, layout: Layout, world: int, parallelize_fn: Parallelize | None) -> Comparison:
-    """One process twice (its sums in two orders), then the layout."""
-    one, floor = _known(pool, problem)
-    found = pool.run(candidate, problem, layout, parallelize_fn, world=world, timeout=LIMIT_SEC)[0]
-    return Comparison(problem.dtype, tuple(differences(found, one, floor, problem.dtype)))
+def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
+    """What each rank was given for each step, when it asked and when it asked again."""
+    for step, said in enumerate(zip(*by_rank, strict=True), 1):
+        repeats = [first == again for first, again in said]
+        alike = [first == said[0][0] for first, _ in said]
+        if all(repeats) and all(alike):
+            continue
+        where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
+        raise IntegrityError(
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give the same global"
+            f" batch for the same step, whoever asks and however often. Draw it from a torch.Generator that is seeded by the step alone"
+        )
 
 
-def _known(pool: WorkerPool, problem: Problem) -> tuple[Reference, Reference]:
-    """The problem's references, computed once for a pool: several layouts have the same."""
+def _nature(pool: WorkerPool, problem: Problem) -> Nature:
+    problem = problem.of_one_process()
+    known = _NATURES.setdefault(pool, [])
+    for other, answer in known:
+        if other == problem:
+            return answer
+    answer = pool.run(nature, problem, world=1, timeout=LIMIT_SEC)[0]
+    known[:] = [(problem, answer), *known[: KEPT - 1]]
+    return answer
+
+
+def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Reference]:
+    """The problem's references, computed once for a pool: several layouts and techniques have the same."""
+    are_features_cut = layout.world > layout.dp_replicate * layout.dp_shard
+    asked = (problem.of_one_process(), are_features_cut)
     known = _REFERENCES.setdefault(pool, [])
     for other, outcomes in known:
-        if other == problem:
+        if other == asked:
             return outcomes
-    one, floor = pool.run(references, problem, world=1, timeout=LIMIT_SEC)[0]
-    _check_reference(one, floor, problem.dtype)
-    known[:] = [(problem, (one, floor)), *known[:3]]
+    ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
+    one, floor = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
+    _check_start(one, floor)
+    _check_finite(one)
+    if problem.dtype != "bfloat16":  # there the other computes in float32, and may be further off than rows that know of each other
+        _check_rows_are_independent(pool, asked[0], one, floor)
+    known[:] = [(asked, (one, floor)), *known[: KEPT - 1]]
     return one, floor
 
 
-def _check_reference(one: Reference, other: Reference, dtype: str) -> None:
-    for name, weight in one.initial.items():
-        if name not in other.initial or not weight.equal(other.initial[name]):
-            raise IntegrityError(
-                f"two one-process runs begin with different weights (first: {name}), so nothing can be compared: the model factory draws"
-                f" random numbers that the seed does not govern. Seed it inside the factory"
-            )
-    for what, values in (("loss", one.losses), ("gradient norm", one.norms)):
-        for step, value in enumerate(values, 1):
+def _check_start(one: Reference, other: Reference) -> None:
+    for what, here, there in (("weights", one.initial, other.initial), ("buffers", one.buffers, other.buffers)):
+        for name in {**here, **there}:
+            if name not in here or name not in there or not here[name].equal(there[name]):
+                raise IntegrityError(
+                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared: the model factory draws"
+                    f" random numbers that the seed does not govern. Seed it inside the factory"
+                )
+
+
+def _check_finite(one: Reference) -> None:
+    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
+        for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise ConfigError(
                     f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at model and batch"
                 )
-    if dtype == "bfloat16":  # the other computes in float32, and may be further off than rows that know of each other
-        return
+
+
+def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Reference, other: Reference) -> None:
     apart = max(relative_errors(other.gradients, one.gradients).values(), default=0.0)
-    if apart > DEPENDENT:
-        raise ConfigError(
-            f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients that are"
-            f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal one process"
-        )
+    if apart <= DEPENDENT:
+        return
+    again = pool.run(reference, problem, world=1, timeout=LIMIT_SEC)[0]
+    for name, error in relative_errors(again.gradients, one.gradients).items():
+        if error > DEPENDENT:
+            raise IntegrityError(
+                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be compared: the backward"
+                f" draws random numbers"
+            )
+    raise ConfigError(
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients that are"
+        f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal one process"
+    )

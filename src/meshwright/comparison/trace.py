@@ -1,0 +1,158 @@
+"""A trace: what one process computed in the first steps of a run, small enough to keep, for a real run to be compared with.
+
+The idea is that of TTrace (Jiang et al., "TTrace: Lightweight Error Checking and Diagnosis for Distributed Training", arXiv
+2506.09280): line up the tensors of a distributed run with those of a trusted one, and learn from a perturbed run of the trusted
+one how far rounding may move each of them. Kept are sketches, so that a trace of a large model is some megabytes, and ranks compare
+the rows and shards that they hold without moving them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.files import replacing
+
+FORMAT = "meshwright trace 1"
+
+BY_ROW = ("forward", "backward")
+"""Stages whose sketches have a row for each row of the batch."""
+
+
+class Sketches(NamedTuple):
+    """Sketches of one stage."""
+
+    names: list[str]
+    """In the order in which they were computed."""
+    values: Tensor
+    """(names, rows, ROW_WIDTH) of what has rows, (names, TENSOR_WIDTH) of parameters and their gradients."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> Sketches:
+        return cls([*named], torch.stack([*named.values()]) if named else torch.zeros(0, 0))
+
+    def by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.values, strict=True))
+
+
+@dataclass
+class TracedStep:
+    """One step."""
+
+    batch: Tensor
+    """(rows,) int64 fingerprints of the global batch's rows."""
+    loss: float
+    """Mean over the real tokens of the global batch."""
+    norm: float
+    """Global gradient norm before clipping."""
+    sketches: dict[str, Sketches]
+    """forward and backward of modules, gradient (before clipping) and parameter (after the step)."""
+
+
+@dataclass
+class Trace:
+    """A trace in memory, as it is written.
+
+    Attributes:
+        facts: what a run must have in common with it, by dotted key of the config; plain JSON values.
+        drawn_on: device type on which the initial weights were drawn.
+        initial: sketches of the initial weights.
+        floors: compute dtype → per step, stage and name ("" for loss and norm): how far rounding to that dtype moves it.
+    """
+
+    facts: dict[str, Any]
+    drawn_on: str
+    initial: Sketches
+    steps: list[TracedStep]
+    floors: dict[str, list[dict[str, dict[str, float]]]] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises OSError."""
+        tensors = {"0/parameter": self.initial.values}
+        rows: list[dict[str, Any]] = [{"names": {"parameter": self.initial.names}}]
+        for number, step in enumerate(self.steps, 1):
+            tensors[f"{number}/batch"] = step.batch
+            tensors |= {f"{number}/{stage}": sketches.values.contiguous() for stage, sketches in step.sketches.items()}
+            names = {stage: sketches.names for stage, sketches in step.sketches.items()}
+            rows.append({"loss": step.loss, "norm": step.norm, "names": names})
+        said = {"format": FORMAT, "facts": self.facts, "drawn_on": self.drawn_on, "steps": rows, "floors": self.floors}
+        with replacing(path) as beside:
+            save_file(tensors, beside, {"trace": json.dumps(said)})
+
+
+class TraceFile:
+    """A trace on disk: its facts, and what of its sketches is asked for.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no trace.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        with self._opened() as file:
+            said = (file.metadata() or {}).get("trace")
+            self._said = json.loads(said) if said else {}
+            if self._said.get("format") != FORMAT:
+                raise ConfigError(f"check_trace = {path}: the file is no trace that this version reads ('{FORMAT}'); write one anew")
+            self.initial = Sketches(self._said["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self._said["facts"]
+
+    @property
+    def drawn_on(self) -> str:
+        return self._said["drawn_on"]
+
+    @property
+    def n_steps(self) -> int:
+        return len(self._said["steps"]) - 1
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Compute dtypes for which it knows how far rounding goes."""
+        return tuple(self._said["floors"])
+
+    def floors(self, dtype: str, step: int) -> dict[str, dict[str, float]]:
+        """How far rounding to ``dtype`` moves what was computed in a step (1 the first), by stage and name."""
+        return self._said["floors"][dtype][step - 1]
+
+    def step(self, step: int, rows: slice) -> TracedStep:
+        """A step (1 the first), with the given rows of the global batch."""
+        said = self._said["steps"][step]
+        with self._opened() as file:
+            sketches = {}
+            for stage, names in said["names"].items():
+                part = file.get_slice(f"{step}/{stage}")
+                sketches[stage] = Sketches(names, part[:, rows] if stage in BY_ROW else part[:])
+            return TracedStep(file.get_slice(f"{step}/batch")[rows], said["loss"], said["norm"], sketches)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            with safe_open(self.path, "pt") as file:
+                yield file
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"check_trace = {self.path}: {error}. Write a trace with: meshwright verify CONFIG --write-trace FILE"
+            ) from None
+
+
+def fingerprints(batch: dict[str, Tensor]) -> Tensor:
+    """(rows,) int64: one number for what a row of a batch holds, in all its tensors."""
+    total = torch.zeros(len(batch["tokens"]), dtype=torch.int64)
+    for number, key in enumerate(sorted(batch)):
+        values = batch[key].cpu().to(torch.int64).flatten(1)
+        places = (torch.arange(values.shape[1]) + 1) * 0x9E3779B97F4A7C1 + number * 0x632BE59BD9B4E
+        total = total * 31 + ((values + 1) * (2 * places + 1)).sum(1)
+    return total

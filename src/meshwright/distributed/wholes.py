@@ -1,0 +1,73 @@
+"""Whole tensors from shards, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .shards import local_part
+from .world import get_world_info
+
+PACK_ELEMENTS = 2**20
+"""Shards travel together until they are so many elements of whole tensors."""
+
+
+def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: every rank brings the same names.
+
+    Of small shards the time goes into the number of collectives and not into bytes. So each rank writes its parts of many tensors into
+    zeros, and one sum puts them together.
+    """
+    packed: dict[str, DTensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and _can_be_packed(tensor):
+            packed[name] = tensor
+        else:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found[name] = whole.detach().to("cpu", copy=True)
+    for pack in _packs(packed):
+        found |= _sum_of_parts(pack)
+    return {name: found[name] for name in tensors} if get_world_info()[0] == 0 else {}
+
+
+def _can_be_packed(tensor: DTensor) -> bool:
+    """Whether the ranks of one job hold it in parts whose place in the whole can be told."""
+    is_everywhere = tensor.device_mesh.size() == dist.get_world_size()
+    return is_everywhere and all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+
+
+def _packs(tensors: Mapping[str, DTensor]) -> Iterator[dict[str, DTensor]]:
+    """Tensors of one dtype, about PACK_ELEMENTS together."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+        pack: dict[str, DTensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype == dtype:
+                pack[name] = tensor
+                if sum(t.numel() for t in pack.values()) >= PACK_ELEMENTS:
+                    yield pack
+                    pack = {}
+        if pack:
+            yield pack
+
+
+def _sum_of_parts(pack: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    like = next(iter(pack.values())).to_local()
+    flat = torch.zeros(sum(tensor.numel() for tensor in pack.values()), dtype=like.dtype, device=like.device)
+    pieces = flat.split([tensor.numel() for tensor in pack.values()])
+    wholes = {name: piece.view(tensor.shape) for (name, tensor), piece in zip(pack.items(), pieces, strict=True)}
+    for name, tensor in pack.items():
+        if _is_first_replica(tensor):
+            local, offset = local_part(tensor.detach())
+            wholes[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))] = local
+    dist.all_reduce(flat)
+    return {name: whole.to("cpu", copy=True) for name, whole in wholes.items()}
+
+
+def _is_first_replica(tensor: DTensor) -> bool:
+    where = tensor.device_mesh.get_coordinate() or ()
+    return all(placement.is_shard() or not index for placement, index in zip(tensor.placements, where, strict=True))

@@ -1,0 +1,197 @@
+"""A run's first steps against a trace of what one process computed: on the run's own machines, in its layout and precision."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comparison.equality import traced_bound
+from meshwright.comparison.findings import Comparison, Difference
+from meshwright.comparison.observe import Observed, observing
+from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.distributed import agree
+from meshwright.distributed.mesh import data_groups, data_position
+from meshwright.distributed.parallel_model import StepLoss, StepResult
+from meshwright.distributed.shards import sketches
+
+from .build import Run, build_schedule
+from .config import Config
+from .run_folder import changes
+
+SAME_WEIGHTS = 1e-5
+"""Initial weights are equal to the bit; their sketches are sums of float32 numbers in an order that shards decide."""
+
+
+def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps: int) -> dict[str, Any]:
+    """What a run must have in common with a trace of its first steps, as JSON values.
+
+    Args:
+        identity: the run's identity (model, data, tokenizer, seed).
+        master: dtype of its weights.
+    """
+    schedule = build_schedule(config)
+    optimizer = {key: value for key, value in asdict(config.optimizer).items() if key != "max_skipped_steps"}
+    facts = {
+        **identity,
+        "batch.global_batch": config.batch.global_batch,
+        "optimizer": optimizer,
+        "learning_rates": [schedule(step) for step in range(min(steps, config.steps))],
+        "techniques.freeze": list(config.techniques.freeze),
+        "precision.master": master,
+    }
+    return json.loads(json.dumps(facts))
+
+
+class TraceCheck:
+    """Compares the steps of a run with those of a trace, from the first on. Every method is called on all ranks alike.
+
+    Raises:
+        ConfigError: the trace is one of another run, or does not say how far rounding goes in the run's dtype.
+    """
+
+    def __init__(self, run: Run, trace: TraceFile):
+        self.r, self.trace, self.dtype = run, trace, run.plan.precision.compute
+        self._refuse_other_run()
+        rank, ranks = data_position(run.model.mesh)
+        share = run.config.batch.global_batch // ranks
+        self._rows, self._groups = slice(rank * share, (rank + 1) * share), data_groups(run.model.mesh)
+        self._found: list[Difference] = []
+        self._unobserved: set[str] = set()
+        self._step = 0
+        self._batch: Any = None
+        self._observed = Observed()
+        self._gradients: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, run: Run) -> TraceCheck | None:
+        """The comparison that a run asks for; None where it asks for none. Collective."""
+        trace = run.trace
+        return agree.together(lambda: cls(run, trace)) if trace is not None else None
+
+    def _refuse_other_run(self) -> None:
+        facts = traced_facts(self.r.config, self.r.identity, self.r.plan.precision.master, self.trace.n_steps)
+        changed = list(changes(self.trace.facts, facts))
+        if changed:
+            raise ConfigError(
+                f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices, microbatches and"
+                f" compute precision may differ, all else must be the same. Write a trace of this config with verify --write-trace"
+            )
+        if self.dtype not in self.trace.dtypes:
+            raise ConfigError(
+                f"check_trace = {self.trace.path} does not know how far rounding goes in {self.dtype} (techniques.precision.compute);"
+                f" it knows {', '.join(self.trace.dtypes)}"
+            )
+        if self.r.config.steps < self.trace.n_steps:
+            raise ConfigError(f"steps = {self.r.config.steps}: the trace {self.trace.path} has {self.trace.n_steps}; train as many or more")
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Around the forward and backward of a step on this rank's ``batch``."""
+        if self._step == 0:
+            self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
+        self._step, self._batch = self._step + 1, batch
+        with observing(self.r.model.parts[0]) as self._observed:
+            yield
+        self._gradients = sketches({name: p.grad for name, p in self.r.model.named_parameters() if p.grad is not None})
+
+    def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
+        """Compare the step that was taken. Returns what was found once it is known: after the last step, or where something differs."""
+        there = self.trace.step(self._step, self._rows)
+        floors = self.trace.floors(self.dtype, self._step)
+        self._of_batch(there)
+        forward, backward = self._observed.rows()
+        self._of_rows("forward", forward, there, floors)
+        self._of_number("loss", float(loss), there.loss, floors)
+        self._of_rows("backward", backward, there, floors)
+        self._of_tensors("gradient", self._gradients, there.sketches["gradient"], floors)
+        self._of_number("norm", result.grad_norm, there.norm, floors)
+        self._of_tensors("parameter", self._parameters(), there.sketches["parameter"], floors)
+        self._observed, self._gradients = Observed(), {}
+        comparison = Comparison(self.dtype, tuple(self._found))
+        return comparison if self._step == self.trace.n_steps or not comparison.is_equal else None
+
+    def text(self, comparison: Comparison) -> str:
+        """What was found, for people."""
+        verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
+        left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
+        steps = f"{self._step} of {self.trace.n_steps} steps"
+        return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
+
+    def refuse(self, comparison: Comparison) -> None:
+        """Raise IntegrityError, on all ranks, where something differs."""
+
+        def differs() -> None:
+            raise IntegrityError(
+                f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after step {self._step}, and"
+                f" saves nothing. To train all the same, leave check_trace out."
+            )
+
+        if not comparison.is_equal:
+            agree.together(differs)
+
+    # --- comparing
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return sketches(dict(self.r.model.named_parameters()))
+
+    def _of_batch(self, there: TracedStep) -> None:
+        mine = fingerprints(self._batch)
+        wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
+        rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
+        self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
+
+    def _of_rows(self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]) -> None:
+        """Each rank compares its rows; sums of squares travel."""
+        names, values = there.sketches[stage]
+        fits = [name in found and found[name].shape == values.shape[1:] for name in names]
+        absent = torch.full(values.shape[1:], math.nan, dtype=torch.float64, device=self.r.model.device)
+        mine = torch.stack([found[name] if fit else absent for name, fit in zip(names, fits, strict=True)]).cpu()
+        off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
+        seen = torch.tensor([name in found for name in names]).double()
+        words = agree.total(torch.stack([off.nan_to_num(math.inf) * seen, size, seen]).nan_to_num(0.0), self._groups)
+        whole = math.sqrt(words[1].sum().item())
+        for name, off_sum, size_sum, ranks in zip(names, *words.tolist(), strict=True):
+            if not ranks:
+                self._unobserved.add(name)
+                continue
+            error = math.sqrt(off_sum / max(size_sum, (1e-6 * whole) ** 2, 1e-300)) if ranks == self.r.plan.data_ranks else math.inf
+            self._add(stage, name, error, floors.get(stage, {}))
+
+    def _of_tensors(self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]) -> None:
+        """Every rank compares its replica of the sketch; the largest error counts."""
+        reference = sketches.by_name()
+        names = [*reference, *(name for name in found if name not in reference)]
+        whole = math.sqrt(sum(sketch.square().sum().item() for sketch in reference.values()))
+        mine = torch.tensor([_error(found.get(name), reference.get(name), whole) for name in names], dtype=torch.float64)
+        for name, error in zip(names, agree.largest_each(mine).tolist(), strict=True):
+            along = _along(found[name], reference[name]) if stage == "gradient" and name in found and name in reference else None
+            self._add(stage, name, error, floors.get(stage, {}), along)
+
+    def _of_number(self, stage: str, found: float, reference: float, floors: Mapping[str, Mapping[str, float]]) -> None:
+        error = abs(found - reference) / max(abs(reference), 1e-300)
+        self._add(stage, "", error if math.isfinite(error) else math.inf, floors[stage])
+
+    def _add(self, stage: str, name: str, error: float, floors: Mapping[str, float], along: float | None = None) -> None:
+        bound = SAME_WEIGHTS if stage == "initial weight" else traced_bound(self.dtype, floors.get(name, 0.0))
+        self._found.append(Difference(stage, name, error, bound, along, max(self._step, 1)))
+
+
+def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> float:
+    if found is None or reference is None:
+        return math.inf
+    error = (found - reference).norm().item() / max(reference.norm().item(), 1e-6 * whole, 1e-300)
+    return error if math.isfinite(error) else math.inf
+
+
+def _along(found: Tensor, reference: Tensor) -> float | None:
+    whole = reference.square().sum().item()
+    value = (found * reference).sum().item() / whole if whole else math.nan
+    return value if math.isfinite(value) else None

@@ -1,0 +1,129 @@
+"""A problem's model laid out, by us or by somebody else, and stepped as its users do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.names import clean
+from meshwright.distributed import agree
+from meshwright.distributed.grad_clip import clip_grad_norm_
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.step_batch import Signature
+from meshwright.introspection.source import as_module
+from meshwright.planning.layout import Layout
+
+from .one_process import build, row_losses
+from .problem import Batch, Parallelize, Problem, count, without_dropout
+
+
+class LaidOut:
+    """A module over a mesh.
+
+    Attributes:
+        model: the local module, wrappers included.
+        place: (rank, size) among those that hold different rows.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Any, problem: Problem):
+        self.model, self.problem, self.place = model, problem, data_position(mesh)
+        if problem.evaluating:
+            model.eval()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {clean(name): parameter for name, parameter in self.model.named_parameters()}
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of what is given to its users as the parameters."""
+        return self.problem.make_optimizer(self.model.parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All of them, also those that no checkpoint holds."""
+        return {clean(name): buffer for name, buffer in self.model.named_buffers()}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in self.parameters().items() if p.grad is not None)
+
+    def forward_backward(self, rows: Batch) -> float:
+        """This rank's share of a step; the loss of the whole step."""
+        raise NotImplementedError
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float:
+        """Clip, step and clear; the norm before clipping."""
+        raise NotImplementedError
+
+    def backward_share(self, rows: Batch, batch: Batch) -> float:
+        """How many times the gradients that this rank's backward sees are those of the mean over the whole batch."""
+        return 1.0
+
+
+class Ours(LaidOut):
+    """By meshwright."""
+
+    def __init__(self, parallel: ParallelModel, problem: Problem):
+        super().__init__(parallel.parts[0], parallel.mesh, problem)
+        self.parallel = parallel
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.problem.make_optimizer(self.parallel.parameters())
+
+    def forward_backward(self, rows: Batch) -> float:
+        return float(self.parallel.forward_backward(rows))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float:
+        return self.parallel.optimizer_step(optimizer, self.problem.max_norm).grad_norm
+
+
+class Theirs(LaidOut):
+    """By somebody else, whose users take the mean over a rank's tokens, and leave it to the wrapper to average over ranks."""
+
+    def __init__(self, model: nn.Module, mesh: Any, problem: Problem):
+        super().__init__(model, mesh, problem)
+        self._signature = Signature.of(getattr(model, "module", model))
+
+    def forward_backward(self, rows: Batch) -> float:
+        loss = row_losses(self.model, self._signature, rows).sum() / count(rows)
+        loss.backward()
+        said = agree.everybody_says(loss.item())
+        return sum(said) / len(said)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float:
+        for parameter in self.model.parameters():
+            _sum_up(parameter)
+        norm = float(clip_grad_norm_(self.model, self.problem.max_norm or float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def backward_share(self, rows: Batch, batch: Batch) -> float:
+        return count(rows) / count(batch)
+
+
+def _sum_up(parameter: Any) -> None:
+    """Of a parameter that tensor-parallel ranks have whole, autograd may leave each of them a summand of the gradient."""
+    if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None, *, dropout: bool = False) -> LaidOut:
+    """The model of a problem on a layout. Collective.
+
+    Args:
+        dropout: leave dropout layers as they are.
+    """
+    if parallelize_fn is not None:
+        module = build(problem, dropout=dropout)
+        mesh = init_distributed(layout, problem.seed)
+        return Theirs(parallelize_fn(module, mesh), mesh, problem)
+    if problem.techniques.get("compile"):
+        torch.compiler.reset()  # what this process compiled before counts towards the limit beyond which torch runs uncompiled
+    module = as_module(problem.source())
+    module = module if dropout else without_dropout(module)
+    made = parallelize(module, layout, techniques=problem.wishes, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
+    return Ours(made, problem)

@@ -1,0 +1,215 @@
+"""The matrix: every supported layout in every way of computing it, against one process, with what came of each cell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError, UnsupportedError
+from meshwright.distributed.local import WorkerPool
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.batch import Batch
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout, data_layouts
+
+from .problem import Problem, RandomBatches
+from .report import Report
+from .verify import verify
+
+WORLDS = (2, 4, 8)
+
+# Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv head have fewer rows
+# than there are ranks. Three layers: a first, a middle and a last block are treated differently.
+UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_seq_len=16, qk_norm=True)
+TIED = replace(UNTIED, tied_embeddings=True)
+BATCHES = RandomBatches(UNTIED.vocab_size, rows=2 * max(WORLDS), seq_len=10)
+STEPS = 2
+"""The second step shows what the first one left in the optimizer."""
+MAX_NORM = 0.03
+"""So small that every step is clipped."""
+
+EXACT, HALF = ("float64", "float32"), ("bfloat16",)
+NOT_YET = "is not in this version"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layout computes. ``techniques``: (name, value) pairs of Techniques; ``microbatch_rows``: rows per forward (0: all at once)."""
+
+    name: str
+    techniques: tuple[tuple[str, Any], ...] = ()
+    microbatch_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, computed in a way."""
+
+    layout: Layout
+    way: Way
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}: {self.way.name}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is computed. ``parts``: models, each with the dtypes it is verified in; ``errors``: names of what comes of them, in order."""
+
+    name: str
+    parts: tuple[tuple[DecoderConfig, tuple[str, ...]], ...]
+    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the matrix."""
+
+    row: Row
+    column: Column
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.name}: {self.column.name}"
+
+    def problems(self) -> Iterator[Problem]:
+        """What is computed, one problem for each of the column's errors."""
+        for model, dtypes in self.column.parts:
+            for dtype in dtypes:
+                yield Problem(model, BATCHES, dtype=dtype, techniques=self.techniques, microbatch_rows=self.row.way.microbatch_rows)
+
+    @property
+    def techniques(self) -> dict[str, Any]:
+        return dict(self.row.way.techniques)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What came of a cell."""
+
+    state: str
+    """equal, refused, not yet, or DIFFERS."""
+    reason: str = ""
+    """The rule's, in one sentence; or where it first differs."""
+    errors: tuple[float, ...] = ()
+    """Of the gradients of the first step, the largest of all parameters; one for each of the column's errors."""
+    seconds: float = 0.0
+    day: str = ""
+    """ISO date on which it was judged."""
+
+
+COMPILED = (("compile", True), ("compile_backend", "aot_eager"))
+FROZEN = (("freeze", ("embedding", r"layers\.0")),)
+RECOMPUTED = (("activation_checkpointing", "full"),)
+
+PLAIN = Way("plain")
+WHOLE_SHARDS = Way("data_parallel = fully_shard", (("data_parallel", "fully_shard"),))
+"""Said of layouts that do not shard; of those that do it is plain."""
+
+WAYS = (
+    PLAIN,
+    Way("microbatches of one row", microbatch_rows=1),
+    Way("sync_grad_accum = true, microbatches", (("sync_grad_accum", True),), 1),
+    Way('sync_grad_accum = "shard", microbatches', (("sync_grad_accum", "shard"),), 1),
+    Way("activation_checkpointing = full", RECOMPUTED),
+    Way("activation_checkpointing = selective", (("activation_checkpointing", "selective"),)),
+    Way("reshard_after_forward = false", (("reshard_after_forward", False),)),
+    Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
+    Way("cpu_offload", (("cpu_offload", True),)),
+    Way("compile", COMPILED),
+    Way("freeze", FROZEN),
+    WHOLE_SHARDS,
+    Way("data_parallel = ddp", (("data_parallel", "ddp"),)),
+    Way(
+        "all at once",
+        (("sync_grad_accum", True), *RECOMPUTED, ("reshard_after_forward", False), ("cpu_offload", True), *COMPILED, *FROZEN),
+        1,
+    ),
+)
+ABSENT = (Layout(dp_shard=1, tp=2), Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
+"""A layout of each axis that is refused as not being there yet."""
+
+COLUMNS = (
+    Column("tied", ((TIED, EXACT),), ("fp64", "fp32")),
+    Column("untied", ((UNTIED, EXACT),), ("fp64", "fp32")),
+    Column("bf16", ((TIED, HALF), (UNTIED, HALF)), ("tied", "untied")),
+)
+
+
+def rows() -> list[Row]:
+    """Every layout of the data axes on 2, 4 and 8 ranks in every way, then one of each axis that does not exist yet."""
+    layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
+    found = [Row(layout, way) for layout in layouts for way in WAYS if way is not WHOLE_SHARDS or layout.dp_shard == 1]
+    return found + [Row(layout, PLAIN) for layout in ABSENT]
+
+
+def cells() -> list[Cell]:
+    """The matrix, column by column: cells that follow each other ask one process for the same."""
+    return [Cell(row, column) for column in COLUMNS for row in rows()]
+
+
+def judge(cell: Cell, pool: WorkerPool) -> Judged:
+    """Plan a cell, which may refuse it, and verify it.
+
+    Whatever goes wrong after the plan was made is DIFFERS: what is not equal must be refused before it starts.
+    """
+    begun, today = time.monotonic(), date.today().isoformat()
+    error = refusal(cell)
+    if error is not None:
+        state = "not yet" if isinstance(error, UnsupportedError) and NOT_YET in str(error) else "refused"
+        return Judged(state, first_sentence(str(error)), day=today)
+    try:
+        reports = [_verified(cell, model, dtypes, pool) for model, dtypes in cell.column.parts]
+    except MeshwrightError as trouble:
+        last = str(trouble).strip().splitlines()[-1:]
+        return Judged("DIFFERS", f"{type(trouble).__name__}: {''.join(last)}", seconds=time.monotonic() - begun, day=today)
+    comparisons = [comparison for report in reports for comparison in report.comparisons]
+    errors = tuple(max(d.error for d in comparison.of("gradient")) for comparison in comparisons)
+    firsts = [(c.dtype, c.first) for c in comparisons if c.first is not None]
+    reason = f"{firsts[0][0]} first differs at {firsts[0][1].place}" if firsts else ""
+    return Judged("DIFFERS" if firsts else "equal", reason, errors, time.monotonic() - begun, today)
+
+
+def refusal(cell: Cell) -> MeshwrightError | None:
+    """Why the plan refuses a cell; None where it does not."""
+    for problem in cell.problems():
+        batch = Batch(BATCHES.rows, BATCHES.seq_len, problem.microbatch_rows, BATCHES.vocab_size)
+        layout = cell.row.layout
+        try:
+            plan(_facts(problem.model), layout, batch=batch, cluster=Cluster(layout.world), techniques=problem.wishes)
+        except MeshwrightError as error:
+            return error
+    return None
+
+
+def first_sentence(text: str) -> str:
+    """Of an error: what is wrong, without how to mend it."""
+    first = text.strip().splitlines()[0].split(". ")[0]
+    return f"{first.rstrip('.')}."
+
+
+def _verified(cell: Cell, model: DecoderConfig, dtypes: tuple[str, ...], pool: WorkerPool) -> Report:
+    return verify(
+        model,
+        cell.row.layout,
+        BATCHES,
+        steps=STEPS,
+        dtypes=dtypes,
+        techniques=cell.techniques,
+        max_norm=MAX_NORM,
+        microbatch_rows=cell.row.way.microbatch_rows,
+        pool=pool,
+    )
+
+
+@cache
+def _facts(model: DecoderConfig) -> ModelFacts:
+    return model_facts(as_module(model))

@@ -1,0 +1,214 @@
+"""Writing a trace: the first steps of a config in one process, and how far rounding to each dtype moves what they compute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.comparison.equality import relative_errors, sum_floor
+from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprints
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.distributed.setup import choose_backend
+from meshwright.distributed.shards import sketches
+from meshwright.distributed.world import get_world_info
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.rules import resolve_precision
+from meshwright.training.build import build_optimizer, build_schedule, decoder_config, run_identity
+from meshwright.training.config import Config
+from meshwright.training.feed import Feed, build_feed, refuse_contradictions
+from meshwright.training.monitoring.progress import Progress
+from meshwright.training.tokenizer import run_tokenizer
+from meshwright.training.tracing import traced_facts
+
+from .one_process import OneProcess, build
+from .problem import Problem
+from .subject import check_size
+
+COMPUTED = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
+"""dtype of weights → dtypes in which a run may compute."""
+
+DRAWS = 3
+"""Perturbed runs per dtype."""
+
+BYTES_PER_PARAMETER = 24
+"""In float32: weight, gradient, two moments; a copy in bfloat16 with its gradient, and room."""
+
+
+def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> Trace:
+    """Train ``steps`` steps of a config in one process with plain torch, on its own data, and write what they computed to a file.
+
+    Weights are drawn on the CPU; where there is a GPU, it computes. For each dtype in which a run may compute, the same is computed three
+    times more: in that dtype, with every module's output changed at random by as much as it rounds, and of other numbers of rows at
+    once, which reorders sums. The farthest that this moves a thing is how far rounding may move it: AdamW moves small
+    gradients' parameters by chance, and one more run would not show how far.
+
+    Raises:
+        ConfigError: a config that cannot be trained, a model too large for this machine, more steps than the run has, or a loss that is
+            not finite.
+        UnsupportedError: weights that are kept in less than float32.
+    """
+    if get_world_info()[2] > 1:
+        raise ConfigError("a trace is written by one process: call verify --write-trace without torchrun or srun")
+    if steps > config.steps:
+        raise ConfigError(f"--trace-steps = {steps}: the run has steps = {config.steps}")
+    refuse_contradictions(config)
+    device = choose_backend(config.process.backend)[1]
+    master = resolve_precision(config.techniques, "float32", device).master
+    if master not in COMPUTED:
+        raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
+    tokenizer = run_tokenizer(config, progress.say)
+    model = decoder_config(config, tokenizer)
+    check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
+    feed = build_feed(config, tokenizer, 0, 1, progress)
+    try:
+        recorder = _Recorder(config, model, feed, steps, master, torch.device(device), progress)
+        reference = recorder.record(master)
+        _refuse_not_finite(reference)
+        facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
+        trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference])
+        for dtype in COMPUTED[master]:
+            floors = _farthest([_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)])
+            if dtype != master:
+                _allow_turns(floors, reference)
+            trace.floors[dtype] = floors
+    finally:
+        feed.loader.close()
+    trace.write(path)
+    return trace
+
+
+@dataclass
+class _Recorded:
+    """A step, and what tells how much rounding may move its sums."""
+
+    step: TracedStep
+    loss_parts: Tensor
+    norm_parts: Tensor
+    turns: dict[str, float]
+    """How far one element whose update has turned round since the first step moves each parameter, relative to its norm."""
+
+
+@dataclass
+class _Recorder:
+    """Trains a config's first steps in one process."""
+
+    config: Config
+    model: DecoderConfig
+    feed: Feed
+    steps: int
+    master: str
+    device: torch.device
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.initial = Sketches([], torch.zeros(0))
+
+    def record(self, dtype: str, draw: int = 0) -> list[_Recorded]:
+        """The steps, computed in a dtype; ``draw``: which of the perturbed ones, 0: as they are."""
+        c = self.config
+        problem = Problem(self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze})
+        model = build(problem).to(self.device)
+        noise = torch.finfo(torch_dtype(dtype)).eps * (draw > 0) * (1.0 if dtype == self.master else 0.5)
+        rows = 1 if draw == 1 else rows_per_forward(c)
+        one = OneProcess(model, compute=torch_dtype(dtype), rows=rows, noise=noise, seed=draw)
+        optimizer, schedule = build_optimizer(c, model.named_parameters()).optimizer, build_schedule(c)
+        named = {clean(name): p for name, p in model.named_parameters()}
+        self.initial = Sketches.of(sketches(named))
+        recorded, moved = [], 0.0
+        for step in range(self.steps):
+            self.progress.portion(f"{dtype}, perturbed ({draw} of {DRAWS})" if draw else dtype, step, self.steps)
+            rate = schedule.apply(optimizer, step)
+            batch = self._batch(step)
+            computed = one.forward_backward(batch)
+            gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+            norms = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).cpu()
+            forward, backward = (self._kept(rows) for rows in computed.observed.rows())
+            found = {"forward": forward, "backward": backward, "gradient": Sketches.of(sketches(gradients))}
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optimizer.max_norm or math.inf).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            found["parameter"] = Sketches.of(sketches(named))
+            moved += rate
+            turns = {name: 2 * moved / max(p.detach().norm().item(), 1e-300) for name, p in named.items() if p.requires_grad}
+            loss = computed.losses.sum().item()
+            recorded.append(_Recorded(TracedStep(fingerprints(batch), loss, norm, found), computed.losses, norms, turns))
+        return recorded
+
+    def _batch(self, step: int) -> dict[str, Tensor]:
+        self.feed.loader.seek(step * self.config.batch.global_batch)
+        batch = self.feed.next_batch()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+    def _kept(self, rows: dict[str, Tensor]) -> Sketches:
+        """As exact as the weights; of modules that see every row."""
+        found = {name: sketch for name, sketch in rows.items() if len(sketch) == self.config.batch.global_batch}
+        stacked = Sketches.of(found)
+        return Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
+
+
+def rows_per_forward(config: Config) -> int:
+    """As many as a rank of the config takes at once; the whole batch where its layout is open.
+
+    In bfloat16 that matters: an embedding's gradient adds up the tokens of a forward in bfloat16, and the more there are, the more is lost.
+    """
+    layout, batch = config.layout, config.batch
+    ranks = layout.dp_replicate * layout.dp_shard if layout.is_resolved else 1
+    return batch.microbatch or max(1, batch.global_batch // ranks)
+
+
+def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str, dict[str, float]]]:
+    """Per step, stage and name: how far the one run is from the other."""
+    floors = []
+    for mine, theirs in zip(found, reference, strict=True):
+        here: dict[str, dict[str, float]] = {
+            stage: relative_errors(mine.step.sketches[stage].by_name(), sketches.by_name())
+            for stage, sketches in theirs.step.sketches.items()
+        }
+        here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
+        here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
+        floors.append(here)
+    return floors
+
+
+def _farthest(draws: list[list[dict[str, dict[str, float]]]]) -> list[dict[str, dict[str, float]]]:
+    """The largest of each."""
+    return [
+        {stage: {name: max(draw[step][stage][name] for draw in draws) for name in names} for stage, names in here.items()}
+        for step, here in enumerate(draws[0])
+    ]
+
+
+def _allow_turns(floors: list[dict[str, dict[str, float]]], reference: list[_Recorded]) -> None:
+    """Let one element of every parameter have gone the other way.
+
+    AdamW's update of an element is about the learning rate whatever its gradient's size. Where the gradient is smaller than what the dtype
+    rounds away, its sign is chance, and whether that happens to an element of a small parameter, one perturbed run does not show.
+    """
+    for here, recorded in zip(floors, reference, strict=True):
+        for name, error in here["parameter"].items():
+            here["parameter"][name] = max(error, recorded.turns.get(name, 0.0))
+
+
+def _refuse_not_finite(recorded: list[_Recorded]) -> None:
+    for number, row in enumerate(recorded, 1):
+        for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
+            if not math.isfinite(value):
+                raise ConfigError(f"the {what} of step {number} is {value} in one process already: there is nothing to compare a run with")
+
+
+def summary(trace: Trace, path: Path) -> str:
+    """What was written, and what to do with it."""
+    first = trace.steps[0]
+    modules = len(first.sketches["forward"].names)
+    losses = ", ".join(f"{step.loss:.6g}" for step in trace.steps)
+    kept = f"{len(trace.steps)} steps, {modules} modules, {len(trace.initial.names)} parameters"
+    size = f"{path.stat().st_size / 2**20:.1f} MiB"
+    return f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it: meshwright train CONFIG --check-trace {path}"

@@ -1,0 +1,273 @@
+"""The matrix of layouts: a part of it is judged here; the page is that of the code; what was judged is remembered, unless it differs."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.pairwise import covering_array
+from test_verify import torchs_ddp
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.local import WorkerDied
+from meshwright.planning.layout import Layout
+from meshwright.verification import matrix, matrix_cache
+from meshwright.verification.matrix import ABSENT, COLUMNS, MAX_NORM, PLAIN, STEPS, WAYS, Cell, Judged, Row, cells, judge, refusal, rows
+from meshwright.verification.matrix_cache import FOLDERS, HOUSE, Cache, fingerprint, judge_all
+from meshwright.verification.matrix_page import page
+from meshwright.verification.outcome import reference
+from meshwright.verification.verify import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "matrix.md"
+
+# --- a part of the matrix
+
+SMALL = {cell.name: cell for cell in cells() if cell.row.layout.world <= 4}
+FACTORS = {
+    "layout": list(dict.fromkeys(cell.row.layout for cell in SMALL.values() if cell.row.layout not in ABSENT)),
+    "way": [way for way in WAYS if way.name != "compile"],  # test_compiled has it, and all at once
+    "column": list(COLUMNS),
+}
+
+
+def cell_of(c: dict) -> Cell:
+    return Cell(Row(c["layout"], c["way"]), c["column"])
+
+
+def is_legal(c: dict) -> bool:
+    return cell_of(c).name in SMALL and refusal(cell_of(c)) is None
+
+
+def price(c: dict) -> float:
+    """Compiling is dear where many ranks do it; on two it comes first, so that it also covers a layout and a column. Microbatches are
+    many where few ranks share the rows."""
+    world, compiles = c["layout"].world, dict(c["way"].techniques).get("compile", False)
+    if compiles:
+        return 0.5 if world == 2 else 100
+    return 1.5 if c["way"].microbatch_rows and world == 2 else 1
+
+
+def covered(c: dict) -> frozenset:
+    """Every layout computes every column, and every way is gone once. Pairs of techniques are for test_parity."""
+    return frozenset({(c["layout"], c["column"]), c["way"]})
+
+
+COVER = sorted(map(cell_of, covering_array(FACTORS, is_legal, price, covered)), key=lambda cell: COLUMNS.index(cell.column))
+
+
+@pytest.mark.parametrize("cell", COVER, ids=lambda cell: cell.name)
+def test_a_cell_is_equal(pool, measured, cell):
+    judged = judge(cell, pool)
+    assert judged.state == "equal", judged.reason
+    assert len(judged.errors) == len(cell.column.errors) and 0 < min(judged.errors)
+    measured(cell.row.name, f"matrix, {cell.column.name}", dict(zip(cell.column.errors, judged.errors, strict=True)))
+
+
+def test_the_cover_has_every_layout_column_and_way():
+    assert {(cell.row.layout, cell.column) for cell in COVER} == {(a, b) for a in FACTORS["layout"] for b in COLUMNS}
+    assert {cell.row.way for cell in COVER} == set(FACTORS["way"])
+    assert len(COVER) < 18
+
+
+@pytest.mark.parametrize("way", [PLAIN, next(way for way in WAYS if way.name == "freeze")], ids=lambda way: way.name)
+def test_every_step_is_clipped(spmd, way):
+    for problem in Cell(Row(Layout(dp_shard=2), way), COLUMNS[0]).problems():
+        found = spmd(1, reference, replace(problem, steps=STEPS, max_norm=MAX_NORM))[0]
+        assert len(found.norms) == STEPS and min(found.norms) > 2 * MAX_NORM
+
+
+def test_what_is_legal_only_elsewhere_is_refused_by_name_and_an_axis_that_does_not_exist_is_not_yet():
+    def said(layout: Layout, way: str, column: int = 0) -> tuple[str, str]:
+        judged = judge(Cell(Row(layout, next(w for w in WAYS if w.name == way)), COLUMNS[column]), None)  # type: ignore[arg-type]
+        return judged.state, judged.reason
+
+    assert said(Layout(dp_shard=2), "data_parallel = ddp") == (
+        "refused",
+        "techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = 2 cuts them.",
+    )
+    assert said(Layout(dp_shard=8), 'sync_grad_accum = "shard", microbatches')[0] == "refused"
+    assert said(Layout(dp_replicate=2, dp_shard=1), "data_parallel = ddp", 2)[0] == "refused", "bf16 is fully_shard's"
+    assert {said(layout, "plain")[0] for layout in ABSENT} == {"not yet"}
+    assert said(ABSENT[0], "plain") == ("not yet", "layout.tp = 2: tensor parallelism is not in this version.")
+
+
+# --- what differs
+
+
+EASY = Cell(Row(Layout(dp_replicate=2, dp_shard=1), PLAIN), COLUMNS[0])
+
+
+def test_a_cell_that_differs_says_where(pool, monkeypatch):
+    monkeypatch.setattr(matrix, "verify", partial(verify, parallelize_fn=torchs_ddp))  # means of ranks with different numbers of tokens
+    judged = judge(EASY, pool)
+    assert (judged.state, judged.reason) == ("DIFFERS", "float64 first differs at the loss of step 1")
+    assert len(judged.errors) == 2 and min(judged.errors) > 0.01
+
+
+@pytest.mark.parametrize("trouble", [WorkerDied(1, -9), UnsupportedError("this came too late")])
+def test_what_breaks_or_is_refused_after_the_plan_was_made_differs(pool, monkeypatch, trouble):
+    def breaks(*_, **__):
+        raise trouble
+
+    monkeypatch.setattr(matrix, "verify", breaks)
+    judged = judge(EASY, pool)
+    assert judged.state == "DIFFERS" and judged.reason == f"{type(trouble).__name__}: {trouble}"
+
+
+# --- the page
+
+
+def skeleton(text: str) -> list[tuple[str, ...]]:
+    """Of every table its headings, and the name of every row."""
+    lines = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line.startswith(("|", "## "))]
+    heads = [number - 1 for number, words in enumerate(lines) if set(words[-1]) == {"-"}]
+    return [tuple(words) if number in heads else (words[0],) for number, words in enumerate(lines)]
+
+
+def states(text: str) -> list[list[str]]:
+    """Of every row, whether its cells are refused, not yet, or have numbers."""
+    lines = [line.strip("|").split("|")[1:] for line in text.splitlines() if line.startswith("|")]
+    return [["equal" if word.strip()[:1].isdigit() else word.split("(")[0].strip() for word in line] for line in lines]
+
+
+def as_planned(cell: Cell) -> Judged:
+    return judge(cell, None) if refusal(cell) else Judged("equal", errors=(1e-16,) * 2, day="2026-01-01")  # type: ignore[arg-type]
+
+
+def test_the_page_shows_the_matrix_that_the_code_has():
+    now = page({cell: as_planned(cell) for cell in cells()})
+    committed = PAGE.read_text(encoding="utf-8")
+    again = "run make matrix, and commit docs/matrix.md"
+    assert skeleton(committed) == skeleton(now), again
+    assert states(committed) == states(now), again
+    assert "**DIFFERS** (" not in committed and ", 0 differ." in committed
+
+
+def test_a_page_with_another_matrix_is_seen(monkeypatch):
+    now = page({cell: as_planned(cell) for cell in cells()})
+    assert len(skeleton(now)) > len(rows()) and ("plain",) in skeleton(now)
+    for number, row in enumerate(rows()[:3]):
+        other = now.replace(f"| {row.way.name} |", "| plainer |", number + 1)
+        assert skeleton(other) != skeleton(now)
+    differing = page({cell: replace(as_planned(cell), state="DIFFERS", reason="here") for cell in cells()})
+    assert "**DIFFERS** (1)" in differing and "1. here" in differing and states(differing) != states(now)
+
+
+# --- the cache
+
+
+def counting(monkeypatch, state: str = "equal") -> list[Cell]:
+    judged = []
+
+    def stub(cell, pool):
+        judged.append(cell)
+        return Judged(state, "because" if state != "equal" else "", (1e-16, 2e-7), 0.5, "2026-01-01")
+
+    monkeypatch.setattr(matrix_cache, "judge", stub)
+    return judged
+
+
+def run_all(cache: Cache, chosen: list[Cell]) -> dict[Cell, Judged]:
+    return judge_all(chosen, cache.all_known(chosen), cache, None, lambda cell, judged: None)  # type: ignore[arg-type]
+
+
+def test_a_cell_is_judged_once_and_again_when_something_changes_that_it_depends_on(tmp_path, monkeypatch):
+    judged, chosen = counting(monkeypatch), cells()[:3]
+    first = run_all(Cache(tmp_path / "cache", "these sources"), chosen)
+    assert run_all(Cache(tmp_path / "cache", "these sources"), chosen) == first and judged == chosen
+    run_all(Cache(tmp_path / "cache", "other sources"), chosen)
+    assert judged == chosen * 2
+    longer = replace(PLAIN, microbatch_rows=3)  # the same name, another cell
+    run_all(Cache(tmp_path / "cache", "other sources"), [Cell(replace(chosen[0].row, way=longer), chosen[0].column)])
+    assert len(judged) == 7
+    for broken in ("half a fi", "{}", "[]"):
+        judged.clear()
+        for file in (tmp_path / "cache").iterdir():
+            file.write_text(broken)
+        assert run_all(Cache(tmp_path / "cache", "other sources"), chosen) == first and judged == chosen
+
+
+def test_every_cell_has_a_file_of_its_own(tmp_path, monkeypatch):
+    counting(monkeypatch)
+    run_all(Cache(tmp_path, "these sources"), cells())
+    assert len(list(tmp_path.iterdir())) == len(cells()) == len(set(cells()))
+
+
+def test_a_cell_that_differs_is_judged_again(tmp_path, monkeypatch):
+    judged = counting(monkeypatch, "DIFFERS")
+    cache = Cache(tmp_path, "these sources")
+    for _ in range(2):
+        run_all(cache, [EASY])
+    assert judged == [EASY, EASY]
+    cache.keep(EASY, Judged("equal"))
+    assert cache.known(EASY) == Judged("equal")
+    judge_all([EASY], {}, cache, None, lambda cell, judged: None)  # type: ignore[arg-type]
+    assert cache.known(EASY) is None, "that it was equal before is forgotten"
+
+
+def test_the_fingerprint_is_of_what_cells_depend_on(tmp_path):
+    house = tmp_path / "meshwright"
+    shutil.copytree(HOUSE, house, ignore=shutil.ignore_patterns("__pycache__"))
+    before = fingerprint(house)
+    assert before == fingerprint()
+    for folder in ("cli", "training", "data", "checkpoint"):
+        (house / folder / "__init__.py").write_text("# changed")
+    (house / "verification" / "matrix_page.py").write_text("# changed")
+    assert fingerprint(house) == before
+    for folder in FOLDERS:
+        (house / folder / "__init__.py").write_text("# changed")
+        assert fingerprint(house) != before
+        before = fingerprint(house)
+    (house / "core" / "new.py").write_text("")
+    assert fingerprint(house) != before
+
+
+# --- the command
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("matrix_command", ROOT / "scripts" / "matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "docs").mkdir()
+    return partial(module.main, root=tmp_path)
+
+
+def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, monkeypatch, capsys):
+    judged = counting(monkeypatch)
+    assert command([]) == 0 and len(judged) == len(cells())
+    text = (tmp_path / "docs" / "matrix.md").read_text()
+    assert skeleton(text) == skeleton(page({cell: as_planned(cell) for cell in cells()})) and "on 2026-01-01 with torch" in text
+    assert f"{len(cells())} equal, 0 refused, 0 not yet, 0 differ; " in capsys.readouterr().out
+    assert command([]) == 0 and len(judged) == len(cells()), "all are known"
+    assert (tmp_path / "docs" / "matrix.md").read_text() == text
+    assert command(["--cold"]) == 0 and len(judged) == 2 * len(cells())
+
+
+def test_a_part_leaves_the_page_alone_and_what_differs_is_exit_status_one(command, tmp_path, monkeypatch, capsys):
+    judged = counting(monkeypatch, "DIFFERS")
+    assert command(["--only", "dp_shard=8: freeze"]) == 1
+    assert len(judged) == len(COLUMNS) and not (tmp_path / "docs" / "matrix.md").exists()
+    said = capsys.readouterr().out
+    assert "dp_shard=8: freeze: tied: DIFFERS: because" in said and "3 differ; " in said
+    assert command(["--only", "dp_shard=7"]) == 2 and "no row has 'dp_shard=7' in its name" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_judged(command, monkeypatch, capsys):
+    judged = counting(monkeypatch)
+
+    def stop(cell, pool, calm=matrix_cache.judge):
+        if len(judged) == 2:
+            raise KeyboardInterrupt
+        return calm(cell, pool)
+
+    monkeypatch.setattr(matrix_cache, "judge", stop)
+    assert command(["--only", "dp_shard=8: "]) == 130 and "what was judged is remembered" in capsys.readouterr().err
+    judged.append(EASY)
+    assert command(["--only", "dp_shard=8: "]) == 0 and "2 of them judged before" in capsys.readouterr().out
