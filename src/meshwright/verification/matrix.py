@@ -24,6 +24,8 @@ from .report import Report
 from .verify import verify
 
 WORLDS = (2, 4, 8)
+EVERY_WAY = 4
+"""Up to so many ranks a layout is judged in every way; beyond, in those of ``AT_LARGE``: what more ranks can change shows there too."""
 
 # Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv head have fewer rows
 # than there are ranks. Three layers: a first, a middle and a last block are treated differently.
@@ -134,6 +136,7 @@ WAYS = (
         1,
     ),
 )
+AT_LARGE = ("plain", "microbatches of one row", "all at once")
 ABSENT = (Layout(dp_shard=1, tp=2), Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
 """A layout of each axis that is refused as not being there yet."""
 
@@ -145,10 +148,15 @@ COLUMNS = (
 
 
 def rows() -> list[Row]:
-    """Every layout of the data axes on 2, 4 and 8 ranks in every way, then one of each axis that does not exist yet."""
+    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few, then one of each axis that does not exist yet."""
     layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
-    found = [Row(layout, way) for layout in layouts for way in WAYS if way is not WHOLE_SHARDS or layout.dp_shard == 1]
+    found = [Row(layout, way) for layout in layouts for way in _ways(layout)]
     return found + [Row(layout, PLAIN) for layout in ABSENT]
+
+
+def _ways(layout: Layout) -> list[Way]:
+    ways = [way for way in WAYS if way is not WHOLE_SHARDS or layout.dp_shard == 1]
+    return ways if layout.world <= EVERY_WAY else [way for way in ways if way.name in AT_LARGE]
 
 
 def cells() -> list[Cell]:
