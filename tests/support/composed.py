@@ -22,7 +22,7 @@ HEADS = DecoderConfig(257, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=6, max_seq
 # --- tensor parallelism, with torch's own styles
 
 
-def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
     """Attention by heads, the feed-forward by features; the gradient of the norms inside is summed over the ranks."""
     plan = _by_heads(model)
     for block in model.layers:
@@ -31,12 +31,12 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh["tp"], plan)
 
 
-def tensor_parallel_without_the_norms_sum(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_parallel_without_the_norms_sum(model: Any, mesh: Any) -> nn.Module:
     """The norms of q and k see a rank's heads only, and nobody adds up their gradients."""
     return parallelize_module(model, mesh["tp"], _by_heads(model))
 
 
-def tensor_parallel_with_hooks(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_parallel_with_hooks(model: Any, mesh: Any) -> nn.Module:
     """The same made right by hand."""
     model = parallelize_module(model, mesh["tp"], _by_heads(model))
     for name, parameter in model.named_parameters():
@@ -45,7 +45,7 @@ def tensor_parallel_with_hooks(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def tensor_and_data_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_and_data_parallel(model: Any, mesh: Any) -> nn.Module:
     """Whole replicas of a tensor-parallel model; the mean of the replicas' gradients."""
     model = tensor_parallel(model, mesh)
     group = mesh.get_group("dp_replicate")
@@ -80,8 +80,8 @@ class _Summed(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+    def backward(ctx, *gradients):
+        return gradients[0], None
 
 
 class VocabularyParallel(nn.Module):
@@ -100,12 +100,12 @@ class VocabularyParallel(nn.Module):
         return _Summed.apply(looked_up * mine.unsqueeze(-1) if self.has_mask else looked_up, self.group)
 
 
-def vocabulary_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+def vocabulary_parallel(model: Any, mesh: Any) -> nn.Module:
     model.embedding = VocabularyParallel(model.embedding, mesh, has_mask=True)
     return model
 
 
-def vocabulary_parallel_without_a_mask(model: nn.Module, mesh: Any) -> nn.Module:
+def vocabulary_parallel_without_a_mask(model: Any, mesh: Any) -> nn.Module:
     """Tokens of another rank's share look up the first row of this one's."""
     model.embedding = VocabularyParallel(model.embedding, mesh, has_mask=False)
     return model
@@ -114,23 +114,23 @@ def vocabulary_parallel_without_a_mask(model: nn.Module, mesh: Any) -> nn.Module
 # --- data parallelism
 
 
-def torchs_ddp(model: nn.Module, mesh: Any) -> nn.Module:
+def torchs_ddp(model: Any, mesh: Any) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def by_hand(model: nn.Module, mesh: Any) -> nn.Module:
+def by_hand(model: Any, mesh: Any) -> nn.Module:
     """Gradients are averaged as each is there; a rank that has none takes part with zeros."""
     _averaged(model, lambda parameter: torch.zeros_like(parameter))
     return model
 
 
-def by_hand_where_there_is_one(model: nn.Module, mesh: Any) -> nn.Module:
+def by_hand_where_there_is_one(model: Any, mesh: Any) -> nn.Module:
     """A rank without a gradient for a parameter does not take the others' mean."""
     _averaged(model, lambda parameter: None)
     return model
 
 
-def _averaged(model: nn.Module, missing) -> None:
+def _averaged(model: nn.Module, missing: Any) -> None:
     def average(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: torch.autograd.Variable._execution_engine.queue_callback(reduce))
@@ -138,15 +138,15 @@ def _averaged(model: nn.Module, missing) -> None:
     def reduce() -> None:
         for parameter in model.parameters():
             has_own = parameter.grad is not None
-            summed = parameter.grad if has_own else torch.zeros_like(parameter)
+            summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(summed)
-            summed /= dist.get_world_size()
+            summed = summed / dist.get_world_size()
             parameter.grad = summed if has_own or missing(parameter) is not None else None
 
     model.register_forward_hook(average)
 
 
-def without_buffers(model: nn.Module, mesh: Any) -> nn.Module:
+def without_buffers(model: Any, mesh: Any) -> nn.Module:
     """Built on meta and loaded from a checkpoint, which does not hold what can be computed: nobody computes it."""
     kept = model.state_dict()
     model = model.to("meta").to_empty(device="cpu")
@@ -156,7 +156,7 @@ def without_buffers(model: nn.Module, mesh: Any) -> nn.Module:
     return torchs_ddp(model, mesh)
 
 
-def reentrant(model: nn.Module, mesh: Any) -> nn.Module:
+def reentrant(model: Any, mesh: Any) -> nn.Module:
     """The older kind of checkpointing, on every block."""
     for block in model.blocks:
         forward = block.forward
@@ -167,24 +167,24 @@ def reentrant(model: nn.Module, mesh: Any) -> nn.Module:
 # --- random numbers
 
 
-def seeded_alike(model: nn.Module, mesh: Any) -> nn.Module:
+def seeded_alike(model: Any, mesh: Any) -> nn.Module:
     """Every rank begins with the same seed, "for reproducibility"."""
     torch.manual_seed(0)
     return torchs_ddp(model, mesh)
 
 
-def tensor_parallel_dropping(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_parallel_dropping(model: Any, mesh: Any) -> nn.Module:
     """Every rank drops what it has whole, and so must draw alike."""
     plan = {"blocks.0.inner": ColwiseParallel(), "blocks.0.outer": RowwiseParallel()}
     return parallelize_module(model, mesh["tp"], plan)
 
 
-def tensor_parallel_seeded_by_rank(model: nn.Module, mesh: Any) -> nn.Module:
+def tensor_parallel_seeded_by_rank(model: Any, mesh: Any) -> nn.Module:
     torch.manual_seed(get_world_info()[0])
     return tensor_parallel_dropping(model, mesh)
 
 
-def partial_outputs(model: nn.Module, mesh: Any) -> nn.Module:
+def partial_outputs(model: Any, mesh: Any) -> nn.Module:
     """What a module returns is a summand on each rank; the next module adds them up."""
     plan = {"blocks.0.inner": ColwiseParallel(), "blocks.0.outer": RowwiseParallel(output_layouts=Partial())}
     model = parallelize_module(model, mesh["tp"], plan)
@@ -243,6 +243,7 @@ class Rotary(nn.Module):
     """Scales its features by frequencies that no checkpoint holds."""
 
     vocab_size = 257
+    inv_freq: Tensor
 
     def __init__(self):
         super().__init__()
@@ -264,6 +265,7 @@ class Scaled(nn.Module):
     """Keeps a running mean of what it sees, for evaluation."""
 
     vocab_size = 257
+    running: Tensor
 
     def __init__(self):
         super().__init__()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 from support import broken, faults
 from support.problems import TIED, UNTIED
 from test_verify import BATCHES, DDP, FSDP, HSDP
 
-from meshwright.comparison.findings import Comparison
-from meshwright.verification.compare import differences
-from meshwright.verification.outcome import references
+from meshwright.verification import verify as verifying
 from meshwright.verification.problem import Problem
 
 GRADIENT = "the gradient of the parameter embedding.weight, after the backward"
@@ -69,15 +64,13 @@ def test_every_fault_is_tried():
     assert defined == set(FAULTS) | OF_RANDOM_NUMBERS
 
 
-def test_clipping_is_compared_also_where_gradients_are_short(pool):
-    problem = Problem(UNTIED, BATCHES, 2, max_norm=100.0)
-    one, floor = pool.run(partial(references, always_clips=True), problem, world=1)[0]
-    assert one.max_norm == pytest.approx(one.norms[0] / 2) and one.norms[0] < 100
+def clipping_twice(problem, layout, parallelize_fn):
+    return broken.outcome("clipped_twice", problem, layout)
 
-    def first(max_norm):
-        outcome = pool.run(broken.outcome, "clipped_twice", replace(problem, max_norm=max_norm), FSDP, world=2)[0]
-        return Comparison("float64", tuple(differences(outcome, one, floor, "float64"))).first
 
-    assert first(one.max_norm).place == "the optimizer's exp_avg of embedding.weight after step 1"
-    plain = pool.run(references, problem, world=1)[0][0]
-    assert plain.max_norm == 100, "only verify asks for more"
+def test_clipping_is_compared_also_where_gradients_are_short(pool, monkeypatch):
+    monkeypatch.setattr(verifying, "candidate", clipping_twice)
+    report = verifying.verify(UNTIED, FSDP, BATCHES, steps=2, max_norm=100.0, dtypes=("float64",), pool=pool)
+    assert "first differs at the optimizer's exp_avg of embedding.weight after step 1" in str(report)
+    report = verifying.verify(UNTIED, FSDP, BATCHES, steps=2, max_norm=None, dtypes=("float64",), pool=pool)
+    assert report, "nobody asked for clipping"

@@ -85,3 +85,16 @@ def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_
 def test_a_model_that_always_draws_is_refused_with_the_place(pool):
     with pytest.raises(IntegrityError, match=r"in evaluation mode too \(first: the output of blocks.1.inner\).*Draw them only where"):
         verify(composed.AlwaysDropping, DDP, even, steps=1, pool=pool)
+
+
+class Uncopied(composed.Dropping):
+    """Keeps a tensor with a graph, which nothing can copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = 2 * self.head.weight
+
+
+def test_a_model_that_cannot_be_copied_is_looked_at_too(pool):
+    report = verify(Uncopied, DDP, even, steps=1, dtypes=("float64",), pool=pool)
+    assert report and "random     equal" in str(report), report

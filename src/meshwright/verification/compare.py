@@ -29,8 +29,7 @@ def differences(found: Outcome, reference: Reference, floor: Reference, dtype: s
     """
     judge = _Judge(dtype, dtype == "float64" and rounds_inside(floor, reference))
     on_first = [
-        *_initial("initial weight", found.initial, reference.initial),
-        *_initial("initial buffer", found.buffers, reference.buffers),
+        *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
         *judge.tensors("gradient", found.gradients, reference.gradients, floor.gradients),
         *(
             difference
@@ -50,7 +49,7 @@ def differences(found: Outcome, reference: Reference, floor: Reference, dtype: s
 
 def notes(found: Outcome, reference: Reference) -> list[str]:
     """What was not compared."""
-    parts = len({name for step in reference.seen[0].forward for name in Rows(found, reference, "forward", step).parts})
+    parts = len(Rows(found, reference, "forward", 1).parts)
     modules = "module has its output" if parts == 1 else "modules have their outputs"
     return [f"{parts} {modules} shared out over ranks: only what comes of them was compared"] if parts else []
 
@@ -115,11 +114,6 @@ class _Judge:
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
                 bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step)
                 yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
-
-
-def _initial(stage: str, found: Named, reference: Named) -> Iterator[Difference]:
-    for name, error in relative_errors(found, reference).items():
-        yield Difference(stage, name, error, 0.0)
 
 
 def _errors(found: Named, reference: Named) -> dict[str, float]:

@@ -72,8 +72,7 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     """Global gradient norm before clipping, per step."""
     initial: Named = field(default_factory=dict)
-    buffers: Named = field(default_factory=dict)
-    """Before the first step."""
+    """Parameters before the first step."""
     gradients: Named = field(default_factory=dict)
     """Of the first step, by parameter."""
     parameters: dict[int, Named] = field(default_factory=dict)
@@ -90,6 +89,8 @@ class Outcome:
 class Reference(Outcome):
     """The same of one process, with what tells how much rounding may move a sum."""
 
+    buffers: Named = field(default_factory=dict)
+    """Before the first step."""
     loss_parts: list[Tensor] = field(default_factory=list)
     """Per step (rows,): each row's share of the loss."""
     norm_parts: list[Tensor] = field(default_factory=list)
@@ -162,9 +163,9 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     """The same on a layout; every rank calls it."""
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
-    named, buffers = laid_out.parameters(), laid_out.buffers()
-    outcome, seen = Outcome(initial=whole_on_first(named), buffers=whole_on_first(buffers)), Seen(laid_out.place)
-    _sketch_initial(seen, named, buffers)
+    named = laid_out.parameters()
+    outcome, seen = Outcome(initial=whole_on_first(named)), Seen(laid_out.place)
+    _sketch_initial(seen, named, laid_out.buffers())
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
