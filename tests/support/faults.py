@@ -6,6 +6,7 @@ Each is a context manager of a few lines, as in support/mutants.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -186,7 +187,7 @@ def replicas_counted_in_the_norm():
     """The squares of all replicas are added up."""
 
     def over_all(parameters):
-        return [(part, (*groups, *_replicas(groups))) for part, groups in local_gradients(parameters)]
+        return [replace(part, groups=(*part.groups, *_replicas(part.groups))) for part in local_gradients(parameters)]
 
     made, known = ParallelModel.__init__, []
 
@@ -208,7 +209,7 @@ def replicas_counted_in_the_norm():
 def clipped_twice():
     """The gradients are scaled down once more by the same factor."""
     scale = "meshwright.distributed.parallel_model.scale_gradients"
-    return patch(scale, lambda parts, factor: [part.mul_(factor**2) for part, _ in parts])
+    return patch(scale, lambda parts, factor: [part.tensor.mul_(factor**2) for part in parts])
 
 
 # --- accumulation

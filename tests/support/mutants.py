@@ -183,8 +183,8 @@ def never_skips():
 
 def same_block_on_every_rank():
     """Every rank draws its shard as if it were the first."""
-    part = weights.local_part
-    return patch.object(weights, "local_part", lambda parameter: (part(parameter)[0], (0,) * parameter.dim()))
+    whole = weights.pieces
+    return patch.object(weights, "pieces", lambda p: [replace(piece, offset=(0,) * p.dim()) for piece in whole(p)])
 
 
 def unaudited() -> AbstractContextManager:

@@ -79,6 +79,10 @@ def absent(axis: str, what: str) -> tuple:
     return "absent_axes", DEBUG, Layout(**{"dp_shard": 1, axis: 2}), {}, UnsupportedError, words
 
 
+def tensor(ranks: int, words: str) -> tuple:
+    return "tensor_fits", DEBUG, Layout(dp_shard=1, tp=ranks), {}, ConfigError, f"layout.tp = {ranks}: {words}"
+
+
 def half(key: str, name: str) -> tuple:
     words = f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16"
     return "half_precision", DEBUG, FSDP2, {"precision": {key: name}}, UnsupportedError, words
@@ -97,7 +101,28 @@ def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str
 
 
 CASES = [
-    *(absent(*axis) for axis in (("pp", "pipeline"), ("tp", "tensor"), ("cp", "context"), ("ep", "expert"))),
+    *(absent(*axis) for axis in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert"))),
+    *(
+        tensor(n, f"layers.*.attention has 4 heads (and 2 of keys and values), which {n} ranks cannot share. Legal: 1, 2, 4.")
+        for n in (3, 8)
+    ),
+    (
+        "tensor_fits",
+        plain,
+        Layout(dp_shard=1, tp=2),
+        {},
+        ConfigError,
+        "layout.tp = 2 acts on repeated blocks, and none was found in Linear",
+    ),
+    refuse(
+        *("tensor_companions", DEBUG, Layout(dp_shard=1, dp_replicate=2, tp=2), {"data_parallel": "ddp"}, UnsupportedError),
+        "techniques.data_parallel = ddp does not go with layout.tp = 2: its buckets know no tensor-parallel parameters.",
+        "Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too.",
+    ),
+    refuse(
+        *("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError),
+        "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more",
+    ),
     *(half(*wish) for wish in (("master", "float16"), ("compute", "fp16"), ("reduce", "half"), ("output", "fp16"))),
     *(reshard(*wish) for wish in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
     refuse(
@@ -219,10 +244,10 @@ def test_what_is_legal_is_planned(model, layout, techniques):
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(UnsupportedError) as caught:
-        attempt(DEBUG, Layout(dp_shard=2, tp=2), {"precision": {"compute": "float16"}, "sync_grad_accum": "shard"})
+        attempt(DEBUG, Layout(dp_shard=2, cp=2), {"precision": {"compute": "float16"}, "sync_grad_accum": "shard"})
     said = str(caught.value)
-    assert [key for key in ("layout.tp = 2", "compute = float16", "sync_grad_accum = 'shard'") if key in said] == [
-        "layout.tp = 2",
+    assert [key for key in ("layout.cp = 2", "compute = float16", "sync_grad_accum = 'shard'") if key in said] == [
+        "layout.cp = 2",
         "compute = float16",
         "sync_grad_accum = 'shard'",
     ]

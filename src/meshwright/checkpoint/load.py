@@ -19,6 +19,7 @@ from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
 from .manifest import Manifest, damage, strangers
+from .pieces import in_pieces
 from .replacing import PARTIAL, settle
 from .save import cause
 from .state import empty_optimizer_tensors, group_records, model_tensors, put_optimizer_tensors, put_options, shape_and_dtype
@@ -157,7 +158,8 @@ def _read(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=agree.alone())
+            shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
+            dcp.load(shown, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=agree.alone())
     except CheckpointException as error:
         said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
         raise IntegrityError(f"{said}: the model now holds a part of it. Load a checkpoint again before you use it.") from error

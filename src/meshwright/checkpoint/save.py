@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.files import sync_folder
@@ -23,6 +22,7 @@ from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
+from .pieces import Writer, in_pieces
 from .replacing import PARTIAL, beside, put_in_place
 from .state import group_records, model_tensors, optimizer_tensors, shape_and_dtype
 
@@ -93,10 +93,11 @@ def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
 
 
 def _write(tensors: dict[str, Tensor], partial: Path) -> None:
-    writer = HuggingFaceStorageWriter(path=str(partial), save_distributed=True)
+    writer = Writer(str(partial))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=agree.alone())
+        shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
+        dcp.save(shown, storage_writer=writer, no_dist=agree.alone())
 
 
 def _describe_own(partial: Path) -> dict[str, FileEntry]:

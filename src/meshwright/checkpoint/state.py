@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.shards import placed_like, with_local
 
 from .manifest import TensorEntry
 
@@ -19,7 +21,7 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     """ "model.<name>" -> parameter or persistent buffer. Tied parameters once."""
-    found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
 
 
@@ -33,7 +35,7 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"optimizer.{key}.{name}"] = value.detach()
+                found[f"optimizer.{key}.{name}"] = placed_like(value, parameter)
             elif value is not None:
                 kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
                 raise UnsupportedError(f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=.")
@@ -57,11 +59,17 @@ def empty_optimizer_tensors(
             continue
         like, dtype = parameters[name], getattr(torch, entry.dtype)
         if entry.shape and tuple(like.shape) == entry.shape:
-            found[key] = torch.zeros_like(like, dtype=dtype).detach()
+            found[key] = _zeros_like(like, dtype)
         else:
             beside = bool(entry.shape) or any(group_of[like].get(option) for option in ("fused", "capturable"))
             found[key] = torch.zeros(entry.shape, dtype=dtype, device=like.device if beside else "cpu")
     return found
+
+
+def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return with_local(parameter, torch.zeros_like(parameter._local_tensor, dtype=dtype))
+    return torch.zeros_like(parameter, dtype=dtype)
 
 
 def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -63,10 +63,14 @@ class Observed:
         if tensor is None or len(tensor) != self._n_rows:
             return
         if _is_recomputing():
-            self._note_again(name, tensor)
+            if not is_stand_in(tensor):
+                self._note_again(name, tensor)
             return
         self._calls[name] += 1
         call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
+        if is_stand_in(tensor):
+            self.shapes.setdefault(call, ())
+            return
         if self._last is None or self._last.tensor() is not tensor or self._last.version != tensor._version:
             self._last = _Seen(weakref.ref(tensor), tensor._version, sketch_rows(_whole(tensor.detach())))
             if tensor.requires_grad:
@@ -113,6 +117,11 @@ def _apart(found: Tensor, reference: Tensor) -> float:
 def _whole(tensor: Any) -> Tensor:
     """A tensor that is shared out over ranks, put together (collective)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values: one number that is none, expanded (a rank's part of it is elsewhere)."""
+    return tensor.is_floating_point() and not any(tensor.stride()) and tensor.dim() > 0 and bool(tensor.flatten()[:1].isnan().any())
 
 
 def _is_recomputing() -> bool:

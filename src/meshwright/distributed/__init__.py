@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "functions": ("ActivationCheckpointing", "apply_ac", "apply_fsdp2", "build_parallel_model", "default_mp_policy"),
+    "functions": (
+        "ActivationCheckpointing",
+        "apply_ac",
+        "apply_fsdp2",
+        "apply_tensor_parallel",
+        "build_parallel_model",
+        "default_mp_policy",
+    ),
     "grad_clip": ("clip_grad_norm_",),
     "mesh": (
         "get_cp_mesh",

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.core.names import clean, pattern
 from meshwright.core.units import bytes_text, count_text
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
+
+from .shards import SHARDS
 
 
 def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -26,7 +28,9 @@ def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _words(place: Any) -> str:
-    return f"Shard({place.dim})" if isinstance(place, Shard) else "Replicate()" if isinstance(place, Replicate) else str(place)
+    if isinstance(place, Replicate):
+        return "Replicate()"
+    return str(place) if hasattr(place, "parts") or not isinstance(place, SHARDS) else f"Shard({place.dim})"
 
 
 def describe(model: nn.Module, plan: Plan) -> str:

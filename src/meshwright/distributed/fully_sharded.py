@@ -49,8 +49,14 @@ def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
     torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients unreduced.
     """
     logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor) and logits.requires_grad:
-        root._get_fsdp_state()._register_pre_backward_hook(logits)
+    if isinstance(logits, Tensor):
+        begin_backward_at(root, logits)
+
+
+def begin_backward_at(root: Any, tensor: Tensor) -> None:
+    """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not sharded)."""
+    if isinstance(root, FSDPModule) and tensor.requires_grad:
+        root._get_fsdp_state()._register_pre_backward_hook(tensor)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
@@ -22,6 +23,7 @@ from meshwright.planning.techniques import Precision, Techniques
 from . import agree, order
 from .mesh import axis_sizes, has_dp_mesh
 from .parallelize import single_process_mesh
+from .tensor.rehearsal import prove
 
 log = logging.getLogger("meshwright")
 
@@ -67,6 +69,29 @@ def apply_fsdp2(
     facts = model_facts(model)
     plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
     return order.apply(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
+
+
+def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), sequences between blocks too (arXiv 2205.05198). Returns it.
+
+    How it can be cut is measured and then rehearsed on a small copy of it (``introspection.structure``), so it may be any transformer.
+    Weights, biases, embedding and head become DTensors on the tensor axis; norms and activations between blocks work on each rank's
+    part of the sequence. The model still takes whole batches, equal on all ranks of the axis, and returns whole logits. Gradients are right
+    when backward ends: what several ranks hold a summand of is summed there. Apply it before ``apply_ac`` and ``apply_fsdp2``.
+
+    Raises:
+        ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on the model.
+        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+    """
+    ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
+    if ranks == 1:
+        log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    plan = plan_for_mesh_sizes(facts, {Axis.TP.value: ranks}, device_mesh.device_type, Techniques(), "mean")
+    assert plan.tensor is not None
+    prove(facts, plan.tensor)
+    return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
 
 
 def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .shards import SHARDS, pieces
+
 EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils does."""
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]:
-    """This rank's part of every gradient, with the groups over which the parts are disjoint (sharded, not replicated)."""
+@dataclass(frozen=True)
+class GradientPart:
+    """A view of this rank's gradients.
+
+    Attributes:
+        tensor: the view.
+        groups: over which such parts are disjoint (sharded, not replicated).
+        copies: on how many ranks of those groups this one lies.
+    """
+
+    tensor: Tensor
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    copies: int = 1
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
+    """This rank's part of every gradient; together they cover its gradients once."""
     found = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -22,32 +40,38 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, tu
             continue
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            groups = tuple(mesh.get_group(i) for i, place in enumerate(gradient.placements) if place.is_shard() and mesh.size(i) > 1)
-            found.append((gradient._local_tensor, groups))
+            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1)
+            if any(hasattr(place, "parts") for place in gradient.placements):
+                here = [GradientPart(piece.local, groups, piece.copies) for piece in pieces(gradient)]
+                found += here or [GradientPart(gradient._local_tensor, groups)]  # no rank may miss a collective
+            else:
+                found.append(GradientPart(gradient._local_tensor, groups))
         else:
-            found.append((gradient, ()))
+            found.append(GradientPart(gradient))
     return found
 
 
-def total_norm(parts: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]) -> Tensor:
+def total_norm(parts: list[GradientPart]) -> Tensor:
     """The 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
 
     Each part's sum of squares is reduced over exactly the groups that shard it, so replicas count once.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for tensor, groups in parts:
-        by_groups.setdefault(groups, []).append(tensor)
+    by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
+    for part in parts:
+        by_groups.setdefault((part.groups, part.copies), []).append(part.tensor)
     if not by_groups:
         return torch.zeros(())
-    squares = []
-    for groups, tensors in by_groups.items():
+    squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    for (groups, copies), tensors in by_groups.items():
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = torch._foreach_norm(tensors, 2) if wide == tensors[0].dtype else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
-        square = torch.linalg.vector_norm(torch.stack(list(norms))).square()
+        square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
+        squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
+    for groups in squares:
         for group in groups:
-            square = _summed(square, group)
-        squares.append(square)
-    return torch.stack([s.to(squares[0]) for s in squares]).sum().sqrt() if len(squares) > 1 else squares[0].sqrt()
+            squares[groups] = _summed(squares[groups], group)
+    first, *others = squares.values()
+    return torch.stack([first, *(s.to(first) for s in others)]).sum().sqrt() if others else first.sqrt()
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -60,9 +84,9 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-def scale_gradients(parts: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]], factor: float | Tensor) -> None:
+def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:
     """Multiply every gradient in place."""
-    tensors = [tensor for tensor, _ in parts]
+    tensors = [part.tensor for part in parts]
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
@@ -82,6 +106,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True) -> 
     if foreach:
         scale_gradients(parts, factor)
     else:
-        for tensor, _ in parts:
-            tensor.mul_(factor.to(tensor.device))
+        for part in parts:
+            part.tensor.mul_(factor.to(part.tensor.device))
     return norm

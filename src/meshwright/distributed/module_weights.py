@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, owner
 
-from .shards import local_part, seed_of
+from .shards import pieces, seed_of
 
 
 def initialise_by_modules(model: nn.Module, seed: int, *, buffers_only: bool = False) -> set[str]:
@@ -58,9 +58,9 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
         untouched = _untouched(value)
         if untouched.all():
             continue
-        local, offset = local_part(tensor)
-        cut = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-        local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
+        for piece in pieces(tensor):
+            local, cut = piece.local, piece.slices
+            local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
         if not untouched.any():
             whole.add(id(tensor))
     return whole

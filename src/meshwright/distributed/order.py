@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
 from . import compilation, freezing, fully_sharded, recompute, replicated
+from .tensor import fused_loss
+from .tensor import parallel as tensor_parallel
 from .weights import materialise
 
 
@@ -53,6 +56,12 @@ def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
 ORDER: tuple[Technique, ...] = (
     Technique("master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
+    Technique(
+        "tensor_parallel",
+        lambda plan, site: plan.tensor is not None,
+        lambda model, plan, site: tensor_parallel.apply(model, plan, _mesh(site)[Axis.TP.value]),
+    ),
+    Technique("fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)),
     Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
     Technique("compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)),
     Technique(
@@ -67,9 +76,9 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: replicated.apply(model, plan, _mesh(site)),
     ),
 )
-"""Freezing comes before sharding, which reads requires_grad; recomputation inside compilation inside sharding, so that a block's
-gathered parameters serve its recomputed forward too; weights after sharding, so that a rank makes only its share; DDP last, since
-it copies what it wraps."""
+"""Freezing comes before sharding, which reads requires_grad; what cuts weights before recomputation, so that a recomputed forward is that
+of the parts; recomputation inside compilation inside sharding, so that a block's gathered parameters serve its recomputed forward too;
+weights after sharding, so that a rank makes only its share; DDP last, since it copies what it wraps."""
 
 NAMES = tuple(row.name for row in ORDER)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError
-from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.signature import Signature
 from meshwright.planning.plan import Plan
 
 from . import accumulation, agree, audit, describe, fully_sharded, generation, step_batch
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
 from .mesh import data_groups
 from .parameter_groups import make_parameter_groups
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""
+from .tensor.objective import LossFunction, Objective, logits_of
+from .tensor.parallel import sums_of
+from .tensor.runtime import runtime_of
+from .tensor.sums import summing
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ class ParallelModel:
         microbatch_rows: int = 0,
     ):
         self.module, self.plan, self.facts, self.mesh = module, plan, facts, mesh
-        self.loss_fn = loss_fn or cross_entropy_sum
         self.microbatch_rows = microbatch_rows
         self.skipped_steps = 0
         self._model = module.module if isinstance(module, DistributedDataParallel) else module
-        self._signature = step_batch.Signature.of(self._model)
+        self._signature = Signature.of(self._model)
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
+        self._objective = Objective(self._model, plan, loss_fn, lambda loss: fully_sharded.begin_backward_at(self._model, loss))
 
     # --- what it consists of
 
@@ -134,11 +135,12 @@ class ParallelModel:
         """
         pieces, tokens = self._open_step(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, piece in enumerate(pieces):
-            with self.accumulation_context(number == len(pieces) - 1):
-                loss = self._loss_sum(piece) / max(tokens, 1)
-                loss.backward()
-            total += loss.detach()
+        with self._summing_over_tensor_ranks():
+            for number, piece in enumerate(pieces):
+                with self.accumulation_context(number == len(pieces) - 1):
+                    loss = self._loss_sum(piece) / max(tokens, 1)
+                    loss.backward()
+                total += loss.detach()
         self._last_loss = self._sum_over_data_ranks(total)
         return StepLoss(self._last_loss, tokens)
 
@@ -189,9 +191,13 @@ class ParallelModel:
         return pieces, tokens
 
     def _loss_sum(self, piece: step_batch.Batch) -> Tensor:
-        output = self.module(**self._signature.inputs(piece, self.device))
-        logits = output if isinstance(output, Tensor) else output.logits
-        return self.loss_fn(logits, step_batch.labels_of(piece).to(self.device, non_blocking=True))
+        labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
+        return self._objective(lambda: self.module(**self._signature.inputs(piece, self.device)), labels)
+
+    def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
+        """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
+        runtime = runtime_of(self._model)
+        return nullcontext() if runtime is None else summing(*sums_of(self._model, self.plan), runtime.group)
 
     def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
         for group in self._data_groups:
@@ -231,9 +237,7 @@ class ParallelModel:
             return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
 
     def _next_logits(self, window: Tensor) -> Tensor:
-        output = self._model(**self._signature.inputs({"tokens": window}, self.device))
-        logits = output if isinstance(output, Tensor) else output.logits
-        return logits[0, -1]
+        return logits_of(self._model(**self._signature.inputs({"tokens": window}, self.device)))[0, -1]
 
     def __str__(self) -> str:
         """What IS on this rank, read off the model: placements, dtypes, bytes, what was applied where. ``plan`` says what was wished."""

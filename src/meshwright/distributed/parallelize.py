@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import as_techniques, plan_for_mesh_sizes
 from meshwright.planning.build import plan as make_plan
@@ -25,6 +25,7 @@ from .audit import refuse_unequal
 from .mesh import axis_sizes, build_mesh, data_groups
 from .parallel_model import LossFunction, ParallelModel
 from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
+from .tensor.rehearsal import prove
 from .world import get_world_info, ranks_per_node
 
 
@@ -70,7 +71,9 @@ def parallelize(
         if plan is None:
             world, device = get_world_info()[2], choose_backend(DEFAULT_BACKEND)[1]
             plan = make_plan(facts, layout, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
+        _prove(facts, plan)
         mesh = _bring_up(plan, seed)
+    _prove(facts, plan)
     _refuse_other_mesh(plan, mesh)
     if not facts.on_meta:
         refuse_unequal(module, data_groups(mesh))
@@ -79,6 +82,12 @@ def parallelize(
     if audit:
         made.audit()
     return made
+
+
+def _prove(facts: ModelFacts, plan: Plan) -> None:
+    """What was only measured is rehearsed before its first use."""
+    if plan.tensor is not None:
+        prove(facts, plan.tensor)
 
 
 def _bring_up(plan: Plan, seed: int) -> DeviceMesh | None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from meshwright.comparison.sketch import sketch_part
+from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
+from meshwright.core.parts import Part, ranges
 
 from . import agree
+
+SHARDS = (Shard, _StridedShard)
 
 
 def seed_of(*parts: object) -> int:
@@ -22,16 +26,114 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter, and the global index of its first element."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    local = parameter.to_local()
-    if local.numel() == 0:
-        return local, (0,) * parameter.dim()
-    assert tuple(local.shape) == tuple(shape)
-    return local, tuple(offset)
+@dataclass(frozen=True)
+class Run:
+    """A range of a dim that is here; it is the ``copy``-th of ``copies`` that ranks of the axis that cuts the dim hold."""
+
+    low: int
+    high: int
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor that is here, without its graph.
+
+    Attributes:
+        local: a view of the local memory.
+        offset: global index of its first element.
+        copy, copies: see ``Run``.
+    """
+
+    local: Tensor
+    offset: tuple[int, ...]
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the whole."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
+
+
+def pieces(tensor: Tensor) -> list[Piece]:
+    """What this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
+
+    Several where its share is no single run: blocked queries, keys and values in one weight. Give the tensor itself and nothing that an
+    operation made of it: torch remembers where results lie, and takes a placement that is not its own for a plain Shard.
+    """
+    if not isinstance(tensor, DTensor):
+        return [Piece(tensor.detach(), (0,) * tensor.dim())]
+    found = [Piece(tensor._local_tensor.detach(), ())]
+    for dim, runs in enumerate(_runs(tensor)):
+        sizes = [run.size for run in runs]
+        found = [
+            Piece(view, (*piece.offset, run.low), piece.copy + run.copy, piece.copies * run.copies)
+            for piece in found
+            for view, run in zip(piece.local.split(sizes, dim=dim), runs, strict=True)
+        ]
+    return [piece for piece in found if piece.local.numel()]
+
+
+def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that torch made of a parameter (optimizer state), in the parameter's own placements: torch knows its own kinds only."""
+    return with_local(like, tensor.to_local()) if isinstance(tensor, DTensor) and isinstance(like, DTensor) else tensor
+
+
+def with_local(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor that is placed as ``like`` is, with another memory."""
+    mesh, places = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another dtype, without its graph."""
+    local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().to(dtype)
+    return with_local(tensor, local) if isinstance(tensor, DTensor) else local
+
+
+def first_copies(tensor: Tensor) -> list[Piece]:
+    """The pieces without those that another rank of the same axis holds too."""
+    return [piece for piece in pieces(tensor) if piece.copy == 0]
+
+
+def _runs(tensor: DTensor) -> list[list[Run]]:
+    """Along each dim what is here, in the order in which it lies in memory.
+
+    A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go outermost first.
+    """
+    where = tensor.device_mesh.get_coordinate()
+    assert where is not None
+    runs: list[list[Run]] = [[Run(0, size)] for size in tensor.shape]
+    placed = [(place, where[i], tensor.device_mesh.size(i)) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS)]
+    for place, rank, size in sorted(placed, key=lambda entry: isinstance(entry[0], _StridedShard)):
+        parts = getattr(place, "parts", None)
+        runs[place.dim] = _shares(parts, rank, size) if parts else _chunk(runs[place.dim], rank, size)
+    return runs
+
+
+def _shares(parts: Sequence[Part], rank: int, size: int) -> list[Run]:
+    copies = [part.copies(size) for part in parts]
+    return [Run(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, size), copies, strict=True)]
+
+
+def _chunk(runs: list[Run], rank: int, size: int) -> list[Run]:
+    """One of ``size`` torch chunks of what lies in ``runs``."""
+    total = sum(run.size for run in runs)
+    share = -(-total // size)
+    first, last = min(rank * share, total), min((rank + 1) * share, total)
+    found, before = [], 0
+    for run in runs:
+        start, stop = max(first - before, 0), min(last - before, run.size)
+        if start < stop:
+            found.append(replace(run, low=run.low + start, high=run.low + stop))
+        before += run.size
+    return found or [Run(0, 0)]
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -44,9 +146,9 @@ def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            groups = tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if place.is_shard() and mesh.size(i) > 1)
-        local, offset = local_part(tensor.detach())
-        by_groups.setdefault(groups, {})[name] = sketch_part(local, offset, tuple(tensor.shape))
+            groups = tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS) and mesh.size(i) > 1)
+        here = [sketch_part(piece.local, piece.offset, tuple(tensor.shape)) for piece in first_copies(tensor)]
+        by_groups.setdefault(groups, {})[name] = sum(here, torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=tensor.device))
     found: dict[str, Tensor] = {}
     for groups, parts in by_groups.items():
         found |= zip(parts, agree.total(torch.stack([*parts.values()]), list(groups)), strict=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 
 from .module_weights import initialise_by_modules
-from .shards import local_part, seed_of
+from .shards import pieces, seed_of, with_local
 
 BLOCK_ELEMENTS = 2**20
 
@@ -32,10 +33,16 @@ def materialise(model: nn.Module, device: torch.device, seed: int, ties: dict[st
         UnsupportedError: a module has parameters or buffers and no way to initialise them.
         ConfigError: a ``weight_law`` that says neither "normal" nor "constant".
     """
-    model.to_empty(device=device)
+    model._apply(lambda tensor: _empty_like(tensor, device))
     _tie(model, ties)
     with torch.no_grad():
         return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):  # torch's own way would forget a placement that is not its own
+        return with_local(tensor, torch.empty_like(tensor.to_local(), device=device))
+    return torch.empty_like(tensor, device=device)
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:
@@ -50,13 +57,13 @@ def _by_law(model: nn.Module, seed: int, draw_on: str | None) -> set[str]:
     for raw, parameter in model.named_parameters():
         name = clean(raw)
         kind, value = model.weight_law(name)  # type: ignore[operator]
-        local, offset = local_part(parameter)
         if kind not in ("constant", "normal"):
             raise ConfigError(f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'")
-        if kind == "constant":
-            local.fill_(value)
-        else:
-            fill_normal(local, offset, tuple(parameter.shape), value, seed, name, draw_on)
+        for piece in pieces(parameter):
+            if kind == "constant":
+                piece.local.fill_(value)
+            else:
+                fill_normal(piece.local, piece.offset, tuple(parameter.shape), value, seed, name, draw_on)
         written.add(name)
     return written
 

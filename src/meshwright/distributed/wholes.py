@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from .shards import local_part
+from .shards import SHARDS, first_copies
 from .world import get_world_info
 
 PACK_ELEMENTS = 2**20
@@ -38,7 +38,7 @@ def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _can_be_packed(tensor: DTensor) -> bool:
     """Whether the ranks of one job hold it in parts whose place in the whole can be told."""
     is_everywhere = tensor.device_mesh.size() == dist.get_world_size()
-    return is_everywhere and all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+    return is_everywhere and all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements)
 
 
 def _packs(tensors: Mapping[str, DTensor]) -> Iterator[dict[str, DTensor]]:
@@ -62,12 +62,12 @@ def _sum_of_parts(pack: Mapping[str, DTensor]) -> dict[str, Tensor]:
     wholes = {name: piece.view(tensor.shape) for (name, tensor), piece in zip(pack.items(), pieces, strict=True)}
     for name, tensor in pack.items():
         if _is_first_replica(tensor):
-            local, offset = local_part(tensor.detach())
-            wholes[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))] = local
+            for piece in first_copies(tensor):
+                wholes[name][piece.slices] = piece.local
     dist.all_reduce(flat)
     return {name: whole.to("cpu", copy=True) for name, whole in wholes.items()}
 
 
 def _is_first_replica(tensor: DTensor) -> bool:
     where = tensor.device_mesh.get_coordinate() or ()
-    return all(placement.is_shard() or not index for placement, index in zip(tensor.placements, where, strict=True))
+    return all(isinstance(placement, SHARDS) or not index for placement, index in zip(tensor.placements, where, strict=True))

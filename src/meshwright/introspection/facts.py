@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
 
 from .blocks import attention_modules, repeated_blocks
+from .signature import Signature
+from .structure import Measured, measured
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class ModelFacts:
     max_seq_len: int | None = None
     vocab_size: int | None = None
     on_meta: bool = False
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
+    """The model itself, for what is only measured when it is asked for."""
 
     @property
     def numel(self) -> int:
@@ -73,14 +79,31 @@ class ModelFacts:
         return tuple(p for p in self.parameters if not any(is_within(p.name, block) for block in self.blocks))
 
 
+def measure_structure(facts: ModelFacts, ranks: int) -> Measured:
+    """How the model can be cut among ``ranks``, measured on a small copy of it. Remembered for as long as the model is there.
+
+    Raises:
+        UnsupportedError: it cannot be measured.
+    """
+    model = facts.module
+    if model is None or facts.vocab_size is None:
+        lacking = "the model itself is not at hand" if model is None else "it says nowhere how many token ids it takes (config.vocab_size)"
+        raise UnsupportedError(f"{facts.kind} cannot be cut for tensor parallelism: {lacking}")
+    known = _MEASURED.setdefault(model, {})
+    if ranks not in known:
+        known[ranks] = measured(model, Signature.of(model).takes, facts.vocab_size, ranks)
+    return known[ranks]
+
+
+_MEASURED: WeakKeyDictionary[nn.Module, dict[int, Measured]] = WeakKeyDictionary()
+
+
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the facts off a module (meta preferred: then it costs nothing but the walk).
 
     Raises:
         ConfigError: the model has no parameters.
     """
-    from meshwright.core.errors import ConfigError
-
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -103,6 +126,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
         max_seq_len=_stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
         vocab_size=_stated(model, "vocab_size"),
         on_meta=any(t.is_meta for t in tensors.values()),
+        module=model,
     )
 
 

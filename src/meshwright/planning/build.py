@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,16 @@ from meshwright.core.config import from_dict
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import matching, pattern
 from meshwright.introspection.cluster import Cluster, local_device
-from meshwright.introspection.facts import ModelFacts, ParameterFact, model_facts
+from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_structure, model_facts
 
 from .batch import Batch
 from .collectives import step_collectives
 from .layout import Layout
-from .plan import DataParallel, ParameterPlan, Plan, PrecisionPlan, Unit
+from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan, Unit
 from .rules import Case, check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
+from .tensor_collectives import tensor_collectives
+from .tensor_plan import TensorPlan, make_tensor_plan, placement_words
 
 
 def plan(
@@ -71,7 +74,7 @@ def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan
     ranks = layout.dp_replicate * layout.dp_shard
     if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
         return "fully_shard"
-    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload):
+    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload or (layout.tp > 1 and ranks > 1)):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
 
@@ -84,13 +87,18 @@ def _assemble(
     chosen = matching(wishes.freeze, names, "techniques.freeze") if wishes.freeze else set()
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
     data = DataParallel(technique, reduction, wishes.sync_grad_accum, wishes.cpu_offload, pin_memory=device == "cuda")  # type: ignore[arg-type]
-    units = _units(facts, layout.dp_shard if technique == "fully_shard" else 1, wishes.reshard_after_forward)
+    tensor, said = _tensor_plan(facts, layout, wishes)
+    units = _units(facts, layout.dp_shard if technique == "fully_shard" else 1, wishes.reshard_after_forward, tensor)
+    loss = _loss_plan(facts, layout, wishes)
     mode = wishes.activation_checkpointing
+    recomputed = facts.blocks if mode == "full" else ()
+    frozen = {p.name for p in facts.parameters if not p.trainable}
+    activations = tensor_collectives(facts, tensor, precision, loss, recomputed, frozen) if tensor is not None else ()
     return Plan(
         model=facts.kind,
         device=device,
         mesh=tuple(mesh.items()),
-        parameters=_parameters(facts.parameters, precision, layout, technique),
+        parameters=_parameters(facts.parameters, precision, layout, technique, tensor),
         units=units,
         data=data,
         precision=precision,
@@ -99,33 +107,52 @@ def _assemble(
         checkpointed={"none": (), "full": facts.blocks, "selective": facts.attentions}[mode],
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
-        collectives=step_collectives(mesh, units, data, precision),
-        notes=tuple(_notes(facts, layout, technique)),
+        collectives=step_collectives(mesh, units, data, precision, activations),
+        tensor=tensor,
+        loss=loss,
+        notes=(*said, *_notes(facts, layout, technique)),
     )
 
 
-def _units(facts: ModelFacts, shards: int, reshard: bool | int) -> tuple[Unit, ...]:
+def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
+    if layout.tp == 1:
+        return None, ()
+    measured = measure_structure(facts, layout.tp)
+    return make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather)
+
+
+def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPlan | None:
+    if wishes.loss_chunks == 1:
+        return None
+    structure = measure_structure(facts, layout.tp).structure
+    assert structure.head is not None
+    return LossPlan(structure.head, structure.tail, wishes.loss_chunks)
+
+
+def _units(facts: ModelFacts, shards: int, reshard: bool | int, tensor: TensorPlan | None) -> tuple[Unit, ...]:
     """Communication units in forward order, the root ("") first: it is gathered first and stays."""
     early = _trains_before_blocks(facts)
-    units = [_unit(facts, "", shards, False, False)]
+    units = [_unit(facts, "", shards, False, False, tensor)]
     flows = early
     for block in facts.blocks:
         flows = flows or any(p.trainable for p in facts.of_unit(block))
         keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
-        units.append(_unit(facts, block, shards, False if keeps else reshard, flows and not keeps))
+        units.append(_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor))
     return tuple(unit for unit in units if unit.elements)
 
 
-def _unit(facts: ModelFacts, name: str, shards: int, reshard: bool | int, gathers: bool) -> Unit:
+def _unit(facts: ModelFacts, name: str, shards: int, reshard: bool | int, gathers: bool, tensor: TensorPlan | None) -> Unit:
     parameters = facts.of_unit(name)
-    total = sum(_padded(p, shards) for p in parameters)
-    return Unit(name, total, sum(_padded(p, shards) for p in parameters if p.trainable), reshard, gathers)
+    total = sum(_padded(p, shards, tensor) for p in parameters)
+    return Unit(name, total, sum(_padded(p, shards, tensor) for p in parameters if p.trainable), reshard, gathers)
 
 
-def _padded(p: ParameterFact, shards: int) -> int:
-    """Elements of the parameter when dim 0 is filled up to a multiple of ``shards``, as FSDP2 sends it."""
-    rows = p.shape[0] if p.shape else 1
-    return -(-rows // shards) * shards * (p.numel // rows if rows else 0)
+def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
+    """Elements of the parameter (of the first tensor-parallel rank's part of it) when dim 0 is filled up to a multiple of ``shards``, as
+    FSDP2 sends it."""
+    shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
+    rows = shape[0] if shape else 1
+    return -(-rows // shards) * shards * math.prod(shape[1:])
 
 
 def _trains_before_blocks(facts: ModelFacts) -> bool:
@@ -136,19 +163,19 @@ def _trains_before_blocks(facts: ModelFacts) -> bool:
 
 
 def _parameters(
-    parameters: tuple[ParameterFact, ...], precision: PrecisionPlan, layout: Layout, technique: str
+    parameters: tuple[ParameterFact, ...], precision: PrecisionPlan, layout: Layout, technique: str, tensor: TensorPlan | None
 ) -> tuple[ParameterPlan, ...]:
-    placements = tuple(
-        (axis.value, "Shard(0)" if axis is Axis.DP_SHARD and technique == "fully_shard" else "Replicate()")
-        for axis in WORLD_AXES
-        if layout.wish(axis) > 1
-    )
+    sharded = {Axis.DP_SHARD: "Shard(0)"} if technique == "fully_shard" else {}
     rows: dict[tuple, ParameterPlan] = {}
     for p in parameters:
-        key = (pattern(p.name), p.shape, p.trainable)
+        cut = tensor.cut_of(p.name, p.shape) if tensor else None
+        places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
+        placements = tuple((axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.wish(axis) > 1)
+        summed = tensor is not None and cut is None and tensor.is_summed(p.name)
+        key = (pattern(p.name), p.shape, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
-        rows[key] = ParameterPlan(key[0], count, p.shape, precision.master, p.trainable, placements)
+        rows[key] = ParameterPlan(key[0], count, p.shape, precision.master, p.trainable, placements, summed)
     return tuple(rows.values())
 
 

@@ -29,8 +29,14 @@ class Traffic:
     bytes: float
 
 
-def step_collectives(mesh: dict[str, int], units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPlan) -> tuple[Collective, ...]:
-    """All collectives of one ``forward_backward`` and ``optimizer_step``, in the order in which they first run."""
+def step_collectives(
+    mesh: dict[str, int], units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPlan, activations: tuple[Collective, ...] = ()
+) -> tuple[Collective, ...]:
+    """All collectives of one ``forward_backward`` and ``optimizer_step``, by what they serve.
+
+    Args:
+        activations: those of the tensor axis.
+    """
     replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
     found = [*_over_data_axes(mesh, "token count", COUNT_ELEMENTS, "int64")]
     if data.technique == "fully_shard":
@@ -39,11 +45,20 @@ def step_collectives(mesh: dict[str, int], units: tuple[Unit, ...], data: DataPa
         total = sum(unit.trainable_elements for unit in units)
         per = "microbatch" if data.sync_grad_accum else "step"
         found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "gradients", total, precision.master, per, calls=None))
+    found += activations
     found += _over_data_axes(mesh, "loss", 1, "float64")
-    if data.technique == "fully_shard" and shards > 1:
-        norm = "float64" if precision.master == "float64" else "float32"
-        found.append(Collective("all_reduce", Axis.DP_SHARD.value, shards, "gradient norm", 1, norm, "step"))
-    return tuple(found)
+    return (*found, *_gradient_norm(data, precision, shards, mesh.get(Axis.TP, 1)))
+
+
+def _gradient_norm(data: DataParallel, precision: PrecisionPlan, shards: int, tensor_ranks: int):
+    """One number over each axis that shards: of what the tensor axis has whole, and of what it cuts."""
+    dtype = "float64" if precision.master == "float64" else "float32"
+    sharded = data.technique == "fully_shard" and shards > 1
+    for over_tensor in (False, True) if tensor_ranks > 1 else (False,):
+        if sharded:
+            yield Collective("all_reduce", Axis.DP_SHARD.value, shards, "gradient norm", 1, dtype, "step")
+        if over_tensor:
+            yield Collective("all_reduce", Axis.TP.value, tensor_ranks, "gradient norm", 1, dtype, "step")
 
 
 def _over_data_axes(mesh: dict[str, int], unit: str, elements: int, dtype: str):
@@ -70,6 +85,13 @@ def _sharded(units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPl
             yield Collective("all_reduce", axis, replicas, unit.name or "root", own, precision.reduce, reduce_per)
 
 
+def _tokens(plan: Plan, batch: Batch) -> int:
+    """Of a microbatch on one rank; a sequence that is cut is filled up to a multiple of the ranks."""
+    rows = -(-batch.global_rows // plan.data_ranks // batch.microbatches(plan.data_ranks))
+    ranks = plan.tensor.ranks if plan.tensor is not None and plan.tensor.sequence_parallel else 1
+    return rows * -(-batch.seq_len // ranks) * ranks
+
+
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends for one collective on a tensor of ``tensor_bytes`` (its larger side)."""
     return tensor_bytes * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
@@ -88,7 +110,8 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
     rows: dict[tuple, Traffic] = {}
     for c in plan.collectives:
         times = repeats if c.per == "microbatch" else 1
-        moved = times * (c.calls or 1) * wire_bytes(c.op, c.elements * c.element_bytes, c.ranks)
+        tokens = _tokens(plan, batch) if c.by_token else 1
+        moved = times * (c.calls or 1) * wire_bytes(c.op, c.elements * tokens * c.element_bytes, c.ranks)
         key = (c.op, c.axis, c.ranks)
         before = rows.get(key, Traffic(*key, 0, 0.0))
         calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls

@@ -9,13 +9,17 @@ from typing import Literal
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.structure.tail import Tail
+
+from .tensor_plan import TensorPlan
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
     """Parameters that play one part: same name but for indices, same shape, same placement on every mesh axis.
 
-    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1.
+    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1. ``summed``: its gradient is the sum of what each
+    rank of the tensor axis finds for its part of the work.
     """
 
     pattern: str
@@ -24,6 +28,22 @@ class ParameterPlan:
     dtype: str
     trainable: bool
     placements: tuple[tuple[str, str], ...]
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """A head that computes the loss itself, in chunks of tokens, so that its logits are never whole.
+
+    Attributes:
+        head: the linear layer that gives the logits.
+        tail: what the model does to them afterwards.
+        chunks: how many there are of a microbatch's tokens.
+    """
+
+    head: str
+    tail: Tail
+    chunks: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,8 @@ class Collective:
     """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
 
     ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
-    an all_reduce. ``calls`` is None where torch cuts one total into buckets of its own choice.
+    an all_reduce; of activations, for one token of the microbatch (``by_token``; where the sequence is cut, it is filled up to a multiple
+    of the axis). ``calls`` is None where torch cuts one total into buckets of its own choice.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -87,6 +108,7 @@ class Collective:
     dtype: str
     per: Literal["microbatch", "step"]
     calls: int | None = 1
+    by_token: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -110,6 +132,8 @@ class Plan:
     compiled: tuple[str, ...] = ()
     compile_options: tuple[tuple[str, str | bool], ...] = ()
     collectives: tuple[Collective, ...] = ()
+    tensor: TensorPlan | None = None
+    loss: LossPlan | None = None
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
-from meshwright.core.names import matching
-from meshwright.introspection.facts import ModelFacts
+from meshwright.core.names import matching, pattern
+from meshwright.introspection.facts import ModelFacts, measure_structure
 
 from .batch import Batch
 from .layout import Layout
 from .plan import Plan, PrecisionPlan
 from .techniques import Techniques
+from .tensor_plan import fits, legal_degrees
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ Found = Iterator[MeshwrightError]
 ABSENT = {
     Axis.PP: "pipeline parallelism",
     Axis.CP: "context parallelism",
-    Axis.TP: "tensor parallelism",
     Axis.EP: "expert parallelism",
 }
 """Axes whose technique does not exist yet."""
@@ -66,6 +66,44 @@ def absent_axes(case: Case) -> Found:
             yield UnsupportedError(
                 f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the ranks to"
                 f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
+            )
+
+
+def tensor_fits(case: Case) -> Found:
+    ranks = case.layout.tp
+    if ranks == 1:
+        return
+    if not case.facts.blocks:
+        yield ConfigError(_no_blocks(f"layout.tp = {ranks}", case.facts))
+        return
+    structure = measure_structure(case.facts, ranks).structure
+    legal = ", ".join(map(str, legal_degrees(structure)))
+    for kind in structure.kinds:
+        for region in kind.regions:
+            if not fits(region, ranks):
+                what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
+                fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
+                where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))
+                yield ConfigError(f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}.")
+                return
+
+
+def tensor_companions(case: Case) -> Found:
+    t = case.techniques
+    if case.layout.tp > 1 and case.technique == "ddp":
+        yield UnsupportedError(
+            f"techniques.data_parallel = ddp does not go with layout.tp = {case.layout.tp}: its buckets know no tensor-parallel parameters."
+            f" Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
+        )
+    if t.loss_chunks < 1:
+        yield ConfigError(f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more")
+    elif t.loss_chunks > 1:
+        structure = measure_structure(case.facts, case.layout.tp).structure
+        if structure.head is None or structure.tail.obstacle:
+            why = structure.tail.obstacle
+            yield UnsupportedError(
+                f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done piece by piece"
+                f" ({why}). Set techniques.loss_chunks = 1."
             )
 
 
@@ -168,6 +206,8 @@ def something_trains(case: Case) -> Found:
 RULES: tuple[Callable[[Case], Found], ...] = (
     legal_words,
     absent_axes,
+    tensor_fits,
+    tensor_companions,
     half_precision,
     ddp_fits,
     resharding,

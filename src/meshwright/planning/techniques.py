@@ -34,6 +34,12 @@ class Techniques:
     """fully_shard: parameters, gradients and optimizer state live in host memory."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: recompute every block in backward; selective: recompute attention only."""
+    sequence_parallel: bool = True
+    """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
+    regather: bool = True
+    """sequence parallelism: gathered activations are not kept for backward but gathered again; false: kept."""
+    loss_chunks: int = 1
+    """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at once."""
     compile: bool = False
     """Compile each repeated block."""
     compile_backend: str = "inductor"

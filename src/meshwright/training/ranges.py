@@ -64,6 +64,7 @@ RANGES: dict[str, Range] = {
     "data.workers": _FROM_0,
     "batch.global_batch": _FROM_1,
     "batch.microbatch": _FROM_0,
+    "techniques.loss_chunks": _FROM_1,
     "optimizer.lr": _ABOVE_0,
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,

@@ -27,7 +27,7 @@ def differences(found: Outcome, reference: Reference, floor: Reference, dtype: s
         floor: the reference once more, with its sums in another order; where dtype is bfloat16, computed in float32.
         dtype: of what is compared.
     """
-    judge = _Judge(dtype, dtype == "float64" and rounds_inside(floor, reference))
+    judge = _Judge(dtype, dtype == "float64" and (reference.narrows or rounds_inside(floor, reference)))
     on_first = [
         *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
         *judge.tensors("gradient", found.gradients, reference.gradients, floor.gradients),
@@ -65,8 +65,8 @@ class _Judge:
     def __init__(self, dtype: str, rounds: bool):
         self.dtype, self.rounds = dtype, rounds
 
-    def bound(self, floor: float, step: int = 1) -> float:
-        if self.rounds and step > 1:  # what was rounded to float32 has gone through the optimizer, as in a float32 run
+    def bound(self, floor: float, step: int = 1, *, is_stepped: bool = False) -> float:
+        if self.rounds and (step > 1 or is_stepped):  # what was rounded to float32 has gone through the optimizer, as in a float32 run
             return bound_of("float32", floor)
         return bound_of(self.dtype, floor, rounds=self.rounds)
 
@@ -76,7 +76,7 @@ class _Judge:
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
             along = ratio(found[name], reference[name]) if known else None
-            yield Difference(stage, name, error, bound_of(self.dtype, floors.get(name, 0.0), rounds=self.rounds), along, step)
+            yield Difference(stage, name, error, self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter"), along, step)
 
     def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float], floors: Sequence[float]) -> Iterator[Difference]:
         for step, (here, there, floor) in enumerate(zip(found, reference, floors, strict=True), 1):
@@ -112,7 +112,8 @@ class _Judge:
                 expected[name] = found.seen[0].sketches[stage, step].get(name, there[name])
             by_rank = [_errors(seen.sketches[stage, step], expected) for seen in found.seen]
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
-                bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step)
+                stepped = stage in ("parameter", "optimizer")
+                bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
                 yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
 
 

@@ -15,7 +15,7 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.step_batch import Signature
+from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
 

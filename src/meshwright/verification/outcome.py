@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
 from meshwright.distributed import agree
-from meshwright.distributed.shards import sketches
+from meshwright.distributed.shards import in_dtype, placed_like, sketches
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.world import is_rank_zero
 from meshwright.planning.layout import Layout
 
 from .laid_out import LaidOut, lay_out
-from .one_process import OneProcess, build
+from .one_process import OneProcess, build, narrows
 from .problem import Parallelize, Problem, share
 
 Named = dict[str, Tensor]
@@ -97,6 +97,8 @@ class Reference(Outcome):
     """Per step: the squared norm of each parameter's gradient."""
     max_norm: float | None = None
     """What gradients were clipped to."""
+    narrows: bool = False
+    """Whether the model computes in less than its own dtype somewhere, where a layout adds up in another order."""
 
 
 def watches(problem: Problem, step: int) -> bool:
@@ -148,14 +150,17 @@ def references(problem: Problem, *, are_features_cut: bool = False, always_clips
 
     Args:
         are_features_cut: the layout adds up features in another order too, which one process cannot: in float32 every module's output is
-            changed by as much as that rounds.
+            changed by as much as that rounds; in float64 too, if the model computes in float32 somewhere.
         always_clips: see ``reference``.
     """
     one = reference(problem, always_clips=always_clips)
     problem = replace(problem, max_norm=one.max_norm)
     if problem.dtype == "bfloat16":
         return one, reference(replace(problem, dtype="float32"))
-    noise = torch.finfo(torch.float32).eps if are_features_cut and problem.dtype == "float32" else 0.0
+    if are_features_cut and problem.dtype == "float64":
+        one.narrows = narrows(problem)
+    rounds = problem.dtype == "float32" or one.narrows
+    noise = torch.finfo(torch.float32).eps if are_features_cut and rounds else 0.0
     return one, reference(problem, 1, noise=noise)
 
 
@@ -215,7 +220,7 @@ def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield f"{key} of {name}", value
+                yield f"{key} of {name}", placed_like(value, parameter)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -227,7 +232,7 @@ def _real(tensor: Any) -> Tensor:
     if any(place.is_partial() for place in getattr(tensor, "placements", ())):
         tensor = tensor.full_tensor()
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-    return tensor if tensor.dtype == torch.float64 else tensor.detach().double()
+    return tensor if tensor.dtype == torch.float64 else in_dtype(tensor, torch.float64)
 
 
 def _cleaned(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:

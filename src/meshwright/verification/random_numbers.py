@@ -18,7 +18,7 @@ from meshwright.comparison.findings import Difference
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.errors import IntegrityError
 from meshwright.distributed import agree
-from meshwright.distributed.step_batch import Signature
+from meshwright.introspection.signature import Signature
 from meshwright.planning.layout import Layout
 
 from .laid_out import lay_out

@@ -14,8 +14,8 @@ from meshwright.comparison.equality import relative_errors
 from meshwright.comparison.findings import Comparison
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
-from meshwright.distributed.step_batch import Signature
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
 

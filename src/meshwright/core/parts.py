@@ -1,0 +1,72 @@
+"""Which slices of a tensor a rank holds, where several ranks share out one dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Range = tuple[int, int]
+"""(first, one past the last)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a tensor's slices that falls into ``groups`` equal shares, in order; a share is never torn.
+
+    Attributes:
+        size: number of slices.
+        groups: number of shares. Ranks beyond it hold copies: of two key heads on four ranks, each is held by two.
+    """
+
+    size: int
+    groups: int
+
+    def fits(self, ranks: int) -> bool:
+        """Whether that many ranks can share it out: each several whole shares, or several ranks each one."""
+        return self.groups % ranks == 0 or ranks % self.groups == 0
+
+    def copies(self, ranks: int) -> int:
+        """How many ranks hold each slice."""
+        return max(1, ranks // self.groups)
+
+    def range_of(self, rank: int, ranks: int) -> Range:
+        """What one of ``ranks`` holds of it."""
+        pieces = ranks // self.copies(ranks)
+        share = self.size // pieces
+        start = rank // self.copies(ranks) * share
+        return start, start + share
+
+
+def take(tensor: Tensor, dim: int, parts: Sequence[Part], rank: int, ranks: int) -> Tensor:
+    """What one of ``ranks`` holds of a tensor that is cut along ``dim``: its runs side by side, a view where it is one."""
+    if is_plain(parts, ranks) and not parts[0].fits(ranks):  # as torch's chunks
+        share = -(-tensor.shape[dim] // ranks)
+        start = min(rank * share, tensor.shape[dim])
+        return tensor.narrow(dim, start, min(share, tensor.shape[dim] - start))
+    found = [tensor.narrow(dim, low, high - low) for low, high in ranges(parts, rank, ranks)]
+    return found[0] if len(found) == 1 else _cat(found, dim)
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    import torch
+
+    return torch.cat(tensors, dim=dim)
+
+
+def is_plain(parts: Sequence[Part], ranks: int) -> bool:
+    """Whether each of ``ranks`` has one run that no other has: what torch's Shard means."""
+    return len(parts) == 1 and parts[0].copies(ranks) == 1
+
+
+def ranges(parts: Sequence[Part], rank: int, ranks: int) -> tuple[Range, ...]:
+    """What one of ``ranks`` holds of a dim that consists of ``parts``, in order."""
+    found, start = [], 0
+    for part in parts:
+        low, high = part.range_of(rank, ranks)
+        found.append((start + low, start + high))
+        start += part.size
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: weights cut along features, activations between blocks along the sequence."""

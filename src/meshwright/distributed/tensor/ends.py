@@ -1,0 +1,132 @@
+"""Where a model begins and ends to be cut: embedding, first and last block, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import functions
+from .loss import VocabularyShard, head_loss_sum
+from .runtime import LossSite, Runtime, argument, local, with_arguments, wrap
+
+
+def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
+    """Where activations begin to be cut along the sequence."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            x = argument(args, kwargs, hidden)
+            sequence = runtime.sequence
+            sequence.rows, sequence.length = x.shape[:2]
+            if sequence.cut:
+                part = runtime.arriving if runtime.arriving is not None else functions.own_part(x, sequence)
+                args, kwargs = with_arguments(args, kwargs, {hidden: part})
+            runtime.arriving = None
+            return forward(*args, **kwargs)
+
+        return run
+
+    wrap(module, make)
+
+
+def last_block(module: nn.Module, runtime: Runtime) -> None:
+    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not runtime.sequence.cut:
+                return output
+            if isinstance(output, Tensor):
+                return functions.gathered(output, runtime.sequence)
+            return type(output)((functions.gathered(output[0], runtime.sequence), *output[1:]))
+
+        return run
+
+    wrap(module, make)
+
+
+def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_hidden: bool) -> None:
+    """Rows of the weight by token id, of which each rank has some.
+
+    Args:
+        rows: of the whole weight.
+        is_hidden: the output goes to the first block as it is, so that its parts alone need to travel.
+    """
+    group = runtime.group
+    shard = VocabularyShard.of(rows, group)
+    first, size = shard.first, shard.size
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tokens: Tensor) -> Tensor:
+            elsewhere = (tokens < first) | (tokens >= first + size)
+            padding = module.__dict__.get("padding_idx")
+            if padding is not None:
+                module.__dict__["padding_idx"] = padding - first if first <= padding < first + size else None
+            try:
+                if size:
+                    found = forward((tokens - first).masked_fill(elsewhere, 0))
+                else:
+                    weight = module.weight
+                    found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
+            finally:
+                if padding is not None:
+                    module.__dict__["padding_idx"] = padding
+            summand = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+            sequence = runtime.sequence
+            if not (is_hidden and sequence.cut):
+                return functions.summed(summand, group)
+            sequence.rows, sequence.length = tokens.shape
+            runtime.arriving = functions.summed_part(summand, sequence)
+            return summand.detach().new_full((1,), torch.nan).expand(summand.shape)
+
+        return run
+
+    wrap(module, make)
+
+
+def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_whole: bool) -> None:
+    """The layer that gives the logits, of which each rank has those of its part of the vocabulary.
+
+    Args:
+        takes_whole: its input is the whole sequence, whose gradient is summed elsewhere.
+    """
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
+            assert weight is not None
+            if (request := runtime.request) is not None:
+                whole = x if takes_whole else functions.gathered(x, runtime.sequence)
+                request.result = head_loss_sum(whole, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
+                return whole.new_empty((whole.shape[0], 0, weight.shape[0]))
+            if takes_whole:
+                own = nn.functional.linear(x, weight, bias)
+            else:
+                (own,) = functions.column_parallel(x, [(weight, bias, False)], runtime.sequence)
+            return own if runtime.logits == "own" else functions.whole_vocabulary(own, rows, runtime.group)
+
+        return run
+
+    wrap(module, make)
+
+
+def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
+    """A whole head that computes the loss in chunks where it is asked for one."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            request = runtime.request
+            if request is None:
+                return forward(x)
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            assert weight is not None
+            request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
+            return x.new_empty((x.shape[0], 0, weight.shape[0]))
+
+        return run
+
+    wrap(module, make)

@@ -1,0 +1,280 @@
+"""The differentiable steps of tensor and sequence parallelism.
+
+Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): what a rank holds between blocks is its
+part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter. A gathered tensor is not kept for backward:
+only the rank's part is, and it is gathered again (selective recomputation of that paper).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .group import TensorGroup, own_share, share_of_sequence
+
+
+@dataclass
+class Sequence:
+    """How activations between the blocks lie on the ranks; one for each model.
+
+    Attributes:
+        group: the ranks.
+        cut: each rank has its part of the sequence; else all have all of it.
+        regather: keep only that part for backward.
+        rows, length: of the batch in the forward that runs.
+    """
+
+    group: TensorGroup
+    cut: bool = True
+    regather: bool = True
+    rows: int = 0
+    length: int = 0
+
+    def own_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Leading dims of this rank's part of what has the whole sequence: (rows, share) or (rows · share,)."""
+        share = share_of_sequence(self.length, self.group.size) if self.cut else self.length
+        return (self.rows * share,) if x.dim() == 2 else (self.rows, share)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(rows, share, features), or (rows · share, features) → the same with the whole sequence."""
+        if not self.cut:
+            return x
+        gathered = self.group.gather(x.view(self.rows, -1, x.shape[-1]), self.length)
+        return gathered if x.dim() == 3 else gathered.reshape(-1, x.shape[-1])
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """Summands with the whole sequence → the sum, this rank's part of it where the sequence is cut."""
+        if not self.cut:
+            return self.group.sum(x.contiguous())
+        mine = self.group.scatter(x.reshape(self.rows, self.length, x.shape[-1]))
+        return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))  # a view could not be changed in place
+
+
+def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, bool]], sequence: Sequence) -> tuple[Tensor, ...]:
+    """Several linear layers of one input, of which each rank has some output features.
+
+    Args:
+        x: (rows, share, features), this rank's part of the sequence (all of it where the sequence is not cut).
+        layers: (weight, bias, whether the weight is stored (in, out)) of each, this rank's parts.
+
+    Returns:
+        (rows, length, own output features) of each. The input's gradient is summed over the ranks.
+    """
+    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
+    return _ColumnParallel.apply(x, sequence, (sequence.rows, sequence.length), tuple(way for *_, way in layers), *tensors)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int, int], ways: tuple[bool, ...], *tensors: Tensor | None):
+        whole = sequence.whole(x)
+        outputs = tuple(_linear(whole, w, b, way) for w, b, way in zip(tensors[::2], tensors[1::2], ways, strict=True))
+        ctx.sequence, ctx.shape, ctx.ways, ctx.biased = sequence, shape, ways, [b is not None for b in tensors[1::2]]
+        ctx.kept_part = sequence.cut and sequence.regather
+        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors[::2])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        kept, *weights = ctx.saved_tensors
+        sequence = ctx.sequence
+        sequence.rows, sequence.length = ctx.shape
+        whole = sequence.whole(kept) if ctx.kept_part and any(ctx.needs_input_grad[4:]) else kept
+        grad_x: Tensor | None = None
+        found: list[Tensor | None] = []
+        for i, (gradient, weight, way) in enumerate(zip(grad_outputs, weights, ctx.ways, strict=True)):
+            if ctx.needs_input_grad[0]:
+                back = gradient @ (weight.T if way else weight)
+                grad_x = back if grad_x is None else grad_x.add_(back)
+            found.append(_weight_gradient(gradient, whole, way) if ctx.needs_input_grad[4 + 2 * i] else None)
+            found.append(gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[5 + 2 * i] else None)
+        if grad_x is not None:
+            grad_x = sequence.reduced(grad_x)
+        return grad_x, None, None, None, *found
+
+
+def row_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, sequence: Sequence, others: Tensor | None = None
+) -> Tensor:
+    """A linear layer of which each rank has some input features, reduced.
+
+    Args:
+        x: (rows, length, own input features).
+        weight: this rank's part.
+        bias: the whole one; it is added once.
+        others: summands of the same sum from elsewhere, (rows, length, features).
+
+    Returns:
+        (rows, share, features), or (rows, length, features) where the sequence is not cut.
+    """
+    return _RowParallel.apply(x, weight, bias, others, transposed, sequence, (sequence.rows, sequence.length))
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        others: Tensor | None,
+        transposed: bool,
+        sequence: Sequence,
+        shape: tuple[int, int],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sequence, ctx.shape, ctx.transposed = sequence, shape, transposed
+        summand = _linear(x, weight, None, transposed)
+        if others is not None:
+            summand += others.view(summand.shape)
+        ctx.others = None if others is None else others.shape
+        output = sequence.reduced(summand)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        sequence = ctx.sequence
+        sequence.rows, sequence.length = ctx.shape
+        whole = sequence.whole(gradient)
+        grad_x = whole @ (weight.T if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(whole, x, ctx.transposed) if ctx.needs_input_grad[1] else None
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, whole.view(ctx.others) if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(x, weight.T if transposed else weight, bias)
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
+    return x.T @ gradient if transposed else gradient.T @ x
+
+
+def gathered(x: Tensor, sequence: Sequence) -> Tensor:
+    """(rows, share, features) → (rows, length, features), used by each rank for a part of what follows: its gradient is summed and cut."""
+    return _Gathered.apply(x, sequence, (sequence.rows, sequence.length))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int, int]) -> Tensor:
+        ctx.sequence, ctx.shape = sequence, shape
+        return sequence.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        ctx.sequence.rows, ctx.sequence.length = ctx.shape
+        return ctx.sequence.reduced(gradient), None, None
+
+
+def own_part(x: Tensor, sequence: Sequence) -> Tensor:
+    """(rows, length, features), equal on all ranks → this rank's part of the sequence. Its gradient is put together from all parts."""
+    return _OwnPart.apply(x, sequence)
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+        ctx.sequence, ctx.length = sequence, x.shape[1]
+        return own_share(x, sequence.group.rank, sequence.group.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return ctx.sequence.group.gather(gradient, ctx.length), None
+
+
+def summed_part(x: Tensor, sequence: Sequence) -> Tensor:
+    """(rows, length, features) summands → this rank's part of the sum; every rank's summand gets the whole gradient."""
+    return _SummedPart.apply(x, sequence)
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+        ctx.sequence, ctx.length = sequence, x.shape[1]
+        return sequence.group.scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return ctx.sequence.group.gather(gradient, ctx.length), None
+
+
+def summed(x: Tensor, group: TensorGroup) -> Tensor:
+    """Summands → their sum on every rank, where what follows is computed by all ranks alike: the gradient goes back as it comes."""
+    return _Summed.apply(x, group)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return gradient, None
+
+
+def summing_gradients(x: Tensor, group: TensorGroup) -> Tensor:
+    """What all ranks have alike and use differently: its gradient is summed over them."""
+    return _SummingGradients.apply(x, group)
+
+
+class _SummingGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+def whole_features(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+    """(…, n) of each rank → (…, n · size / copies), where ``copies`` ranks in a row have the same. Its gradient is summed and cut."""
+    return _WholeFeatures.apply(x, copies, group)
+
+
+class _WholeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+        ctx.copies, ctx.group = copies, group
+        return torch.cat(group.gather_features(x)[::copies].unbind(), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        group = ctx.group
+        total = group.sum(gradient.clone(memory_format=torch.contiguous_format))
+        return total.chunk(group.size // ctx.copies, dim=-1)[group.rank // ctx.copies] / ctx.copies, None, None
+
+
+def whole_vocabulary(own: Tensor, size: int, group: TensorGroup) -> Tensor:
+    """This rank's features, (…, n), by torch's chunks of ``size`` → all of them, where what follows is computed by all ranks alike."""
+    return _WholeVocabulary.apply(own, size, group)
+
+
+class _WholeVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, size: int, group: TensorGroup) -> Tensor:
+        share = -(-size // group.size)
+        ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
+        filled = F.pad(own, (0, share - own.shape[-1]))
+        return torch.cat(group.gather_features(filled).unbind(), dim=-1)[..., :size]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return gradient[..., ctx.first : ctx.first + ctx.size].contiguous(), None, None

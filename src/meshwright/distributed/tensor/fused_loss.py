@@ -1,0 +1,25 @@
+"""A head that computes the loss itself, in chunks, on request: whole logits never exist."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.planning.plan import Plan
+
+from .ends import loss_computing_head
+from .runtime import LossSite, runtime_of
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Make the planned head able to. A head that is cut is already."""
+    assert plan.loss is not None
+    if runtime_of(model) is None:
+        site = LossSite()
+        loss_computing_head(model.get_submodule(plan.loss.head), site)
+        model.__dict__["_meshwright_loss"] = site
+    return model
+
+
+def site_of(model: nn.Module) -> LossSite | None:
+    """Where the model's head is asked for a loss; None of one whose head computes logits only."""
+    return runtime_of(model) or model.__dict__.get("_meshwright_loss")

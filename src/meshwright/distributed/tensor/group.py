@@ -1,0 +1,96 @@
+"""The ranks of the tensor axis: what they say to each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorGroup(Protocol):
+    """Ranks that share out weights. Activations between blocks are cut along dim 1, the sequence; the last rank's may be filled up."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """(rows, ⌈length / size⌉, …) of each rank → (rows, length, …)."""
+        ...
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """(rows, length, …) summands → this rank's (rows, ⌈length / size⌉, …) of the sum; what fills up the last rank's is zero."""
+        ...
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """(…, n) of each rank, in equal numbers → (size, …, n)."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, written into ``x``."""
+        ...
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over ranks, written into ``x``."""
+        ...
+
+
+def share_of_sequence(length: int, size: int) -> int:
+    """Tokens of a row on each rank, those that fill up the last one's included."""
+    return -(-length // size)
+
+
+def own_share(x: Tensor, rank: int, size: int) -> Tensor:
+    """This rank's part of dim 1 of a whole (rows, length, …), filled up with zeros."""
+    share = share_of_sequence(x.shape[1], size)
+    mine = x[:, rank * share : (rank + 1) * share]
+    missing = share - mine.shape[1]
+    return torch.cat([mine, x.new_zeros((x.shape[0], missing, *x.shape[2:]))], dim=1) if missing else mine.contiguous()
+
+
+def by_rank(x: Tensor, size: int) -> Tensor:
+    """(rows, length, …) → (size, rows, ⌈length / size⌉, …), contiguous."""
+    rows, length, *rest = x.shape
+    share = share_of_sequence(length, size)
+    if share * size != length:
+        x = torch.cat([x, x.new_zeros((rows, share * size - length, *rest))], dim=1)
+    return x.view(rows, size, share, *rest).transpose(0, 1).contiguous()
+
+
+def joined(parts: Tensor, length: int) -> Tensor:
+    """(size, rows, share, …) → (rows, length, …)."""
+    size, rows, share, *rest = parts.shape
+    whole = parts.transpose(0, 1).reshape(rows, size * share, *rest)
+    return whole if size * share == length else whole[:, :length]
+
+
+class ProcessGroupRanks:
+    """A TensorGroup over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return joined(parts, length)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        parts = by_rank(x, self.size)
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=self.group)
+        return mine
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return parts
+
+    def sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x

@@ -1,0 +1,158 @@
+"""How layers inside a block compute on one of several tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.core.parts import Part, ranges
+from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
+
+from . import functions
+from .runtime import Runtime, argument, local, with_arguments, wrap
+from .sums import summing_copies
+
+
+@dataclass(frozen=True)
+class ColumnLayer:
+    """A linear layer of which each rank has some output features.
+
+    Attributes:
+        transposed: its weight is stored (in, out).
+        copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over them at once.
+    """
+
+    module: nn.Module
+    transposed: bool
+    copied: dict[str, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
+
+    def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, bool]:
+        """This rank's weight and bias."""
+        weight, bias = self._local("weight", runtime), self._local("bias", runtime)
+        assert weight is not None
+        return weight, bias, self.transposed
+
+    def _local(self, name: str, runtime: Runtime) -> Tensor | None:
+        part = local(self.module._parameters.get(name))
+        if part is None or name not in self.copied:
+            return part
+        return summing_copies(part, *self.copied[name], runtime.group)
+
+
+class SharedInput:
+    """Column-parallel layers that take the very same tensor: gathered once, computed together when the first of them is called."""
+
+    def __init__(self, runtime: Runtime, layers: list[ColumnLayer]):
+        self.runtime, self.layers = runtime, layers
+        self._taken: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        for number, layer in enumerate(layers):
+            wrap(layer.module, lambda forward, number=number: lambda x: self.output(number, x))
+
+    def output(self, number: int, x: Tensor) -> Tensor:
+        """That of the layer of this number, for the input ``x`` (or what it stands in for)."""
+        x = self.runtime.behind(x)
+        if self._taken is not x or number not in self._outputs:
+            layers = [layer.tensors(self.runtime) for layer in self.layers]
+            outputs = functions.column_parallel(x, layers, self.runtime.sequence)
+            self._taken, self._outputs = x, dict(enumerate(outputs))
+        output = self._outputs.pop(number)
+        if not self._outputs:
+            self._taken = None
+        return output
+
+
+def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, *, defers: bool, takes_deferred: bool, sums_bias: bool) -> None:
+    """A linear layer of which each rank has some input features.
+
+    Args:
+        sums_bias: the bias's gradient is summed over the ranks as soon as it is there.
+        defers: give nothing now, and leave the summand to a later layer.
+        takes_deferred: reduce those summands too.
+    """
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
+            assert weight is not None
+            if bias is not None and sums_bias:
+                bias = functions.summing_gradients(bias, runtime.group)
+            if defers:
+                summand = nn.functional.linear(x, weight.T if transposed else weight)
+                runtime.deferred = summand if runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
+                features = summand.shape[-1]
+                share = runtime.sequence.own_shape(x)
+                return x.new_zeros((*share, features)) if bias is None else bias.expand(*share, features).clone()
+            others = runtime.deferred if takes_deferred else None
+            runtime.deferred = None if takes_deferred else runtime.deferred
+            return functions.row_parallel(x, weight, bias, transposed, runtime.sequence, others)
+
+        return run
+
+    wrap(module, make)
+
+
+def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -> None:
+    """The module around a region: its input stands in for the gathered one, and what it counts by it counts as this rank has it."""
+    numbers = [(module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers]
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given: dict[int | str, Tensor] = {}
+            made = None
+            if form.hidden and runtime.sequence.cut:
+                made = runtime.stand_in(argument(args, kwargs, form.hidden[0]))
+                given |= dict.fromkeys(form.hidden, made)
+            for shared in form.arguments:
+                whole = argument(args, kwargs, shared.key)
+                given[shared.key] = share_of(whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size)
+            args, kwargs = with_arguments(args, kwargs, given)
+            try:
+                with counting_locally(numbers):
+                    return forward(*args, **kwargs)
+            finally:
+                runtime.forget(made)
+
+        return run
+
+    wrap(module, make)
+
+
+@contextmanager
+def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[None]:
+    """Inside, modules count what is on this rank; outside, nobody sees another number. A config is replaced and never written to."""
+    kept: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module, number in numbers:
+            name, _, rest = number.name.partition(".")
+            before = getattr(module, name)
+            kept.append((module, name, before))
+            value: Any = number.local
+            if rest:
+                value = copy.copy(before)
+                setattr(value, rest, number.local)
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, before in reversed(kept):
+            setattr(module, name, before)
+
+
+def norm_over_all_features(module: nn.Module, parts: tuple[Part, ...], runtime: Runtime) -> None:
+    """A norm over features of which each rank has some: they are gathered, and each rank keeps its own of what comes out."""
+    (part,) = parts
+    group = runtime.group
+    (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            return forward(functions.whole_features(x, copies, group))[..., low:high]
+
+        return run
+
+    wrap(module, make)

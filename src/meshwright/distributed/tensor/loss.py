@@ -1,0 +1,163 @@
+"""The loss of a head whose vocabulary ranks share out, and a head whose logits are never whole.
+
+The vocabulary-parallel cross entropy is Megatron-LM's (arXiv 1909.08053): each rank has the logits of its part of the vocabulary; maxima
+and sums of exponentials travel, and not the logits. The fused head computes logits, loss and gradients chunk by chunk in the forward, as
+Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989) do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.core.losses import IGNORED
+
+from .group import TensorGroup
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of the vocabulary: ``size`` ids from ``first`` on, of ``whole`` in all; ``group``: the ranks that share it."""
+
+    first: int
+    size: int
+    whole: int
+    group: TensorGroup | None = None
+
+    @classmethod
+    def of(cls, whole: int, group: TensorGroup | None) -> VocabularyShard:
+        """By torch's chunks."""
+        if group is None:
+            return cls(0, whole, whole)
+        share = -(-whole // group.size)
+        first = min(group.rank * share, whole)
+        return cls(first, min(share, whole - first), whole, group)
+
+
+def vocabulary_parallel_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, shard: VocabularyShard, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Sum of the cross entropies of all tokens with a label, in nats, 0-dim, equal on every rank; inside at least fp32.
+
+    Two small all-reduces: the maximum of each token's logits; their sum of exponentials, with the label's logit.
+
+    Args:
+        logits: (..., shard.size) of this rank's ids. Their gradient is this rank's part of the whole one.
+        labels: (...) int64, ``IGNORED`` where there is no loss.
+        label_smoothing: share of the target that is spread evenly over the vocabulary (arXiv 1512.00567).
+        z_loss: factor of the squared log of the sum of exponentials (PaLM, arXiv 2204.02311).
+    """
+    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, smoothing: float, z_loss: float) -> Tensor:
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        flat = labels.flatten()
+        is_real = flat != IGNORED
+        local = flat - shard.first
+        is_here = is_real & (local >= 0) & (local < shard.size)
+        place = torch.where(is_here, local, 0).unsqueeze(1)
+
+        top = wide.amax(1) if shard.size else wide.new_full((len(wide),), -torch.inf)
+        top = top if shard.group is None else shard.group.largest(top)
+        shifted = wide - top.unsqueeze(1)
+        exponentials = shifted.exp()
+        target = shifted.gather(1, place).squeeze(1) * is_here if shard.size else torch.zeros_like(top)
+        sums = torch.stack([exponentials.sum(1), target, *([shifted.sum(1)] if smoothing else [])])
+        sums = sums if shard.group is None else shard.group.sum(sums)
+
+        log_sum = sums[0].log()  # of the shifted logits
+        losses = log_sum - (1 - smoothing) * sums[1]
+        if smoothing:
+            losses = losses - smoothing / shard.whole * sums[2]
+        whole_log_sum = log_sum + top
+        if z_loss:
+            losses = losses + z_loss * whole_log_sum.square()
+        ctx.shard, ctx.smoothing, ctx.shape, ctx.dtype = shard, smoothing, logits.shape, logits.dtype
+        softmax = exponentials.div_(sums[0].unsqueeze(1))
+        slope = (1 + 2 * z_loss * whole_log_sum) * is_real
+        ctx.save_for_backward(softmax, slope, place, is_here, is_real)
+        return torch.where(is_real, losses, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (grad_output,) = grad_outputs
+        softmax, slope, place, is_here, is_real = ctx.saved_tensors
+        gradient = softmax * slope.unsqueeze(1)
+        if ctx.smoothing:
+            gradient -= (ctx.smoothing / ctx.shard.whole) * is_real.unsqueeze(1)
+        if ctx.shard.size:
+            gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * is_here.to(gradient.dtype).unsqueeze(1))
+        return (gradient * grad_output).to(ctx.dtype).view(ctx.shape), None, None, None, None
+
+
+LossOfLogits = Callable[[Tensor, Tensor], Tensor]
+"""(logits (n, own vocabulary), labels (n,)) → 0-dim sum over real tokens; does to the logits what the model does behind its head."""
+
+
+def head_loss_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss: LossOfLogits, *, bias: Tensor | None = None, chunks: int = 8
+) -> Tensor:
+    """``loss(hidden @ weight.T + bias, labels)``, computed in chunks of tokens: no more than 1/chunks of the logits exist at a time.
+
+    Gradients are computed with the loss, chunk by chunk, and kept until the backward asks for them.
+
+    Args:
+        hidden: (..., dim).
+        weight: (vocabulary, dim), or a rank's part of it; its gradient is added up in at least fp32.
+        labels: (...) int64.
+
+    Returns:
+        0-dim, in at least fp32. The gradient of ``hidden`` is that of the given weight's part of the vocabulary: a caller with a part sums
+        it over the ranks.
+    """
+    return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: LossOfLogits, chunks: int) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        flat, flat_labels = hidden.detach().flatten(0, -2), labels.flatten()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(flat) if needs[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
+        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and needs[2] else None
+        fixed_weight, fixed_bias = weight.detach(), None if bias is None else bias.detach()
+        size = max(1, -(-len(flat) // chunks))
+        for start in range(0, len(flat), size):
+            piece = flat[start : start + size]
+            logits = F.linear(piece, fixed_weight, fixed_bias).requires_grad_(any(needs))
+            with torch.enable_grad():
+                part = loss(logits, flat_labels[start : start + size])
+            total += part.detach()
+            if not any(needs):
+                continue
+            (slope,) = torch.autograd.grad(part, logits)
+            if grad_hidden is not None:
+                torch.mm(slope, fixed_weight, out=grad_hidden[start : start + size])
+            if grad_weight is not None:
+                grad_weight += slope.T @ piece
+            if grad_bias is not None:
+                grad_bias += slope.sum(0, dtype=wide)
+        kept = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
+        ctx.gradients = [g if g is None or like is None else g.to(like.dtype) for g, like in kept]
+        ctx.shape = hidden.shape
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (grad_output,) = grad_outputs
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a fused head and loss are used up by their first backward")
+        grad_hidden, grad_weight, grad_bias = (g if g is None else g.mul_(grad_output.to(g.dtype)) for g in ctx.gradients)
+        ctx.gradients = None
+        return grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None

@@ -1,0 +1,213 @@
+"""A plan rehearsed before its first use: the ranks are threads of this process, and what they compute is compared with plain torch.
+
+The modules are wrapped by the very code that lays out the real model; only what carries messages between ranks is another.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.parts import is_plain, ranges, take
+from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.structure.sample import Sample
+from meshwright.planning.tensor_plan import TensorPlan
+
+from .group import by_rank, joined
+from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
+from .objective import logits_of
+from .parallel import wrap_modules
+
+Result = TypeVar("Result")
+PATIENCE_SEC = 60.0
+LARGEST_ERROR = 1e-6
+"""In fp64, relative; models that compute in fp32 inside are not exact to more."""
+
+
+class Board:
+    """Where threads meet: each lays down a tensor, and takes those of all."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_SEC)
+        self.laid: list[Tensor] = [torch.empty(0)] * size
+
+    def all(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.laid[rank] = x
+        self.barrier.wait()
+        found = [tensor.clone() for tensor in self.laid]
+        self.barrier.wait()
+        return found
+
+
+class Thread:
+    """A TensorGroup whose ranks are threads."""
+
+    def __init__(self, board: Board, rank: int):
+        self.board, self.rank, self.size = board, rank, board.size
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        return joined(torch.stack(self.board.all(self.rank, x)), length)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return torch.stack(self.board.all(self.rank, by_rank(x, self.size)[:])).sum(0)[self.rank].clone()
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        return torch.stack(self.board.all(self.rank, x))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.copy_(torch.stack(self.board.all(self.rank, x)).sum(0))
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x.copy_(torch.stack(self.board.all(self.rank, x)).amax(0))
+
+
+def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
+    """What ``job`` gives on each of ``size`` threads; the first error that one raised is raised."""
+    board = Board(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = job(Thread(board, rank))
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+_PROVED: WeakKeyDictionary[nn.Module, set[TensorPlan]] = WeakKeyDictionary()
+
+
+def prove(facts: ModelFacts, plan: TensorPlan) -> None:
+    """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
+
+    Raises:
+        UnsupportedError: the plan does not give what one process gives; the text says where.
+    """
+    model = facts.module
+    known = _PROVED.setdefault(model, set()) if model is not None else set()
+    if plan in known:
+        return
+    sample = measure_structure(facts, plan.ranks).sample
+    for number, inputs in enumerate(_inputs(sample)):
+        try:
+            errors = rehearse(sample.model, plan.only(sample.blocks), inputs, own_logits=number == 0)
+        except Exception as error:
+            raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
+        worst = max(errors, key=lambda name: errors[name])
+        if not errors[worst] <= LARGEST_ERROR:
+            what = "the loss" if worst == "loss" else f"the gradient of {worst}"
+            raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
+    known.add(plan)
+
+
+def _inputs(sample: Sample) -> Iterator[dict[str, Any]]:
+    """Those of the sample, and a sequence that does not divide."""
+    yield from sample.inputs
+    name, tokens = next(iter(sample.inputs[0].items()))
+    yield sample.inputs[0] | {name: tokens[:, :-1]}
+
+
+def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
+    way = "with its sequences cut" if plan.sequence_parallel else "with whole sequences"
+    hint = " Set techniques.sequence_parallel = false, or" if plan.sequence_parallel else ""
+    return (
+        f"layout.tp = {plan.ranks}: the plan to cut {facts.kind} ({plan.source}) was rehearsed on a small copy of it, {way}, and {why}."
+        f"{hint or ' Set'} layout.tp = 1."
+    )
+
+
+def rehearse(model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_logits: bool = False) -> dict[str, float]:
+    """The relative error of the loss ("loss"), and of each parameter's gradient, against one process.
+
+    Args:
+        model: small, with weights, in fp64.
+        inputs: of its forward.
+        own_logits: each rank's loss comes from its part of the logits, where the plan has them cut.
+    """
+    reference = copy.deepcopy(model)
+    expected_loss = _loss(reference, inputs)
+    expected_loss.backward()
+    own_logits = own_logits and bool(plan.head) and not plan.tail.obstacle
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits))
+    errors = {"loss": max(abs(loss - float(expected_loss)) / abs(float(expected_loss)) for loss, _ in found)}
+    expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        whole = _whole(plan, name, [gradients[name] for _, gradients in found], gradient.shape)
+        errors[name] = float((whole - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
+    return errors
+
+
+def _on_rank(
+    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, own_logits: bool
+) -> tuple[float, dict[str, Tensor]]:
+    vocabulary = model.get_submodule(plan.head).get_parameter("weight").shape[0] if plan.head else 0
+    runtime = wrap_modules(model, plan, group)
+    cuts = {clean(name): plan.cut_of(clean(name), p.shape) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        cut = cuts[clean(name)]
+        if cut is not None:
+            parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
+    if own_logits:
+        runtime.logits = "own"
+        logits = logits_of(model(**inputs))
+        labels = _labels((*logits.shape[:-1], vocabulary))
+        loss = vocabulary_parallel_cross_entropy_sum(logits, labels, VocabularyShard.of(vocabulary, group)) / labels.numel()
+    else:
+        loss = _loss(model, inputs)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if cuts[clean(name)] is None and plan.is_summed(clean(name)):
+            gradient = group.sum(gradient.clone())
+        gradients[clean(name)] = gradient
+    return loss.item(), gradients
+
+
+def _whole(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size) -> Tensor:
+    """From the parts of all ranks; copies add up."""
+    cut = plan.cut_of(name, shape)
+    if cut is None:
+        return gradients[-1]
+    dim, parts = cut
+    if is_plain(parts, plan.ranks):
+        return torch.cat(gradients, dim=dim)
+    whole = gradients[0].new_zeros(shape)
+    for rank, gradient in enumerate(gradients):
+        runs = ranges(parts, rank, plan.ranks)
+        for piece, (low, high) in zip(gradient.split([high - low for low, high in runs], dim=dim), runs, strict=True):
+            whole.narrow(dim, low, high - low).add_(piece)
+    return whole
+
+
+def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    logits = logits_of(model(**inputs))
+    return F.cross_entropy(logits.flatten(0, -2), _labels(logits.shape))
+
+
+def _labels(shape: Sequence[int]) -> Tensor:
+    """For logits of this (rows, seq, vocabulary): flat, spread over the vocabulary."""
+    rows, seq, vocabulary = shape
+    return torch.arange(rows * seq) * 7 % vocabulary

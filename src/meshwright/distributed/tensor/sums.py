@@ -1,0 +1,91 @@
+"""Gradients that are sums over the tensor axis: of what all ranks have whole and use for their own part, and of copied parts.
+
+Their sum follows from the plan, and is taken once per optimizer step, in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.parts import Part, ranges
+from meshwright.distributed.shards import pieces
+
+from .group import TensorGroup
+
+
+@contextmanager
+def summing(parameters: Iterable[nn.Parameter], copied: Iterable[nn.Parameter], group: TensorGroup) -> Iterator[None]:
+    """What the backwards inside add to gradients is summed over ``group`` at the end; what was there before is kept beside.
+
+    Args:
+        parameters: whole on every rank; each finds a summand.
+        copied: parameters of which some parts lie on several ranks.
+    """
+    whole, partly = list(parameters), list(copied)
+    before = [(parameter, parameter.grad) for parameter in (*whole, *partly)]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    views = [_local(p.grad) for p in whole if p.grad is not None]
+    places = [(view, 0, 1) for view in views]
+    for parameter in partly:
+        if parameter.grad is not None:
+            places += _copies(parameter.grad, group)
+    _sum(places, group)
+    for parameter, earlier in before:
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def summing_copies(x: Tensor, dim: int, parts: Sequence[Part], group: TensorGroup) -> Tensor:
+    """A rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is summed over them at once."""
+    return _SummingCopies.apply(x, dim, parts, group)
+
+
+class _SummingCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[Part], group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.parts, ctx.group = dim, parts, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        group = ctx.group
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        sizes = [high - low for low, high in ranges(ctx.parts, group.rank, group.size)]
+        copies = [part.copies(group.size) for part in ctx.parts]
+        views = zip(gradient.split(sizes, dim=ctx.dim), copies, strict=True)
+        _sum([(view, group.rank // n, group.size // n) for view, n in views if n > 1], group)
+        return gradient, None, None, None
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor, group: TensorGroup) -> list[tuple[Tensor, int, int]]:
+    """(view, number of the slot that it belongs into, slots): ranks that have copies of one part share a slot."""
+    return [(piece.local, group.rank // piece.copies, group.size // piece.copies) for piece in pieces(gradient) if piece.copies > 1]
+
+
+def _sum(places: list[tuple[Tensor, int, int]], group: TensorGroup) -> None:
+    """Add up views over the ranks, in one message for each dtype; a view only with those that lie in its slot."""
+    for dtype in dict.fromkeys(view.dtype for view, *_ in places):
+        chosen = [entry for entry in places if entry[0].dtype == dtype]
+        flat = torch.zeros(sum(view.numel() * slots for view, _, slots in chosen), dtype=dtype, device=chosen[0][0].device)
+        rooms, start = [], 0
+        for view, slot, slots in chosen:
+            room = flat[start + slot * view.numel() : start + (slot + 1) * view.numel()].view(view.shape)
+            room.copy_(view)
+            rooms.append(room)
+            start += view.numel() * slots
+        group.sum(flat)
+        for (view, *_), room in zip(chosen, rooms, strict=True):
+            view.copy_(room)

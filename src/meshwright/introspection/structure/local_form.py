@@ -1,0 +1,271 @@
+"""What else of a region must be told that only some of its groups are here: numbers that its modules keep, arguments with a dim of heads.
+
+Found by trying. The region's modules run as one of several ranks would run them, on slices of what was recorded; the input of the layer
+that ends the region must then be that rank's slice of the recorded one. Numbers that matter are changed, fewest first, until it is so.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.parts import take
+
+from .probe import Call, Probe
+from .regions import Region
+
+TOLERANCE = 1e-5
+"""Relative; models that compute norms or softmax in fp32 whatever their dtype are not exact in fp64."""
+MOST_CHANGES = 4
+
+
+@dataclass(frozen=True)
+class LocalNumber:
+    """An attribute of a module that counts something that is shared out: ``whole`` in all, ``local`` on a rank.
+
+    ``name`` may have two parts, such as config.n_heads: then it is an attribute of an object that the module keeps.
+    """
+
+    module: str
+    name: str
+    whole: int
+    local: int
+
+
+@dataclass(frozen=True)
+class LocalArgument:
+    """A tensor argument of the container of which a rank takes its share of a dim.
+
+    ``by_row``: the rows of the batch lie along that dim too, outermost.
+    """
+
+    key: int | str
+    dim: int
+    by_row: bool
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """How a region runs on one of several ranks.
+
+    Attributes:
+        hidden: the container's arguments that its producers take, where they take them as they are and nothing else does; else none.
+        numbers, arguments: what is changed while it runs.
+    """
+
+    hidden: tuple[int | str, ...] = ()
+    numbers: tuple[LocalNumber, ...] = ()
+    arguments: tuple[LocalArgument, ...] = ()
+
+
+def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
+    """How ``region`` runs on one of ``ranks``; None where no way was found.
+
+    Args:
+        probes: of one block, called in different ways (with a padding mask, without); the way must do for all.
+    """
+    if region.container == "":
+        return LocalForm()
+    with torch.no_grad():
+        rehearsals = [_Rehearsal(probe, region, ranks) for probe in probes]
+        numbers: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for rehearsal in rehearsals:
+            numbers |= rehearsal.numbers_that_matter()
+        for arguments in ((), *((argument,) for argument in rehearsals[0].arguments())):
+            for changes in _changes(numbers):
+                if all(rehearsal.succeeds(changes, arguments) for rehearsal in rehearsals):
+                    alone = all(rehearsal.succeeds(changes, arguments, without_hidden=True) for rehearsal in rehearsals)
+                    return LocalForm(rehearsals[0].hidden if alone else (), changes, arguments)
+    return None
+
+
+def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[tuple[LocalNumber, ...]]:
+    """Every way to change some of the numbers, fewest first."""
+    for count in range(min(len(numbers), MOST_CHANGES) + 1):
+        for chosen in itertools.combinations(numbers, count):
+            for values in itertools.product(*(numbers[key] for key in chosen)):
+                yield tuple(LocalNumber(*key, *value) for key, value in zip(chosen, values, strict=True))
+
+
+class _Rehearsal:
+    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave."""
+
+    def __init__(self, probe: Probe, region: Region, ranks: int):
+        self.probe, self.region, self.ranks = probe, region, ranks
+        self.call = probe.calls[region.container][0]
+        self.hidden = self._hidden()
+        self.entered: Tensor | None = None
+        self.copies = [self._copy(rank) for rank in range(ranks)]
+
+    def _hidden(self) -> tuple[int | str, ...]:
+        inputs = [next(iter(self.probe.calls[path][0].tensors.values())) for path in self.region.producers]
+        return tuple(key for key, value in self.call.tensors.items() if all(value is taken for taken in inputs))
+
+    def _copy(self, rank: int) -> nn.Module:
+        probe, region = self.probe, self.region
+        made = copy.deepcopy(probe.module(region.container))
+        inside = region.container + "."
+        stubs: dict[str, nn.Module] = {}
+        for path in (*region.producers, *region.spanning):
+            cut = region.cut_of(f"{path}.weight")
+            assert cut is not None
+            given = probe.output_of(path)
+            stubs[path] = _Gives(take(given, -1, cut.parts, rank, self.ranks))
+        stubs[region.consumer] = _Takes(self, probe.output_of(region.consumer))
+        for path, stub in stubs.items():
+            parent, _, name = path.removeprefix(inside).rpartition(".")
+            setattr(made.get_submodule(parent), name, stub)
+        for cut in region.cuts:
+            path, _, name = cut.name.rpartition(".")
+            if path not in stubs and (path + ".").startswith(inside):
+                module = made.get_submodule(path.removeprefix(region.container).removeprefix("."))
+                held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                held[name] = take(held[name].data, cut.dim, cut.parts, rank, self.ranks)
+        return made
+
+    def succeeds(self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False) -> bool:
+        """Whether every rank's copy brings its slice of the recorded input before the consumer."""
+        if without_hidden and not self.hidden:
+            return False
+        cut = self.region.cut_of(f"{self.region.consumer}.weight")
+        assert cut is not None
+        whole = self.probe.calls[self.region.consumer][0].entered
+        assert whole is not None
+        for rank, module in enumerate(self.copies):
+            found = self._run(module, rank, numbers, arguments, without_hidden)
+            expected = take(whole, -1, cut.parts, rank, self.ranks)
+            if found is None or found.shape != expected.shape or not _close(found, expected):
+                return False
+        return True
+
+    def _run(
+        self, module: nn.Module, rank: int, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], without_hidden: bool
+    ) -> Tensor | None:
+        args, kwargs = list(self.call.args), dict(self.call.kwargs)
+        rows = self._rows()
+        given: dict[int | str, Tensor] = {a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments}
+        if without_hidden:
+            given |= {key: torch.full_like(self.call.tensors[key], torch.nan) for key in self.hidden}
+        for key, value in given.items():
+            (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
+        self.entered = None
+        with changed(module, self.region.container, numbers):
+            try:
+                module(*args, **kwargs)
+            except Exception:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
+                return None
+        return self.entered
+
+    def _rows(self) -> int:
+        assert self.probe.call.entered is not None
+        return len(self.probe.call.entered)
+
+    def numbers_that_matter(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
+        """(module, attribute) -> the (whole, local) values to try, of those without which the container computes something else."""
+        found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        module, container = self.probe.module(self.region.container), self.region.container
+        for path, part in module.named_modules(prefix=container):
+            if path in (*self.region.producers, *self.region.spanning, self.region.consumer):
+                continue
+            for name, value in _numbers(part):
+                tried = [(value, local) for local in dict.fromkeys(self._scaled(value)) if local != value]
+                if any(self._matters(module, LocalNumber(path, name, *pair)) for pair in tried):
+                    found[path, name] = tried
+        return found
+
+    def _scaled(self, value: int) -> Iterator[int]:
+        """What a count may be on one rank: all groups, the joint ones, or how many of the former use one of the latter."""
+        ranks, joint = self.ranks, min(self.region.joint, self.ranks)
+        for numerator, denominator in ((1, ranks), (1, joint), (joint, ranks)):
+            if value * numerator % denominator == 0:
+                yield value * numerator // denominator
+
+    def _matters(self, module: nn.Module, number: LocalNumber) -> bool:
+        with changed(module, self.region.container, (number,)):
+            try:
+                output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
+            except Exception:  # noqa: BLE001
+                return True
+        before = self.call.left
+        return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
+
+    def arguments(self) -> Iterator[LocalArgument]:
+        """Tensor arguments with a dim that the ranks could share out."""
+        rows = self._rows()
+        for key, value in self.call.tensors.items():
+            if key in self.hidden:
+                continue
+            for dim, size in enumerate(value.shape):
+                if size % self.ranks == 0 and size >= self.ranks:
+                    yield LocalArgument(key, dim, False)
+                if size % (self.ranks * rows) == 0 and size > rows:
+                    yield LocalArgument(key, dim, True)
+
+
+class _Gives(nn.Module):
+    def __init__(self, output: Tensor):
+        super().__init__()
+        self.output = output
+        self.in_features = self.out_features = output.shape[-1]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.output.clone()
+
+
+class _Takes(nn.Module):
+    def __init__(self, rehearsal: _Rehearsal, like: Tensor):
+        super().__init__()
+        self.__dict__["rehearsal"], self.like = rehearsal, like
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.__dict__["rehearsal"].entered = x.clone()
+        return torch.zeros_like(self.like)
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The counts that a module keeps, by attribute; those of its config too."""
+    for name, value in vars(module).items():
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            yield name, value
+    for name, value in vars(getattr(module, "config", None) or nn.Identity()).items():
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            yield f"config.{name}", value
+
+
+@contextmanager
+def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> Iterator[None]:
+    """Attributes of ``module`` (at ``path``) and its submodules have other values inside; a config is replaced and never written to."""
+    kept: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for number in numbers:
+            home = module.get_submodule(number.module.removeprefix(path).removeprefix("."))
+            first, _, rest = number.name.partition(".")
+            kept.append((home, first, getattr(home, first)))
+            value: Any = number.local
+            if rest:
+                value = copy.copy(getattr(home, first))
+                setattr(value, rest, number.local)
+            setattr(home, first, value)
+        yield
+    finally:
+        for home, name, value in reversed(kept):
+            setattr(home, name, value)
+
+
+def share_of(tensor: Tensor, argument: LocalArgument, rows: int, rank: int, ranks: int) -> Tensor:
+    """One rank's share of a tensor argument along its dim."""
+    if not argument.by_row:
+        return tensor.chunk(ranks, dim=argument.dim)[rank]
+    split = tensor.unflatten(argument.dim, (rows, -1))
+    return split.chunk(ranks, dim=argument.dim + 1)[rank].flatten(argument.dim, argument.dim + 1)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= TOLERANCE * expected.norm())

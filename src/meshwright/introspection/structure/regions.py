@@ -1,0 +1,272 @@
+"""From measured influence to regions: the parts of a block that fall into groups which do not touch each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.core.names import owner
+from meshwright.core.parts import Part
+
+from .probe import Influence, Probe, Reach
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor falls into groups.
+
+    Attributes:
+        name: parameter or buffer, by its path within the block.
+        dim: the dim that is cut.
+        parts: what lies along it, in order (queries, keys and values that are blocked in one weight are three).
+    """
+
+    name: str
+    dim: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Column-parallel layers, what lies between, and the row-parallel layer that ends it.
+
+    Attributes:
+        kind: attention mixes tokens, a feed-forward does not.
+        container: path of the smallest module around it ("" is the block itself).
+        producers: linear layers that begin it.
+        consumer: the linear layer that ends it.
+        groups: groups of the consumer's input features (query heads; hidden features).
+        cuts: of the weights and biases of the producers, the consumer's weight, and what else belongs to single groups.
+        shared: other parameters inside, which all groups use.
+        spanning: norms between a producer and the rest that run over all its features.
+    """
+
+    kind: Literal["attention", "feed_forward"]
+    container: str
+    producers: tuple[str, ...]
+    consumer: str
+    groups: int
+    cuts: tuple[Cut, ...]
+    shared: tuple[str, ...] = ()
+    spanning: tuple[str, ...] = ()
+
+    @property
+    def joint(self) -> int:
+        """Groups of the part that has the fewest: up to so many ranks, nothing is held twice."""
+        return min(part.groups for cut in self.cuts for part in cut.parts)
+
+    def cut_of(self, name: str) -> Cut | None:
+        return next((cut for cut in self.cuts if cut.name == name), None)
+
+
+def find_regions(probe: Probe) -> tuple[Region, ...]:
+    """All regions of a block, in the order of their consumers."""
+    linears = list(probe.linears)
+    influence = probe.influence(linears, linears)
+    found = []
+    for consumer in linears:
+        producers = _producers(influence, consumer)
+        if not producers:
+            continue
+        region = _region(probe, influence, producers, consumer) or _with_norms(probe, producers, consumer)
+        if region is not None:
+            found.append(region)
+    return tuple(found)
+
+
+def _producers(influence: Influence, consumer: str) -> list[str]:
+    return [producer for producer, other in influence if other == consumer]
+
+
+def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | None:
+    """Once more with norms held that run over all features of a producer: they hide its groups."""
+    norms = [path for path in probe.calls if _spans(probe, path, producers)]
+    if not norms:
+        return None
+    held = [*probe.linears, *norms]
+    influence = probe.influence([*producers, *norms], held)
+    begins = _producers(influence, consumer)
+    through = {norm: _producers(influence, norm) for norm in norms if norm in begins}
+    if any(len(sources) != 1 for sources in through.values()):
+        return None
+    return _region(probe, influence, begins, consumer, {norm: sources[0] for norm, sources in through.items()}, held)
+
+
+def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
+    """Whether it is a module with parameters of its own that takes the very output of a producer and returns as much."""
+    calls = probe.calls[path]
+    if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
+        return False
+    if not probe.module(path)._parameters or calls[0].left.shape != calls[0].entered.shape:
+        return False
+    taken = next(iter(calls[0].tensors.values()))
+    return any(taken is probe.calls[producer][0].output for producer in producers)
+
+
+def _region(
+    probe: Probe,
+    influence: Influence,
+    producers: list[str],
+    consumer: str,
+    through: dict[str, str] | None = None,
+    held: list[str] | None = None,
+) -> Region | None:
+    """The region that a consumer ends, where its input features fall into groups; else None.
+
+    Args:
+        through: norm -> the linear layer before it, for producers that are norms.
+    """
+    through, held = through or {}, held or list(probe.linears)
+    if any(other != consumer and producer in producers for producer, other in influence if producer not in through.values()):
+        return None  # a producer that reaches other layers too
+    reach = {producer: influence[producer, consumer] for producer in producers}
+    size = reach[producers[0]].places.shape[1]
+    joint = _components([r.places for r in reach.values()])
+    fine = _components([r.places[~r.later] for r in reach.values()])  # of what acts at its own token only: queries
+    rows = _all_rows(reach, joint, fine) if len(fine) > len(joint) and _nested(joint, fine) else None
+    if rows is None:
+        fine, rows = joint, _all_rows(reach, joint, joint)
+    columns = _parts(_labels(fine, size), len(fine))
+    if rows is None or len(fine) < 2 or columns is None:
+        return None
+    cuts = [Cut(f"{consumer}.weight", 0 if probe.linears[consumer] else 1, columns)]
+    for producer, parts in rows.items():
+        for path in (producer, *([through[producer]] if producer in through else [])):
+            cuts += _cuts_of_producer(probe, path, parts)
+    linears = [through.get(producer, producer) for producer in producers]
+    container = _common([*linears, consumer])
+    others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, consumer, (fine, joint), held)
+    kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
+    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through))
+
+
+def _components(influences: list[Tensor]) -> list[list[int]]:
+    """Groups of columns that the rows of (rows, columns) tie together, by first column; columns that no row reaches are left out."""
+    influence = torch.cat(influences)
+    parent = list(range(influence.shape[1]))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for row in influence:
+        moved = row.nonzero().flatten().tolist()
+        for other in moved[1:]:
+            parent[root(other)] = root(moved[0])
+    members: dict[int, list[int]] = {}
+    for column in influence.any(0).nonzero().flatten().tolist():
+        members.setdefault(root(column), []).append(column)
+    return sorted(members.values())
+
+
+def _labels(groups: list[list[int]], size: int) -> list[int | None]:
+    labels: list[int | None] = [None] * size
+    for number, group in enumerate(groups):
+        for column in group:
+            labels[column] = number
+    return labels
+
+
+def _all_rows(reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]) -> dict[str, tuple[Part, ...]] | None:
+    """The parts that each producer's rows come in; None where some come in no order that can be dealt out."""
+    found = {producer: _rows(r, joint, fine) for producer, r in reach.items()}
+    return None if any(rows is None for rows in found.values()) else found  # type: ignore[return-value]
+
+
+def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[Part, ...] | None:
+    """Rows that act at later tokens too (keys, values) belong to the joint groups, the others (queries) to the fine ones."""
+    size = reach.places.shape[1]
+    firsts = [row.nonzero().flatten().tolist()[:1] for row in reach.places]
+    found: list[Part] = []
+    start, later = 0, reach.later.tolist()
+    while start < len(later):
+        end = next((i for i in range(start, len(later)) if fine is not joint and later[i] != later[start]), len(later))
+        groups = joint if later[start] else fine
+        labels = _labels(groups, size)
+        parts = _parts([labels[first[0]] if first else None for first in firsts[start:end]], len(groups))
+        if parts is None:
+            return None
+        found += parts
+        start = end
+    return tuple(found)
+
+
+def _parts(labels: Sequence[int | None], groups: int) -> tuple[Part, ...] | None:
+    """The parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares; None where it is no such sequence."""
+    parts: list[Part] = []
+    start = 0
+    while start < len(labels):
+        width = next((i for i, label in enumerate(labels[start:]) if label != 0), len(labels) - start)
+        part = [number for number in range(groups) for _ in range(width)]
+        if not width or list(labels[start : start + len(part)]) != part:
+            return None
+        parts.append(Part(len(part), groups))
+        start += len(part)
+    return tuple(parts)
+
+
+def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
+    """Whether each coarse group is a run of equally many fine ones."""
+    if len(fine) % len(coarse):
+        return False
+    share = len(fine) // len(coarse)
+    return all(sorted(itertools.chain(*fine[i * share : (i + 1) * share])) == group for i, group in enumerate(coarse))
+
+
+def _cuts_of_producer(probe: Probe, path: str, parts: tuple[Part, ...]) -> Iterator[Cut]:
+    """Of the tensors of a producer, whose output features come in ``parts``."""
+    for name, tensor in probe.module(path)._parameters.items():
+        if tensor is not None:
+            yield Cut(f"{path}.{name}", 1 if probe.linears.get(path) and tensor.dim() == 2 else 0, parts)
+
+
+def _common(paths: list[str]) -> str:
+    """The smallest module around all paths."""
+    container = owner(paths[0])
+    while not all(path.startswith(container + ".") or not container for path in paths):
+        container = owner(container)
+    return container
+
+
+def _other_tensors(
+    probe: Probe, container: str, known: set[str], consumer: str, partitions: tuple[list[list[int]], ...], held: list[str]
+) -> tuple[list[Cut], tuple[str, ...]]:
+    """Cuts of the other parameters and buffers in the container that belong to single groups; names of the parameters that all use."""
+    cuts: list[Cut] = []
+    shared: list[str] = []
+    module = probe.module(container)
+    for name, tensor in (*module.named_parameters(container), *module.named_buffers(container)):
+        name = name.removeprefix(".")
+        if name in known or not tensor.is_floating_point() or owner(name) in probe.linears:
+            continue
+        reach = probe.influence_of_tensor(name, tensor, held).get((name, consumer))
+        if reach is None:
+            continue
+        cut = next((found for columns in partitions if (found := _cut_of(name, tensor, reach.places, columns))), None)
+        if cut is not None:
+            cuts.append(cut)
+        elif isinstance(tensor, torch.nn.Parameter):
+            shared.append(name)
+    return cuts, tuple(shared)
+
+
+def _cut_of(name: str, tensor: Tensor, places: Tensor, columns: list[list[int]]) -> Cut | None:
+    """Along the first dim whose slices belong to single groups in order."""
+    if len(columns) < 2:
+        return None
+    of_column = _labels(columns, places.shape[1])
+    reached = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
+    if any(len(groups) != 1 for groups in reached):
+        return None
+    grid = torch.tensor([next(iter(groups)) for groups in reached]).view(tensor.shape)
+    for dim in range(tensor.dim()):
+        lines = grid.movedim(dim, 0).reshape(grid.shape[dim], -1)
+        if (lines == lines[:, :1]).all() and (parts := _parts(lines[:, 0].tolist(), len(columns))) is not None:
+            return Cut(name, dim, parts)
+    return None

@@ -1,0 +1,265 @@
+"""The structure of a model: its kinds of blocks with their regions, and what lies before and behind the blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.names import clean, is_within
+from meshwright.introspection.blocks import repeated_blocks
+
+from .local_form import LocalForm, local_form
+from .probe import PUSHED, Call, Probe, record
+from .regions import Region, find_regions
+from .sample import SEQ, Sample, kinds_of
+from .tail import Tail, find_tail
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks that are made of the same.
+
+    Attributes:
+        blocks: their paths.
+        hidden: which argument of a block is the residual stream.
+        regions: what can be cut.
+        gathers: linear layers that take the very same tensor, together; paths within the block.
+        summed: consumers whose outputs only meet in a sum, so that they may be reduced together; empty: none.
+        mixes_outside: whether tokens meet outside the regions.
+    """
+
+    blocks: tuple[str, ...]
+    hidden: int | str
+    regions: tuple[Region, ...]
+    gathers: tuple[tuple[str, ...], ...]
+    summed: tuple[str, ...]
+    mixes_outside: bool
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a model can be cut. Paths are those of the model.
+
+    Attributes:
+        blocks: paths of all, in forward order.
+        kinds: of blocks.
+        embedding: module that turns token ids into vectors, by rows of a weight; None where none was found.
+        embedding_is_hidden: its output is the first block's input as it is.
+        counts_tokens_behind: what lies between the last block and the head does not take a part of the sequence for a whole one.
+        before: parameters outside the blocks that the first block's input follows from.
+        head: linear layer that gives the logits; None where none was found.
+        tail: what is done to the logits behind it.
+    """
+
+    blocks: tuple[str, ...]
+    kinds: tuple[BlockKind, ...]
+    embedding: str | None
+    embedding_is_hidden: bool
+    counts_tokens_behind: bool
+    before: tuple[str, ...]
+    head: str | None
+    tail: Tail
+
+    def kind_of(self, block: str) -> BlockKind:
+        return next(kind for kind in self.kinds if block in kind.blocks)
+
+
+def measure(sample: Sample, model: nn.Module) -> tuple[Structure, dict[str, list[Probe]]]:
+    """The structure of ``model``, measured on a sample of it; and the probes of the sample's first block of each kind, by its path."""
+    runs = [record(sample.model, inputs, list(sample.blocks)) for inputs in sample.inputs]
+    first_probes, outside = runs[0]
+    paths = {key: paths for key, (_, paths) in _by_layout(model).items()}
+    kinds, probes = [], {}
+    for key, (_, here) in _by_layout(sample.model).items():
+        probe = first_probes[here[0]]
+        probes[here[0]] = [run[0][here[0]] for run in runs]
+        kinds.append(_kind(probe, tuple(paths.get(key, here))))
+    embedding = _embedding(sample, outside)
+    head = _head(sample, outside)
+    entry = first_probes[sample.blocks[0]].call
+    hidden = entry.tensors[kinds[0].hidden]
+    structure = Structure(
+        blocks=repeated_blocks(model),
+        kinds=tuple(kinds),
+        embedding=embedding,
+        embedding_is_hidden=embedding is not None and outside[embedding][0].output is hidden,
+        counts_tokens_behind=head is not None and _counts_tokens_behind(sample, head),
+        before=tuple(_before(sample, kinds[0].hidden)),
+        head=head,
+        tail=find_tail(sample.model, head, sample.inputs[0]) if head is not None else Tail(obstacle="no linear layer gives the logits"),
+    )
+    return structure, probes
+
+
+def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
+    """Kinds by class and names of parameters: a sample may have other widths."""
+    found: dict[tuple, tuple[int, list[str]]] = {}
+    for (kind, shapes), (index, paths) in kinds_of(model).items():
+        found.setdefault((kind, tuple(name for name, _ in shapes)), (index, []))[1].extend(paths)
+    return found
+
+
+def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
+    regions = find_regions(probe)
+    hidden = next(key for key, value in probe.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
+    return BlockKind(
+        blocks=blocks,
+        hidden=hidden,
+        regions=regions,
+        gathers=_gathers(probe, regions),
+        summed=_summed(probe, regions),
+        mixes_outside=_mixes_outside(probe, regions, hidden),
+    )
+
+
+def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...], ...]:
+    """The regions' producers, grouped by the identity of what they take."""
+    found: dict[int, list[str]] = {}
+    for region in regions:
+        for path in region.producers:
+            found.setdefault(id(next(iter(probe.calls[path][0].tensors.values()))), []).append(path)
+    return tuple(tuple(paths) for paths in found.values())
+
+
+def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
+    """Whether the outputs of all consumers may be moved into the last one's without changing what the block gives."""
+    consumers = [region.consumer for region in regions]
+    order = [path for path in probe.calls if path in consumers]  # of completion
+    if len(order) < 2 or any(producer in order for producer, _ in probe.influence(order, list(probe.linears))):
+        return ()
+    total = torch.stack([probe.output_of(path).view(probe.output_of(order[0]).shape) for path in order]).sum(0)
+    moved = {path: torch.zeros_like(total) for path in order[:-1]} | {order[-1]: total.view(probe.output_of(order[-1]).shape)}
+    rest = probe.call.left
+    with torch.no_grad(), _giving(probe, moved):
+        found = probe.rerun()
+    return tuple(order) if rest is not None and torch.allclose(found, rest, rtol=1e-6, atol=1e-9) else ()
+
+
+def _mixes_outside(probe: Probe, regions: tuple[Region, ...], hidden: int | str) -> bool:
+    """Whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
+    held = {region.consumer: probe.output_of(region.consumer) for region in regions}
+    args, kwargs = list(probe.call.args), dict(probe.call.kwargs)
+    pushed = probe.call.tensors[hidden].clone()
+    pushed[:, PUSHED] += 1.0
+    (args if isinstance(hidden, int) else kwargs)[hidden] = pushed  # type: ignore[index]
+    with torch.no_grad(), _giving(probe, held):
+        rest = probe.rerun()
+        found = Call.of((), {}, probe.block(*args, **kwargs)).left
+    assert found is not None
+    moved = (found != rest).flatten(2).any(-1)
+    return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
+
+
+@contextlib.contextmanager
+def _giving(probe: Probe, outputs: dict[str, Tensor]) -> Iterator[None]:
+    """Modules give these outputs, whatever they compute."""
+    handles = [probe.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone()) for path, kept in outputs.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
+    """A module that is called once, with token ids, and gives rows of its weight, each times the same factor."""
+    tokens = next(iter(sample.inputs[0].values()))
+    for path, calls in outside.items():
+        weight = sample.model.get_submodule(path)._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
+            continue
+        if calls[0].entered.shape == tokens.shape and torch.equal(calls[0].entered, tokens):
+            rows = weight[tokens]
+            factor = (calls[0].left * rows).sum() / rows.square().sum()
+            if calls[0].left.shape == rows.shape and torch.allclose(calls[0].left, rows * factor, rtol=1e-6):
+                return path
+    return None
+
+
+def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
+    """The last linear layer outside the blocks, if the logits have as many features as it gives."""
+    with torch.no_grad():
+        output = sample.model(**sample.inputs[0])
+    logits = output if isinstance(output, Tensor) else output.logits
+    probe = Probe(sample.model, {path: calls for path, calls in outside.items() if path})
+    last = [path for path, transposed in probe.linears.items() if not transposed and probe.output_of(path).shape == logits.shape]
+    return last[-1] if last else None
+
+
+def _counts_tokens_behind(sample: Sample, head: str) -> bool:
+    """Whether the head is given something else than half the tokens when the last block gives half of them."""
+    entered: list[Tensor] = []
+    half = SEQ // 2
+
+    def cut(module: nn.Module, args: tuple, output: Any) -> Any:
+        return output[:, :half] if isinstance(output, Tensor) else type(output)((output[0][:, :half], *output[1:]))
+
+    def run() -> None:
+        with contextlib.suppress(Exception), torch.no_grad():  # whatever the model's code raises when its sizes do not fit
+            sample.model(**sample.inputs[0])
+
+    note = sample.model.get_submodule(head).register_forward_pre_hook(lambda module, args: entered.append(args[0].clone()))
+    run()
+    with contextlib.closing(_Handles([note, sample.model.get_submodule(sample.blocks[-1]).register_forward_hook(cut)])):
+        run()
+    whole, *part = entered
+    return not part or part[0].shape != whole[:, :half].shape or not torch.equal(part[0], whole[:, :half])
+
+
+class _Handles:
+    def __init__(self, handles: list[Any]):
+        self.handles = handles
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _before(sample: Sample, hidden: int | str) -> list[str]:
+    """Parameters outside the blocks that move the first block's input."""
+    first = sample.model.get_submodule(sample.blocks[0])
+    entered: list[Tensor] = []
+
+    class Stop(Exception):
+        pass
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        entered.append((args[hidden] if isinstance(hidden, int) else kwargs[hidden]).clone())
+        raise Stop
+
+    def run() -> Tensor:
+        with contextlib.suppress(Stop), torch.no_grad():
+            sample.model(**sample.inputs[0])
+        return entered.pop()
+
+    handle = first.register_forward_pre_hook(note, with_kwargs=True)
+    found = []
+    try:
+        rest = run()
+        for name, parameter in sample.model.named_parameters():
+            if any(is_within(name, block) for block in sample.blocks):
+                continue
+            kept = parameter.detach().clone()
+            parameter.data += 1.0
+            moved = run()
+            parameter.data.copy_(kept)
+            if not torch.equal(moved, rest):
+                found.append(clean(name))
+    finally:
+        handle.remove()
+    return found
+
+
+def forms(structure: Structure, probes: dict[str, list[Probe]], ranks: int) -> dict[tuple[str, str], LocalForm | None]:
+    """How each region runs on one of ``ranks``, by (first block of its kind, consumer); None where no way was found."""
+    found: dict[tuple[str, str], Any] = {}
+    for (_, tried), kind in zip(probes.items(), structure.kinds, strict=True):
+        for region in kind.regions:
+            fits = region.groups % ranks == 0 and all(part.fits(ranks) for cut in region.cuts for part in cut.parts)
+            found[kind.blocks[0], region.consumer] = local_form(tried, region, ranks) if fits else None
+    return found

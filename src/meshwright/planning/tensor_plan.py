@@ -1,0 +1,223 @@
+"""Tensor parallelism, decided: what is cut, how each region runs on one of several ranks, and what stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import is_within, pattern
+from meshwright.core.parts import Part, is_plain, ranges
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.local_form import LocalForm
+from meshwright.introspection.structure.regions import Cut, Region
+from meshwright.introspection.structure.structure import BlockKind, Structure
+from meshwright.introspection.structure.tail import Tail
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """A region that is cut, and how it runs on one rank."""
+
+    region: Region
+    form: LocalForm
+
+
+@dataclass(frozen=True)
+class BlocksPlan:
+    """Blocks that are cut alike. See ``introspection.structure.BlockKind``.
+
+    Attributes:
+        blocks: their paths.
+        hidden: which argument of a block is the residual stream.
+        regions: what is cut.
+        gathers: column-parallel layers that share one gathered input.
+        summed: row-parallel layers that are reduced together, the last one last; empty: each by itself.
+    """
+
+    blocks: tuple[str, ...]
+    hidden: int | str
+    regions: tuple[RegionPlan, ...]
+    gathers: tuple[tuple[str, ...], ...]
+    summed: tuple[str, ...] = ()
+
+    def cuts(self) -> Iterator[Cut]:
+        """Of parameters, by their names within a block. Norms over all features are computed whole."""
+        for planned in self.regions:
+            for cut in planned.region.cuts:
+                if cut.name.rpartition(".")[0] not in planned.region.spanning:
+                    yield cut
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What every rank of the tensor axis does.
+
+    Attributes:
+        ranks: size of the axis.
+        source: where the plan comes from, in words.
+        blocks: all of them, in forward order.
+        sequence_parallel: between blocks each rank has its part of the sequence only.
+        regather: gathered activations are not kept for backward but gathered again.
+        kinds: of blocks.
+        embedding: the module that turns ids into vectors, its rows shared out; "": it stays whole.
+        embedding_is_hidden: nothing lies between it and the first block.
+        gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its tokens; else at the head.
+        before: whole parameters that the first block's input follows from: all ranks compute them alike.
+        head: the layer that gives the logits, its rows shared out; "": it stays whole.
+        tail: what the model does to the logits.
+    """
+
+    ranks: int
+    source: str
+    blocks: tuple[str, ...]
+    sequence_parallel: bool
+    regather: bool
+    kinds: tuple[BlocksPlan, ...]
+    embedding: str = ""
+    embedding_is_hidden: bool = False
+    gathers_after_blocks: bool = False
+    before: tuple[str, ...] = ()
+    head: str = ""
+    tail: Tail = field(default_factory=Tail)
+
+    @property
+    def last_block(self) -> str:
+        return self.blocks[-1]
+
+    def kind_of(self, block: str) -> BlocksPlan:
+        return next(kind for kind in self.kinds if block in kind.blocks)
+
+    def only(self, blocks: tuple[str, ...]) -> TensorPlan:
+        """The same for a model with these blocks alone."""
+        kinds = tuple(replace(k, blocks=tuple(block for block in k.blocks if block in blocks)) for k in self.kinds)
+        return replace(self, blocks=blocks, kinds=kinds)
+
+    def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[Part, ...]] | None:
+        """(dim, parts) of a parameter of that shape, if it is cut; None of one that stays whole."""
+        path = name.rpartition(".")[0]
+        if path and path in (self.embedding, self.head):
+            return 0, (Part(shape[0], shape[0]),)
+        for kind in self.kinds:
+            block = next((block for block in kind.blocks if is_within(name, block)), None)
+            if block is not None:
+                within = name[len(block) + 1 :]
+                return next(((cut.dim, cut.parts) for cut in kind.cuts() if cut.name == within), None)
+        return None
+
+    def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the first rank's part of a parameter."""
+        cut = self.cut_of(name, shape)
+        if cut is None:
+            return tuple(shape)
+        dim, parts = cut
+        size = (
+            -(-shape[dim] // self.ranks) if is_plain(parts, self.ranks) else sum(high - low for low, high in ranges(parts, 0, self.ranks))
+        )
+        return (*shape[:dim], size, *shape[dim + 1 :])
+
+    def is_summed(self, name: str) -> bool:
+        """Whether the gradient of a parameter that stays whole is a sum over the ranks, of what each finds for its part."""
+        if name in self.before:
+            return False
+        if self.sequence_parallel:
+            return True
+        for kind in self.kinds:
+            block = next((block for block in kind.blocks if is_within(name, block)), None)
+            if block is not None:
+                return any(_is_inside(planned.region, name[len(block) + 1 :]) for planned in kind.regions)
+        return False
+
+
+def _is_inside(region: Region, name: str) -> bool:
+    return name in region.shared or name.rpartition(".")[0] in region.spanning
+
+
+def make_tensor_plan(measured: Measured, *, sequence_parallel: bool = True, regather: bool = True) -> tuple[TensorPlan, tuple[str, ...]]:
+    """The plan that follows from a measured structure, and what has to be said of it.
+
+    Raises:
+        UnsupportedError: nothing of the model can be cut.
+    """
+    structure = measured.structure
+    notes: list[str] = []
+    kinds = []
+    for kind in structure.kinds:
+        kept = []
+        for region in kind.regions:
+            form = measured.forms[kind.blocks[0], region.consumer]
+            if form is None:
+                notes.append(f"{pattern(kind.blocks[0])}.{region.container}: {LEFT_WHOLE[region.kind]}")
+            else:
+                kept.append(RegionPlan(region, form))
+        if not kind.regions:
+            notes.append(f"{pattern(kind.blocks[0])}: no layers were found whose features fall into groups; every rank computes it whole")
+        producers = {path for planned in kept for path in planned.region.producers}
+        gathers = tuple(paths for group in kind.gathers if (paths := tuple(path for path in group if path in producers)))
+        consumers = {planned.region.consumer for planned in kept}
+        summed = kind.summed if consumers.issuperset(kind.summed) else ()
+        kinds.append(BlocksPlan(kind.blocks, kind.hidden, tuple(kept), gathers, summed))
+    if not any(kind.regions for kind in kinds):
+        raise UnsupportedError("layout.tp: no layers of this model were found that could be cut: " + "; ".join(notes))
+    obstacle = next(filter(None, (_sequence_obstacle(kind, planned) for kind, planned in zip(structure.kinds, kinds, strict=True))), "")
+    if sequence_parallel and obstacle:
+        notes.append(f"every rank holds the whole sequence between blocks: {obstacle}")
+    for what, path in (("embedding", structure.embedding), ("head", structure.head)):
+        if path is None:
+            notes.append(f"the {what} was not recognised and stays whole on every rank")
+    plan = TensorPlan(
+        ranks=measured.ranks,
+        source="measured",
+        blocks=structure.blocks,
+        sequence_parallel=sequence_parallel and not obstacle,
+        regather=regather,
+        kinds=tuple(kinds),
+        embedding=structure.embedding or "",
+        embedding_is_hidden=structure.embedding_is_hidden,
+        gathers_after_blocks=structure.counts_tokens_behind,
+        before=structure.before,
+        head=structure.head or "",
+        tail=structure.tail,
+    )
+    return plan, tuple(notes)
+
+
+LEFT_WHOLE = {
+    "attention": "its heads could not be computed apart, so every rank computes this attention whole",
+    "feed_forward": "it could not be computed in parts, so every rank computes it whole",
+}
+
+
+def _sequence_obstacle(kind: BlockKind, planned: BlocksPlan) -> str:
+    """Why activations between these blocks cannot be cut along the sequence; empty where they can."""
+    name = pattern(kind.blocks[0])
+    if kind.mixes_outside:
+        return f"tokens meet in {name} outside the layers that are cut"
+    if len(planned.regions) < len(kind.regions):
+        return f"a part of {name} stays whole"
+    for region in planned.regions:
+        if region.region.kind == "attention" and not region.form.hidden:
+            return f"the attention of {name} has no module of its own that is given the gathered sequence"
+    return ""
+
+
+def words_of_cut(dim: int, parts: tuple[Part, ...]) -> str:
+    """A cut in several parts, or with copies, as a plan writes it: the sizes of its parts, and the shares in each."""
+    return f"Shard({dim}: {' + '.join(f'{part.size}/{part.groups}' for part in parts)})"
+
+
+def placement_words(cut: tuple[int, tuple[Part, ...]] | None, ranks: int) -> str:
+    """Where a parameter lies on the tensor axis."""
+    if cut is None:
+        return "Replicate()"
+    return f"Shard({cut[0]})" if is_plain(cut[1], ranks) else words_of_cut(*cut)
+
+
+def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
+    """The sizes of the tensor axis that every region can be shared out to."""
+    regions = [region for kind in structure.kinds for region in kind.regions]
+    return [ranks for ranks in range(1, most + 1) if all(fits(region, ranks) for region in regions)]
+
+
+def fits(region: Region, ranks: int) -> bool:
+    return region.groups % ranks == 0 and all(part.fits(ranks) for cut in region.cuts for part in cut.parts)
