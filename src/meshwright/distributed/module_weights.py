@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, owner
@@ -105,7 +106,7 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
-                self.storages |= {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args[place]) if isinstance(t, Tensor)}
+                self.storages |= {t.untyped_storage()._cdata for t in tree_leaves(args[place]) if isinstance(t, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
