@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,13 @@ class CausalLM:
         config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built in.
         dtype: name of the parameters' dtype.
         trust_remote_code: whether code that lies beside the config may run.
+        experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take no float64.
     """
 
     config: Any
     dtype: str = "float32"
     trust_remote_code: bool = False
+    experts: str = ""
 
     def __call__(self) -> nn.Module:
         """The module, without a key-value cache: with one, transformers neither keeps packed documents apart nor survives recomputation.
@@ -46,8 +49,10 @@ class CausalLM:
         auto = _transformers().AutoModelForCausalLM
         config = copy.deepcopy(self.config)
         config.get_text_config().use_cache = False
+        experts = self.experts or ("eager" if self.dtype == "float64" else "")
+        options = {"experts_implementation": experts} if experts else {}
         try:
-            return auto.from_config(config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code)
+            return auto.from_config(config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code, **options)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
             raise ConfigError(f"{KEY}: transformers cannot build a causal language model of {type(config).__name__}: {error}") from error
 
@@ -97,7 +102,12 @@ def _absent(path: str | Path, place: Path) -> str:
         return f"{KEY} = {path}: the folder holds no {CONFIG}, so it is no Hugging Face model"
     text = f"{KEY} = {path} is neither a folder with a {CONFIG} nor such a file."
     near = nearest(place.name, [entry.name for entry in place.parent.iterdir()]) if place.parent.is_dir() else ""
-    return f"{text}{near} Models are not downloaded: fetch one with 'hf download {path} --local-dir FOLDER', and give the folder"
+    hint = (
+        f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder"
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path))
+        else ""
+    )
+    return f"{text}{near} Models are not downloaded{hint}"
 
 
 def _json(file: Path) -> dict[str, Any]:
