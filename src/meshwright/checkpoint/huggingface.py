@@ -80,7 +80,9 @@ class Pretrained:
             raise IntegrityError(f"{self.folder}: its weights could not be read ({error}). {consequence}") from error
 
 
-pretrained = Pretrained
+def pretrained(folder: str | Path) -> Pretrained:
+    """The weights in a folder of Hugging Face, for ``parallelize(model, mesh, weights=pretrained(folder))``; nothing is read yet."""
+    return Pretrained(folder)
 
 
 @dataclass
@@ -118,6 +120,11 @@ class _Match:
     def in_order(self) -> Iterator[tuple[str, Source]]:
         """As they lie in the files."""
         yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Global name -> parameter (tied ones once) or persistent buffer: what a file or checkpoint must hold of a model."""
+    return _names(model)[0]
 
 
 def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str]]:

@@ -56,7 +56,7 @@ def load(
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
         options = _options(parallel_model, optimizer, manifest, path) if restore_options else []
     random_state = _own_random_state(manifest)
-    _read({**wanted, **state, **random_state}, path)
+    read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state)
         for group, saved in zip(optimizer.param_groups, options, strict=False):
@@ -153,7 +153,25 @@ def _put_random_state(state: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _read(tensors: dict[str, Tensor], path: Path) -> None:
+def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Read a checkpoint's model, and nothing else of it, into ``tensors`` ("model.<name>" -> parameter or persistent buffer). Collective.
+
+    Raises:
+        IntegrityError, ConfigError: as ``load`` does.
+    """
+    path = Path(os.path.abspath(path))
+    manifest = open_manifest(path)
+    verify_files(path, manifest)
+    _check_model(tensors, manifest, path)
+    read_tensors(tensors, path)
+
+
+def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Read tensors by key from a checkpoint whose files were verified. Collective, or alone without a process group.
+
+    Raises:
+        IntegrityError: that fails in the middle.
+    """
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group

@@ -44,6 +44,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class TensorFiles:
     """Tensors by name. Opening reads and checks the headers only.

@@ -102,11 +102,8 @@ def _absent(path: str | Path, place: Path) -> str:
         return f"{KEY} = {path}: the folder holds no {CONFIG}, so it is no Hugging Face model"
     text = f"{KEY} = {path} is neither a folder with a {CONFIG} nor such a file."
     near = nearest(place.name, [entry.name for entry in place.parent.iterdir()]) if place.parent.is_dir() else ""
-    hint = (
-        f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder"
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path))
-        else ""
-    )
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) is not None
+    hint = f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder" if is_name else ""
     return f"{text}{near} Models are not downloaded{hint}"
 
 

@@ -65,6 +65,12 @@ def causal_lm(config: Config) -> CausalLM:
     return read_causal_lm(place if place.exists() else m.hf, dtype=dtype, trust_remote_code=m.trust_remote_code)
 
 
+def with_kept_model(config: Config, run: Path) -> Config:
+    """The config with the Hugging Face model that the run kept, whatever became of the folder that it began from."""
+    kept = run / FOLDER
+    return replace(config, model=replace(config.model, hf=str(kept))) if config.model.hf and (kept / CONFIG).is_file() else config
+
+
 def initial_weights(config: Config) -> Pretrained | None:
     """The weights that a run begins from; None where they are drawn, or where a checkpoint takes their place.
 

@@ -43,7 +43,8 @@ def tokenizer_name(config: Config) -> str:
 
 
 def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names; of a run that exists, and whose tokenizer was trained for it or is gone, the one it keeps.
+    """The tokenizer that ``data.tokenizer`` names; of a run that exists the one it keeps, where it was trained for
+    it or is gone.
 
     Raises:
         ConfigError: there is none of that name.
