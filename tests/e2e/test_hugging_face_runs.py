@@ -140,7 +140,7 @@ def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["{run}", "{out}"], "--to is missing Legal: hf"),
+        (["{run}", "{out}"], "--to is missing. Legal: hf"),
         (["{run}", "--to", "hg", "{out}"], "--to = 'hg' is no format that meshwright writes. Did you mean 'hf'?"),
         (["{run}", "--to=hf"], "needs the folder of a run and a new folder"),
         (["{run}", "--to=hf", "{out}", "more"], "does not know 'more'"),
@@ -211,7 +211,7 @@ def test_another_model_does_not_continue_a_run(train, run, tmp_path):
     saved(tmp_path / "other", "qwen3_moe", num_experts=2)
     save_tokenizer(tmp_path / "other")
     (result,) = train(1, {"model.hf": str(tmp_path / "other"), "layout.dp_shard": 1, "steps": 5}, folder=run)
-    assert isinstance(result.error, ConfigError) and "model.num_experts was 4 and is now 2" in str(result.error)
+    assert isinstance(result.error, ConfigError) and "model.num_local_experts was 4 and is now 2" in str(result.error)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_plan_inspect_and_verify_take_the_model_too(ask, model, base):
     for what in (model, model / "config.json"):
         status, said, _ = ask("inspect", what)
         assert status == 0 and "longest sequence: 64" in said and "repeated blocks: model.layers.* (2)" in said
-        assert ("weights: 47 tensors, float32" if what is model else "weights: none beside the config") in said
+        assert ("weights: 45 tensors, float32" if what is model else "weights: none beside the config") in said
     status, said, _ = ask("verify", f"--model.hf={model}", "--layout=dp_shard=2", "--dtypes=fp64", "--steps=1")
     assert status == 0 and said.startswith("dp_shard=2: equal within rounding")
     status, _, err = ask("verify", f"--model.hf={model}", "--layout=dp_shard=2", "--shrink")

@@ -94,6 +94,9 @@ def with_experts() -> nn.Module:
 
 def saved(folder: Path, family: str = "llama", *, seed: int = 1, file_size: str = "5GB", **changes: Any) -> nn.Module:
     """A model of a family, and its folder."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     model = on_cpu(config_of(family, **changes), seed)
     model.save_pretrained(folder, max_shard_size=file_size)  # type: ignore[operator]
     return model

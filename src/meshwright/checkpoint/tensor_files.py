@@ -17,7 +17,7 @@ from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+OTHERS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -86,7 +86,7 @@ def holds_weights(folder: Path) -> bool:
     """
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return True
-    others = [*(path.name for pattern in ("*.safetensors", *PICKLED) for path in folder.glob(pattern))] if folder.is_dir() else []
+    others = [*(path.name for pattern in OTHERS for path in folder.glob(pattern))] if folder.is_dir() else []
     if others:
         raise ConfigError(
             f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read. Save them as safetensors"

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     dtype, argv = take_option(argv, "--dtype", str)
     like, argv = take_option(argv, "--like", str)
     if form not in FORMATS:
-        what = "--to is missing" if form is None else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
+        what = "--to is missing." if form is None else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
         raise ConfigError(f"{what} Legal: {', '.join(FORMATS)}, as in: meshwright convert runs/demo-… --to hf FOLDER")
     refuse_rest(argv[2:], "meshwright convert", "--to, --step, --dtype, --like")
     if len(argv) < 2 or any(word.startswith("-") for word in argv):
