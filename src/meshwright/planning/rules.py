@@ -215,7 +215,8 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(
             f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids from"
-            f" {facts.vocab_size} up would have no embedding. Use a smaller tokenizer, or set model.vocab_size = {batch.vocab_size} for meshwright's own decoder."
+            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size}"
+            f" (of meshwright's own decoder) or use a smaller tokenizer."
         )
 
 
