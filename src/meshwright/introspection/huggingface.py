@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedEr
 CONFIG = "config.json"
 KEY = "model.hf"
 TRUST = "model.trust_remote_code"
+ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class CausalLM:
         config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built in.
         dtype: name of the parameters' dtype.
         trust_remote_code: whether code that lies beside the config may run.
+        stored: what the config's file says, where there is one.
         experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take no float64.
     """
 
@@ -39,6 +41,7 @@ class CausalLM:
     dtype: str = "float32"
     trust_remote_code: bool = False
     experts: str = ""
+    stored: dict[str, Any] | None = field(default=None, compare=False)
 
     def __call__(self) -> nn.Module:
         """The module, without a key-value cache: with one, transformers neither keeps packed documents apart nor survives recomputation.
@@ -58,9 +61,12 @@ class CausalLM:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The config as JSON values, without what says nothing about the model: where it lay, who wrote it, how it was stored."""
-        said = json.loads(self.config.to_json_string(use_diff=False))
-        return {key: value for key, value in said.items() if key not in ("transformers_version", "_name_or_path", "dtype", "torch_dtype")}
+        """The config as JSON values, without what says nothing about the model: who wrote it, and how its weights are stored.
+
+        Of a file what it says itself: with the defaults of transformers it would be another after an update.
+        """
+        said = self.stored or json.loads(self.config.to_json_string(use_diff=False))
+        return {key: value for key, value in said.items() if key not in ABOUT_THE_FILE}
 
 
 def is_config(model: Any) -> bool:
@@ -94,7 +100,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     except Exception as error:  # its validators raise errors of their own
         first = str(error).strip().splitlines()
         raise ConfigError(f"{KEY}: {file} is no config that transformers reads: {' '.join(line.strip() for line in first)}") from error
-    return CausalLM(config, dtype, trust_remote_code)
+    return CausalLM(config, dtype, trust_remote_code, stored=said)
 
 
 def _absent(path: str | Path, place: Path) -> str:
