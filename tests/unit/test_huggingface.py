@@ -368,3 +368,41 @@ def test_weights_are_not_written_over_a_model_that_has_some(folder):
 
 def test_experts_in_float64_are_computed_one_by_one():
     assert CausalLM(config_of("qwen3_moe"), "float64")().config._experts_implementation == "eager"
+
+
+def test_weights_that_are_not_all_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"weights= wrote no model\.embed_tokens\.weight, .* \(21 parameters in all\)"):
+        parallelize(read_causal_lm(folder), ONE, weights=lambda model: set())
+
+
+CODE = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    def __init__(self, width=8, **more):
+        self.width = width
+        super().__init__(**more)
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.head = nn.Embedding(96, config.width), nn.Linear(config.width, 96)
+        self.post_init()
+    def forward(self, input_ids):
+        return CausalLMOutput(logits=self.head(self.embed(input_ids)))
+"""
+
+
+def test_code_beside_a_config_runs_when_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own.py").write_text(CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "width": 16, "auto_map": classes}))
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code = true"):
+        read_causal_lm(tmp_path)
+    made = parallelize(read_causal_lm(tmp_path, trust_remote_code=True), ONE).parts[0]
+    assert made(some_tokens()).logits.shape == (2, 12, 96) and made.get_parameter("embed.weight").shape == (96, 16)

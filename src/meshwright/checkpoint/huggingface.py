@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,10 +72,10 @@ class Pretrained:
         for name, source in match.in_order():
             self._reading(lambda name=name, source=source: _fill(match.tensors[name], source), "The model now holds a part of them.")
 
-    def _reading(self, action, consequence: str) -> None:
+    def _reading(self, action: Callable[[], None], consequence: str) -> None:
         try:
             action()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             if isinstance(error, IntegrityError):
                 raise
             raise IntegrityError(f"{self.folder}: its weights could not be read ({error}). {consequence}") from error

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.shards import local_part
 
 from .manifest import Manifest, damage, strangers
 from .replacing import PARTIAL, settle
@@ -151,6 +153,14 @@ def _put_random_state(state: dict[str, Tensor]) -> None:
             torch.set_rng_state(value)
         else:
             torch.cuda.set_rng_state(value)
+
+
+def to_be_loaded(model: nn.Module) -> set[str]:
+    """``weights=`` of a model whose checkpoint is loaded next: drawing them would take longer. Until then they are nan, and
+    a forgotten load shows."""
+    for parameter in model.parameters():
+        local_part(parameter.detach())[0].fill_(torch.nan)
+    return {clean(name) for name, _ in model.named_parameters()}
 
 
 def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:

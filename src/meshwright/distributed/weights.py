@@ -43,13 +43,16 @@ def materialise(
 
     Raises:
         UnsupportedError: a module has parameters or buffers and no way to initialise them.
-        ConfigError: a ``weight_law`` that says neither "normal" nor "constant".
+        ConfigError: a ``weight_law`` that says neither "normal" nor "constant", or ``weights`` that are not all.
     """
     model.to_empty(device=device)
     _tie(model, ties)
     with torch.no_grad():
         if weights is not None:
-            return initialise_by_modules(model, seed, buffers_only=True) | weights(model)
+            written = initialise_by_modules(model, seed, buffers_only=True) | weights(model)
+            if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
+                raise ConfigError(f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one")
+            return written
         return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
 
 

@@ -49,7 +49,7 @@ class CausalLM:
         Raises:
             ConfigError: transformers has no causal language model for the config, or its values do not fit together.
         """
-        auto = _transformers().AutoModelForCausalLM
+        auto = import_transformers().AutoModelForCausalLM
         config = copy.deepcopy(self.config)
         config.get_text_config().use_cache = False
         experts = self.experts or ("eager" if self.dtype == "float64" else "")
@@ -88,7 +88,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     if not file.is_file():
         raise ConfigError(_absent(path, place))
     said = _json(file)
-    transformers = _transformers()
+    transformers = import_transformers()
     _check_type(said, file, transformers, trust_remote_code)
     if said.get("quantization_config"):
         raise UnsupportedError(
@@ -138,11 +138,12 @@ def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bo
     raise ConfigError(f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__} lacks.{nearest(kind, known)}")
 
 
-def _transformers() -> Any:
+def import_transformers(what: str = KEY) -> Any:
+    """The package. Raises MissingExtraError, saying ``what`` needs it."""
     try:
         import transformers
     except ImportError as error:
-        raise MissingExtraError(KEY, "transformers", "hf") from error
+        raise MissingExtraError(what, "transformers", "hf") from error
     return transformers
 
 

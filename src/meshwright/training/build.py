@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
 from meshwright.data import Tokenizer
 from meshwright.distributed.mesh import data_position
@@ -27,7 +28,7 @@ from meshwright.planning.plan import Plan
 
 from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
-from .model_source import ModelSource, Shape, identity_of, initial_weights, model_source, resolved_model, shape_of, where_weights_come_from
+from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
 from .monitoring.progress import Progress
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
@@ -65,10 +66,10 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     refuse_contradictions(config)
     tokenizer = run_tokenizer(config, progress.say)
     source = model_source(config, tokenizer)
-    weights = initial_weights(config)
+    weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
-    if weights is not None:
+    if isinstance(weights, Pretrained):
         weights.check(as_module(source))
     trace = open_trace(config)
     with timeline.phase("process group"), stop.released():
@@ -82,7 +83,6 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights}
         rows = config.batch.microbatch
         model = parallelize(source, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
-        model.learn_documents()
         optimizer = build_optimizer(config, model.named_parameters())
         if config.process.audit:
             model.audit(optimizer.optimizer)

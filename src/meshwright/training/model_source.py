@@ -10,10 +10,12 @@ from typing import Any
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
+from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer
+from meshwright.distributed.weights import Weights
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
 from meshwright.models.decoder_config import SIZES, DecoderConfig, parameter_count
@@ -71,23 +73,28 @@ def with_kept_model(config: Config, run: Path) -> Config:
     return replace(config, model=replace(config.model, hf=str(kept))) if config.model.hf and (kept / CONFIG).is_file() else config
 
 
-def initial_weights(config: Config) -> Pretrained | None:
-    """The weights that a run begins from; None where they are drawn, or where a checkpoint takes their place.
+def file_weights(config: Config) -> Pretrained | None:
+    """The weights that lie beside a Hugging Face model; None without any.
 
     Raises:
-        ConfigError: the model's folder has weights that cannot be read.
+        ConfigError: there are some that cannot be read.
     """
     folder = Path(config.model.hf).expanduser() if config.model.hf else None
-    if folder is None or _has_checkpoint(config) or not folder.is_dir() or not holds_weights(folder):
-        return None
-    return pretrained(folder)
+    return pretrained(folder) if folder is not None and folder.is_dir() and holds_weights(folder) else None
+
+
+def first_weights(config: Config) -> Weights | None:
+    """Where a run's parameters come from when its model is laid out; None: they are drawn by the model's law."""
+    if config.model.hf and _has_checkpoint(config):
+        return to_be_loaded
+    return file_weights(config)
 
 
 def where_weights_come_from(config: Config) -> str:
     """In words."""
     if _has_checkpoint(config):
         return "of the run's checkpoint"
-    return f"read from {config.model.hf}" if initial_weights(config) else f"drawn from seed {config.seed}: {config.model.hf} holds none"
+    return f"read from {config.model.hf}" if file_weights(config) else f"drawn from seed {config.seed}: {config.model.hf} holds none"
 
 
 def _has_checkpoint(config: Config) -> bool:

@@ -32,7 +32,7 @@ class Sampler:
         master = config.techniques.precision.master
         wishes = Techniques(precision=Precision(master, master, master))
         plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=wishes)
-        self.model = parallelize(source, None, plan=plan)
+        self.model = parallelize(source, None, plan=plan, weights=checkpoint.to_be_loaded if config.model.hf else None)
         checkpoint.load(self.model, path)
 
     def continue_text(self, prompt: str, tokens: int, *, temperature: float, seed: int) -> str:

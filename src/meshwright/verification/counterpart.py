@@ -17,7 +17,7 @@ from meshwright.checkpoint.export import ToFile, as_transformers_saves
 from meshwright.comparison.equality import relative_errors
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM
+from meshwright.introspection.huggingface import CausalLM, import_transformers
 from meshwright.models.decoder import Decoder, rotary_frequencies
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.training.config import Config
@@ -74,7 +74,7 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
         ConfigError: transformers has no such model type.
         UnsupportedError: it has no form of rotary positions with our frequencies.
     """
-    from transformers import AutoConfig
+    transformers = import_transformers("--like")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
     if kind not in known:
@@ -94,7 +94,7 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
         "eos_token_id": end,
         "pad_token_id": None,
     }
-    config_class: Any = AutoConfig.for_model(kind).__class__
+    config_class: Any = transformers.AutoConfig.for_model(kind).__class__
     try:
         made = config_class(**sizes, rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta})
         if getattr(made, "sliding_window", None) is not None:

@@ -21,7 +21,7 @@ from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
-from meshwright.training.model_source import ModelSource, initial_weights, model_source
+from meshwright.training.model_source import ModelSource, file_weights, model_source
 from meshwright.training.monitoring.progress import Progress
 from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
@@ -113,7 +113,7 @@ class _Recorder:
         """The steps, computed in a dtype; ``draw``: which of the perturbed ones, 0: as they are."""
         c = self.config
         problem = Problem(self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze})
-        model = build(problem, weights=initial_weights(c)).to(self.device)
+        model = build(problem, weights=file_weights(c)).to(self.device)
         noise = torch.finfo(torch_dtype(dtype)).eps * (draw > 0) * (1.0 if dtype == self.master else 0.5)
         rows = 1 if draw == 1 else rows_per_forward(c)
         one = OneProcess(model, compute=torch_dtype(dtype), rows=rows, noise=noise, seed=draw)
