@@ -89,10 +89,13 @@ def as_transformers_saves(model: nn.Module) -> ToFile:
 def _files(planned: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
     """The tensors of each file, in order."""
     groups: list[list[_Entry]] = [[]]
+    full = 0
     for entry in planned:
-        if groups[-1] and sum(other.bytes for other in groups[-1]) + entry.bytes > limit:
+        if groups[-1] and full + entry.bytes > limit:
             groups.append([])
+            full = 0
         groups[-1].append(entry)
+        full += entry.bytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
@@ -101,14 +104,16 @@ def _files(planned: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
 def _tensors(checkpoint: Path, manifest: Manifest, names: list[str], to_file: ToFile, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """What the files hold, in the order of the plan."""
     chunk: dict[str, Tensor] = {}
-    for place, own in enumerate(names):
+    held = 0
+    for own in names:
         chunk[own] = _empty(manifest, own, "cpu")
-        if sum(tensor.nbytes for tensor in chunk.values()) < CHUNK_BYTES and place + 1 < len(names):
+        held += chunk[own].nbytes
+        if held < CHUNK_BYTES and own != names[-1]:
             continue
         read_tensors({f"model.{name}": tensor for name, tensor in chunk.items()}, checkpoint)
         for name, tensor in chunk.items():
             yield from to_file(name, _cast(tensor, dtype)).items()
-        chunk = {}
+        chunk, held = {}, 0
 
 
 def _empty(manifest: Manifest, name: str, device: str) -> Tensor:

@@ -173,7 +173,7 @@ def _take(found: dict[str, str], left: list[str], name: str, candidates: list[st
 
 
 def _says(name: str, words: tuple[str, ...]) -> bool:
-    """Whether the words of a name, without what says that it is a projection's weight, contain one of ``words`` and no more of norms."""
+    """Whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
     said = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
     return any(said[-len(text.split()) :] == text.split() for text in words)
 
