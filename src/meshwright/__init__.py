@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint import load, save
+    from meshwright.checkpoint import load, pretrained, save
     from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, UnsupportedError
     from meshwright.distributed.parallel_model import ParallelModel, StepLoss, StepResult
     from meshwright.distributed.parallelize import parallelize
@@ -41,6 +41,7 @@ __all__ = [
     "load",
     "parallelize",
     "plan",
+    "pretrained",
     "save",
     "verify",
 ]
@@ -64,6 +65,7 @@ _HOME = {
     "load": "meshwright.checkpoint",
     "parallelize": "meshwright.distributed.parallelize",
     "plan": "meshwright.planning.build",
+    "pretrained": "meshwright.checkpoint",
     "save": "meshwright.checkpoint",
     "verify": "meshwright.verification.verify",
 }

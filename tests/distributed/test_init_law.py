@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import foreign
+from support import families, foreign
 from support.problems import DDP2, FSDP4, HSDP, ONE, SEED, TIED, UNTIED
 from support.train import collect
 from torch import nn
@@ -34,6 +34,8 @@ MODELS = {
     "foreign": foreign.on_meta,
     "tied foreign": foreign.on_meta_tied,
     "torch's own layer": torchs_own,
+    "tied, of transformers": families.tied,
+    "experts, of transformers": families.with_experts,
 }
 
 

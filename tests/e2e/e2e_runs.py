@@ -22,7 +22,7 @@ from meshwright.data import load_tokenizer
 from meshwright.data.loader import Loader
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import destroy_distributed
-from meshwright.training import build, feed
+from meshwright.training import build, feed, model_source
 from meshwright.training.config import Config
 from meshwright.training.monitoring.metrics import read_metrics
 from meshwright.training.trainer import Trainer
@@ -104,7 +104,7 @@ def contents(path: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint and its optimizer, read by ``load`` into one process; and what lies beside them."""
     config = Config.from_toml(path.parent.parent / "config.toml")
     precision = config.techniques.precision
-    model_config = build.decoder_config(config, load_tokenizer(config.data.tokenizer))
+    model_config = model_source.model_source(config, load_tokenizer(config.data.tokenizer))
     model = parallelize(model_config, None, techniques={"precision": {"master": precision.master}})
     optimizer = build.build_optimizer(config, model.named_parameters()).optimizer
     extra = checkpoint.load(model, path, optimizer=optimizer)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.shards import pieces
 
 from .manifest import Manifest, damage, strangers
 from .pieces import in_pieces
@@ -57,7 +59,7 @@ def load(
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
         options = _options(parallel_model, optimizer, manifest, path) if restore_options else []
     random_state = _own_random_state(manifest)
-    _read({**wanted, **state, **random_state}, path)
+    read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state)
         for group, saved in zip(optimizer.param_groups, options, strict=False):
@@ -154,7 +156,34 @@ def _put_random_state(state: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _read(tensors: dict[str, Tensor], path: Path) -> None:
+def to_be_loaded(model: nn.Module) -> set[str]:
+    """``weights=`` of a model whose checkpoint is loaded next: drawing them would take longer. Until then they are nan, and
+    a forgotten load shows."""
+    for parameter in model.parameters():
+        for piece in pieces(parameter):
+            piece.local.fill_(torch.nan)
+    return {clean(name) for name, _ in model.named_parameters()}
+
+
+def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Read a checkpoint's model, and nothing else of it, into ``tensors`` ("model.<name>" -> parameter or persistent buffer). Collective.
+
+    Raises:
+        IntegrityError, ConfigError: as ``load`` does.
+    """
+    path = Path(os.path.abspath(path))
+    manifest = open_manifest(path)
+    verify_files(path, manifest)
+    _check_model(tensors, manifest, path)
+    read_tensors(tensors, path)
+
+
+def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Read tensors by key from a checkpoint whose files were verified. Collective, or alone without a process group.
+
+    Raises:
+        IntegrityError: that fails in the middle.
+    """
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group

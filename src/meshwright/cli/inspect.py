@@ -1,7 +1,8 @@
 """``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to a model.
 
 RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
-MODEL is the name of a built-in size, or "package.module:factory" for a function or class that returns your own nn.Module.
+MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json), or "package.module:factory" for a
+function or class that returns your own nn.Module.
 DATA is a file or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
 --data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[ ]].
 """
@@ -33,6 +34,12 @@ def run(argv: list[str]) -> int:
         from meshwright.training.inspection import describe_run
 
         print(describe_run(*open_run(name)))
+        return 0
+    if (path / "config.json").is_file() or path.name == "config.json":
+        refuse_rest(argv[1:], "meshwright inspect", "none")
+        from meshwright.training.inspection import describe_hugging_face
+
+        print(describe_hugging_face(path))
         return 0
     if path.exists() or name == "stdlib":
         return _data(name, argv[1:])

@@ -16,19 +16,20 @@ def run(argv: list[str]) -> int:
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
-    from meshwright.training.build import batch_of, decoder_config, plan_run
+    from meshwright.training.build import batch_of, plan_run
     from meshwright.training.launch import process_count
+    from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 
     tokenizer = planned_tokenizer(config)
     cluster = Cluster(world or process_count(config), per_node or 0, device or local_device())
-    model_config, batch = decoder_config(config, tokenizer), batch_of(config, tokenizer)
-    plan = plan_run(config, model_config, cluster)
+    source, batch = model_source(config, tokenizer), batch_of(config, tokenizer)
+    plan = plan_run(config, source, cluster)
     if as_json:
         print(plan.to_json())
         return 0
     try:
-        plan_run(config, model_config, cluster, batch)
+        plan_run(config, source, cluster, batch)
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise

@@ -102,6 +102,17 @@ class CompileTransformConfig:
     activation_memory_budget: float | None = None
 
 
+@dataclass(frozen=True)
+class LoadWeightsTransformConfig:
+    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the model is read).
+
+    ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.
+    """
+
+    checkpoint_path: str
+    skip_on_restart: bool = False
+
+
 class _Planned(ModelTransform):
     """A transform that makes a plan and applies some rows of the order."""
 

@@ -17,7 +17,7 @@ from meshwright.planning.plan import Plan
 from . import compilation, freezing, fully_sharded, recompute, replicated
 from .tensor import fused_loss
 from .tensor import parallel as tensor_parallel
-from .weights import materialise
+from .weights import Weights, materialise
 
 
 @dataclass
@@ -29,6 +29,8 @@ class Site:
     seed: int = 0
     draw_on: str | None = None
     """Device type on which initial weights are drawn; None: where they will be."""
+    weights: Weights | None = None
+    """Where the weights of a model on meta come from, instead of its initialiser."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     device = fully_sharded.device_of(plan)
     if site.facts.on_meta:
         ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
-        materialise(model, device, site.seed, ties, site.draw_on)
+        materialise(model, device, site.seed, ties, site.draw_on, site.weights)
         return model
     return model if plan.data.technique == "fully_shard" else model.to(device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.plan import Plan
 
-from . import accumulation, agree, audit, describe, fully_sharded, generation, step_batch
+from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, step_batch
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
 from .mesh import data_groups
 from .parameter_groups import make_parameter_groups
-from .tensor.objective import LossFunction, Objective, logits_of
+from .tensor.objective import LossFunction, Objective
 from .tensor.parallel import sums_of
 from .tensor.runtime import runtime_of
 from .tensor.sums import summing
@@ -112,6 +112,17 @@ class ParallelModel:
     ) -> list[dict[str, Any]]:
         """Optimizer groups: matrices decay, vectors do not, overrides by name. See ``parameter_groups``."""
         return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
+
+    def learn_documents(self) -> None:
+        """Find out whether packed documents stay apart in a model that takes positions and no document_ids. Collective: a small forward."""
+        if self._signature.takes["document_ids"] is None and self._signature.takes["positions"] is not None:
+            with self._evaluating():
+                apart = not agree.any_rank(not documents.stay_apart(self._logits))
+            self._signature = replace(self._signature, positions_part_documents=apart)
+
+    def _logits(self, batch: step_batch.Batch) -> Tensor:
+        output = self._model(**self._signature.inputs(batch, self.device))
+        return output if isinstance(output, Tensor) else output.logits
 
     # --- the step
 
@@ -237,7 +248,7 @@ class ParallelModel:
             return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
 
     def _next_logits(self, window: Tensor) -> Tensor:
-        return logits_of(self._model(**self._signature.inputs({"tokens": window}, self.device)))[0, -1]
+        return self._logits({"tokens": window})[0, -1]
 
     def __str__(self) -> str:
         """What IS on this rank, read off the model: placements, dtypes, bytes, what was applied where. ``plan`` says what was wished."""

@@ -26,6 +26,7 @@ from .mesh import axis_sizes, build_mesh, data_groups
 from .parallel_model import LossFunction, ParallelModel
 from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
 from .tensor.rehearsal import prove
+from .weights import Weights
 from .world import get_world_info, ranks_per_node
 
 
@@ -39,6 +40,7 @@ def parallelize(
     seed: int = 0,
     microbatch_rows: int = 0,
     draw_on: str | None = None,
+    weights: Weights | None = None,
     audit: bool = True,
 ) -> ParallelModel:
     """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
@@ -53,6 +55,7 @@ def parallelize(
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
         draw_on: "cpu" or "cuda": where the initial weights of a model on meta are drawn; by default where they will be. One seed gives
             other weights on a CPU than on a GPU.
+        weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
         audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
 
     Raises:
@@ -63,6 +66,8 @@ def parallelize(
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
     module = as_module(model)
     facts = model_facts(module)
+    if weights is not None and not facts.on_meta:
+        raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
     wishes = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
         plan = plan or plan_for_mesh_sizes(facts, axis_sizes(mesh), mesh.device_type, wishes, "sum")
@@ -77,7 +82,7 @@ def parallelize(
     _refuse_other_mesh(plan, mesh)
     if not facts.on_meta:
         refuse_unequal(module, data_groups(mesh))
-    module = order.apply(module, plan, order.Site(mesh, facts, seed, draw_on))
+    module = order.apply(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(module, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
     if audit:
         made.audit()

@@ -50,7 +50,8 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
         _check_ids("tokens", _view(batch["tokens"]).ravel(), vocab_size, "")
         _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
     documents = batch.get("document_ids")
-    if documents is not None and signature.takes["document_ids"] is None and bool((documents != documents[:, :1]).any()):
+    are_parted = signature.positions_part_documents and "positions" in batch
+    if documents is not None and signature.takes["document_ids"] is None and not are_parted and bool((documents != documents[:, :1]).any()):
         raise ConfigError(
             "the batch packs several documents into a row (document_ids), but the model's forward takes no document_ids, so tokens"
             " would attend across documents. Give one document per row, or a model that takes document_ids."

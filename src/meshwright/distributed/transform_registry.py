@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,8 @@ class _Entry:
 
 
 _REGISTRY: dict[str, _Entry] = {}
+_ELSEWHERE = {"load_weights": "meshwright.checkpoint.load_transform"}
+"""Transforms that need a floor above this one; their modules are imported when they are asked for, and register them."""
 
 
 def register_model_transform(
@@ -135,9 +138,11 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def _known(name: str) -> _Entry:
+    if name not in _REGISTRY and name in _ELSEWHERE:
+        import_module(_ELSEWHERE[name])
     if name not in _REGISTRY:
-        known = ", ".join(sorted(_REGISTRY))
-        raise ConfigError(f"'{name}' is not a registered model transform.{nearest(name, _REGISTRY)} Registered: {known}.")
+        known = sorted({*_REGISTRY, *_ELSEWHERE})
+        raise ConfigError(f"'{name}' is not a registered model transform.{nearest(name, known)} Registered: {', '.join(known)}.")
     return _REGISTRY[name]
 
 

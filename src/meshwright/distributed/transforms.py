@@ -8,6 +8,7 @@ from .builtin_transforms import (
     CompileTransformConfig,
     DDPTransformConfig,
     FullyShardTransformConfig,
+    LoadWeightsTransformConfig,
     MixedPrecisionConfig,
     OffloadConfig,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "CompileTransformConfig",
     "DDPTransformConfig",
     "FullyShardTransformConfig",
+    "LoadWeightsTransformConfig",
     "MixedPrecisionConfig",
     "ModelTransform",
     "OffloadConfig",

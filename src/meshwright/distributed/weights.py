@@ -9,6 +9,8 @@ Buffers come from their module's own initialiser. Models without ``weight_law`` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,21 +23,37 @@ from .shards import pieces, seed_of, with_local
 
 BLOCK_ELEMENTS = 2**20
 
+Weights = Callable[[nn.Module], set[str]]
+"""Writes every parameter and persistent buffer of a model that lies where it belongs; returns their names. Collective."""
 
-def materialise(model: nn.Module, device: torch.device, seed: int, ties: dict[str, str], draw_on: str | None = None) -> set[str]:
+
+def materialise(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    ties: dict[str, str],
+    draw_on: str | None = None,
+    weights: Weights | None = None,
+) -> set[str]:
     """Give a model on meta its weights, shards only where it is sharded already; returns the names written.
 
     Args:
         ties: other name -> first name, of the parameters that are one.
         draw_on: device type on which values are drawn; by default the parameters' own.
+        weights: where the parameters come from, instead of an initialiser.
 
     Raises:
         UnsupportedError: a module has parameters or buffers and no way to initialise them.
-        ConfigError: a ``weight_law`` that says neither "normal" nor "constant".
+        ConfigError: a ``weight_law`` that says neither "normal" nor "constant", or ``weights`` that are not all.
     """
     model._apply(lambda tensor: _empty_like(tensor, device))
     _tie(model, ties)
     with torch.no_grad():
+        if weights is not None:
+            written = initialise_by_modules(model, seed, buffers_only=True) | weights(model)
+            if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
+                raise ConfigError(f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one")
+            return written
         return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
 
 

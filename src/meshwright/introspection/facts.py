@@ -143,4 +143,6 @@ def _dtype(tensor) -> str:
 
 def _stated(model: nn.Module, *keys: str) -> int | None:
     config = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):  # of transformers: one for text and images has several inside
+        config = of_text()
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)

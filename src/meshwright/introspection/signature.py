@@ -18,6 +18,8 @@ class Signature:
 
     arguments: tuple[str, ...]
     takes: dict[str, str | None]
+    positions_part_documents: bool = False
+    """Whether positions that begin again at 0 keep packed documents apart; see ``ParallelModel.learn_documents``."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:

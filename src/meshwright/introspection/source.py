@@ -12,9 +12,11 @@ from meshwright.core.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+from .huggingface import CausalLM, is_config
+
 
 def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any) -> nn.Module:
-    """The module itself; a config or a factory is built on the meta device.
+    """The module itself; a config (ours, or one of transformers) or a factory is built on the meta device.
 
     Raises:
         ConfigError: neither a module, a known config, nor a callable that returns a module.
@@ -24,6 +26,8 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any) 
     if isinstance(model, DecoderConfig):
         with torch.device("meta"):
             return Decoder(model)
+    if is_config(model):
+        model = CausalLM(model)
     if callable(model):
         with torch.device("meta"):
             built = model()

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import matching, pattern
+from meshwright.core.names import is_within, matching, pattern
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_structure, model_facts
 
@@ -91,9 +91,10 @@ def _assemble(
     units = _units(facts, layout.dp_shard if technique == "fully_shard" else 1, wishes.reshard_after_forward, tensor)
     loss = _loss_plan(facts, layout, wishes)
     mode = wishes.activation_checkpointing
-    recomputed = facts.blocks if mode == "full" else ()
-    frozen = {p.name for p in facts.parameters if not p.trainable}
-    activations = tensor_collectives(facts, tensor, precision, loss, recomputed, frozen) if tensor is not None else ()
+    checkpointed = {"none": (), "full": facts.blocks, "selective": facts.attentions}[mode]
+    shards = layout.dp_shard if technique == "fully_shard" else 1
+    recomputed = _inside_blocks(facts, checkpointed)
+    activations = tensor_collectives(facts, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
     return Plan(
         model=facts.kind,
         device=device,
@@ -104,7 +105,7 @@ def _assemble(
         precision=precision,
         frozen=tuple(p.name for p in facts.parameters if not p.trainable),
         activation_checkpointing=mode,
-        checkpointed={"none": (), "full": facts.blocks, "selective": facts.attentions}[mode],
+        checkpointed=checkpointed,
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
         collectives=step_collectives(mesh, units, data, precision, activations),
@@ -112,6 +113,15 @@ def _assemble(
         loss=loss,
         notes=(*said, *_notes(facts, layout, technique)),
     )
+
+
+def _inside_blocks(facts: ModelFacts, modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Block -> the paths of those of ``modules`` that it is or has, within it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in modules:
+        block = next(block for block in facts.blocks if is_within(path, block))
+        found[block] = (*found.get(block, ()), path[len(block) + 1 :])
+    return found
 
 
 def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:

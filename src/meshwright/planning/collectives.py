@@ -85,10 +85,10 @@ def _sharded(units: tuple[Unit, ...], data: DataParallel, precision: PrecisionPl
             yield Collective("all_reduce", axis, replicas, unit.name or "root", own, precision.reduce, reduce_per)
 
 
-def _tokens(plan: Plan, batch: Batch) -> int:
-    """Of a microbatch on one rank; a sequence that is cut is filled up to a multiple of the ranks."""
+def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
+    """Of a microbatch on one rank."""
     rows = -(-batch.global_rows // plan.data_ranks // batch.microbatches(plan.data_ranks))
-    ranks = plan.tensor.ranks if plan.tensor is not None and plan.tensor.sequence_parallel else 1
+    ranks = plan.size(Axis.TP) if filled else 1
     return rows * -(-batch.seq_len // ranks) * ranks
 
 
@@ -110,8 +110,9 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
     rows: dict[tuple, Traffic] = {}
     for c in plan.collectives:
         times = repeats if c.per == "microbatch" else 1
-        tokens = _tokens(plan, batch) if c.by_token else 1
-        moved = times * (c.calls or 1) * wire_bytes(c.op, c.elements * tokens * c.element_bytes, c.ranks)
+        tokens = _tokens(plan, batch, c.filled) if c.by_token else 1
+        calls = 1 if c.by_token else c.calls or 1
+        moved = times * calls * wire_bytes(c.op, c.elements * tokens * c.element_bytes, c.ranks)
         key = (c.op, c.axis, c.ranks)
         before = rows.get(key, Traffic(*key, 0, 0.0))
         calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls

@@ -77,7 +77,8 @@ def _collectives(plan: Plan) -> str:
     groups: dict[tuple, list[int]] = {}
     for c in plan.collectives:
         unit = pattern(c.unit)
-        group = groups.setdefault((c.op, c.axis, c.ranks, unit, c.dtype, c.per, c.elements), [0, c.calls is None])
+        elements = c.elements // (c.calls or 1) if c.by_token else c.elements
+        group = groups.setdefault((c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else c.per, elements), [0, c.calls is None])
         group[0] += c.calls or 1
     rows = [
         (op, f"{axis} ({ranks})", unit, "in buckets" if bucketed else str(calls), f"{count_text(elements)} {dtype}", per)

@@ -96,8 +96,9 @@ class Collective:
     """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
 
     ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
-    an all_reduce; of activations, for one token of the microbatch (``by_token``; where the sequence is cut, it is filled up to a multiple
-    of the axis). ``calls`` is None where torch cuts one total into buckets of its own choice.
+    an all_reduce. Of activations (``by_token``) it is what all calls together move for one token of the microbatch, where the sequence
+    is cut (``filled``) with what fills it up to a multiple of the axis. ``calls`` is None where torch cuts one total into buckets of its
+    own choice.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -109,6 +110,7 @@ class Collective:
     per: Literal["microbatch", "step"]
     calls: int | None = 1
     by_token: bool = False
+    filled: bool = False
 
     @property
     def element_bytes(self) -> int:

@@ -250,12 +250,13 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
         raise ConfigError(
             f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len = {facts.max_seq_len}."
-            f" Lower data.seq_len or raise model.max_seq_len."
+            f" Lower data.seq_len, or raise model.max_seq_len of meshwright's own decoder."
         )
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(
             f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids from"
-            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} or use a smaller tokenizer."
+            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size}"
+            f" (of meshwright's own decoder) or use a smaller tokenizer."
         )
 
 

@@ -6,69 +6,116 @@ scattered; a row-parallel output is reduced and scattered in forward, and its gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Literal
 
 from meshwright.core.axes import Axis
+from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 
 from .plan import Collective, LossPlan, PrecisionPlan
-from .tensor_plan import BlocksPlan, TensorPlan
+from .tensor_plan import BlocksPlan, RegionPlan, TensorPlan
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 def tensor_collectives(
-    facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, loss: LossPlan | None, recomputed: tuple[str, ...], frozen: set[str]
+    facts: ModelFacts,
+    plan: TensorPlan,
+    precision: PrecisionPlan,
+    loss: LossPlan | None,
+    recomputed: dict[str, tuple[str, ...]],
+    shards: int,
 ) -> tuple[Collective, ...]:
     """Of one forward and backward, and of the sums of gradients at the end of a step.
 
     Args:
-        recomputed: blocks whose forward runs twice.
-        frozen: names of parameters that are not trained.
+        recomputed: block -> paths of the modules in it ("": all of it) whose forward runs twice.
+        shards: ranks among which what a rank of the tensor axis holds is sharded once more.
     """
-    return tuple(_found(_Counts(facts, plan, precision, frozen), loss, recomputed))
+    return tuple(_found(_Counts(facts, plan, precision, shards), loss, recomputed))
 
 
 class _Counts:
     """Makes the entries of one plan."""
 
-    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, frozen: set[str]):
-        self.plan, self.frozen = plan, frozen
-        self.shapes = {p.name: p.shape for p in facts.parameters} | {alias: p.shape for p in facts.parameters for alias in p.aliases}
+    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int):
+        self.plan, self.facts, self.shards = plan, facts, shards
+        self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
+        self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}
         self.dtype, self.master = precision.compute, precision.master
 
-    def one(self, op: str, unit: str, elements: int, calls: int = 1, dtype: str | None = None) -> Collective:
-        """Of activations: ``elements`` for each token."""
-        return Collective(op, Axis.TP.value, self.plan.ranks, unit, elements, dtype or self.dtype, "microbatch", calls, by_token=True)  # type: ignore[arg-type]
+    def one(
+        self, op: Op, unit: str, elements: int, calls: int = 1, dtype: str | None = None, *, share: float = 1.0, whole: bool = False
+    ) -> Collective:
+        """Of activations: ``elements`` for each token in each call, or a ``share`` of the tokens in each; ``whole``: of no cut sequence."""
+        total = round(elements * calls * share)
+        filled = self.plan.sequence_parallel and op != "all_reduce" and not whole
+        kind = dtype or self.dtype
+        return Collective(op, Axis.TP.value, self.plan.ranks, unit, total, kind, "microbatch", calls, by_token=True, filled=filled)
 
     def features(self, path: str, dim: int) -> int:
         return self.shapes[f"{path}.weight"][dim]
 
+    def is_trained(self, name: str) -> bool:
+        return name not in self._frozen
+
     def trains(self, *paths: str) -> bool:
-        return any(f"{path}.{name}" not in self.frozen for path in paths for name in ("weight", "bias") if f"{path}.{name}" in self.shapes)
+        names = (f"{path}.{name}" for path in paths for name in ("weight", "bias"))
+        return any(self.is_trained(name) for name in names if name in self.shapes)
+
+    def behind(self) -> Iterator[str]:
+        """Parameters between the last block and the head."""
+        inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
+        return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_inside(p.name, inside))
+
+    def summed(self) -> int:
+        """Elements of the gradients that are summed over the tensor axis, on one shard."""
+        total = 0
+        for p in self.facts.parameters:
+            if not p.trainable:
+                continue
+            cut = self.plan.cut_of(p.name, p.shape)
+            if cut is None:
+                total += self._shard(p.shape, p.shape[0] if p.shape else 1) if self.plan.is_summed(p.name) else 0
+                continue
+            dim, parts = cut
+            for part in parts:
+                if part.copies(self.plan.ranks) > 1:  # a slot for each share
+                    whole = (*p.shape[:dim], part.size, *p.shape[dim + 1 :])
+                    total += math.prod(whole) // (self.shards if dim == 0 else 1)
+        return total
+
+    def _shard(self, shape: tuple[int, ...], rows: int) -> int:
+        return -(-rows // self.shards) * math.prod(shape[1:])
 
 
-def _found(count: _Counts, loss: LossPlan | None, recomputed: tuple[str, ...]) -> Iterator[Collective]:
+def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
     plan = count.plan
-    cut = plan.sequence_parallel
     width = _width(count)
-    flows = any(name not in count.frozen for name in plan.before)
+    flows = any(count.is_trained(name) for name in plan.before)
     yield from _entry(count, width, flows)
     for block in plan.blocks:
-        kind = plan.kind_of(block)
-        for part in _block(count, kind, block, width, flows):
-            twice = part.elements and block in recomputed
-            yield part
-            if twice:
-                yield from ()
-        if block in recomputed and (flows or _trains(count, block)):
-            yield from _forward(count, kind, block, width)
-        flows = flows or _trains(count, block)
-    if cut and plan.gathers_after_blocks:
+        work = _BlockWork(count, plan.kind_of(block), block, width)
+        yield from work.forward(work.kind.regions)
+        yield from work.backward(flows)
+        again = recomputed.get(block)
+        if again is not None and (flows or work.trains):
+            yield from work.forward(tuple(r for r in work.kind.regions if _is_inside(r.region.container, again)))
+        flows = flows or work.trains
+    if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)
-        yield count.one("reduce_scatter", "behind the blocks", width)
-    yield from _head(count, loss)
-    summed = sum(_numel(count.shapes[name]) for name in _summed_names(count))
+        if flows:
+            yield count.one("reduce_scatter", "behind the blocks", width)
+    yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.behind()))
+    summed = count.summed()
     if summed:
         yield Collective("all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step")
+
+
+def _is_inside(path: str, modules: tuple[str, ...]) -> bool:
+    return any(is_within(path, module) for module in modules)
 
 
 def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
@@ -79,53 +126,86 @@ def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
         yield count.one("all_gather", "embedding", width)
 
 
-def _forward(count: _Counts, kind: BlocksPlan, block: str, width: int) -> Iterator[Collective]:
-    """Of a block."""
-    into, out = ("all_gather", "reduce_scatter") if count.plan.sequence_parallel else ("", "all_reduce")
-    ends = kind.summed[-1:] or tuple(planned.region.consumer for planned in kind.regions)
-    if into and kind.gathers:
-        yield count.one(into, block, width, len(kind.gathers))
-    if ends:
-        yield count.one(out, block, width, len(ends))
-    for norm, features in _spanning(count, kind, block):
-        yield count.one("all_gather", f"{block}.{norm}", features)
+class _BlockWork:
+    """What one block sends."""
 
+    def __init__(self, count: _Counts, kind: BlocksPlan, block: str, width: int):
+        self.count, self.kind, self.block, self.width = count, kind, block, width
+        self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
+        names = [name for name in count.shapes if is_within(name, block)]
+        self.trains = any(count.is_trained(name) for name in names)
+        linears = {path for planned in kind.regions for path in (*planned.region.producers, planned.region.consumer)}
+        self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
 
-def _block(count: _Counts, kind: BlocksPlan, block: str, width: int, flows: bool) -> Iterator[Collective]:
-    plan = count.plan
-    yield from _forward(count, kind, block, width)
-    ends = kind.summed[-1:] or tuple(planned.region.consumer for planned in kind.regions)
-    if plan.sequence_parallel:
-        regathered = len(kind.gathers) if plan.regather else 0
+    def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
+        producers = {path for planned in regions for path in planned.region.producers}
+        gathers = sum(1 for paths in self.kind.gathers if producers.intersection(paths))
+        consumers = {planned.region.consumer for planned in regions}
+        ends = sum(1 for path in self._ends() if path in consumers)
+        if self.cut and gathers:
+            yield self.count.one("all_gather", self.block, self.width, gathers)
         if ends:
-            yield count.one("all_gather", block, width, len(ends) + regathered)
-        if kind.gathers:
-            yield count.one("reduce_scatter", block, width, len(kind.gathers))
-    elif kind.gathers:
-        yield count.one("all_reduce", block, width, len(kind.gathers))
-    for norm, features in _spanning(count, kind, block):
-        yield count.one("all_reduce", f"{block}.{norm}", features)
+            yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, ends)
+        for norm, gathered, _ in self._spanning(regions):
+            yield self.count.one("all_gather", f"{self.block}.{norm}", gathered, whole=True)
+
+    def backward(self, flows: bool) -> Iterator[Collective]:
+        flows = flows or self.others_train
+        gathered = scattered = 0
+        for planned in self.kind.regions:
+            region = planned.region
+            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.producers)]
+            first = [paths for paths in begins if paths[0] in region.producers]  # shared ones count where they begin
+            trains = self._train(*(path for paths in first for path in paths))
+            if region.consumer in self._ends() and (flows or self._train(*region.producers, region.consumer)):
+                gathered += 1
+            if self.cut and self.regather and trains:
+                gathered += len(first)
+            if flows:
+                scattered += len(first)
+            for norm, _, features in self._spanning((planned,)):
+                if flows or self._train(*region.producers):
+                    yield self.count.one("all_reduce", f"{self.block}.{norm}", features)
+            if not self.kind.summed:
+                flows = flows or self._train(*region.producers, region.consumer)
+        if self.cut and gathered:
+            yield self.count.one("all_gather", self.block, self.width, gathered)
+        if scattered:
+            yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
+
+    def _ends(self) -> tuple[str, ...]:
+        return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
+
+    def _train(self, *paths: str) -> bool:
+        return self.count.trains(*(f"{self.block}.{path}" for path in paths))
+
+    def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
+        """(norm, features that are gathered, features whose gradients are summed)."""
+        for planned in regions:
+            for norm in planned.region.spanning:
+                cut = planned.region.cut_of(f"{norm}.weight")
+                assert cut is not None
+                features = sum(part.size for part in cut.parts)
+                yield norm, features * cut.parts[0].copies(self.count.plan.ranks), features
 
 
-def _spanning(count: _Counts, kind: BlocksPlan, block: str) -> Iterator[tuple[str, int]]:
-    for planned in kind.regions:
-        for norm in planned.region.spanning:
-            yield norm, count.shapes[f"{block}.{norm}.weight"][0]
-
-
-def _head(count: _Counts, loss: LossPlan | None) -> Iterator[Collective]:
+def _head(count: _Counts, loss: LossPlan | None, flows: bool) -> Iterator[Collective]:
     plan = count.plan
     if not plan.head:
         return
     width = count.features(plan.head, 1)
-    whole = plan.sequence_parallel and plan.gathers_after_blocks
-    if not whole:
+    trains = count.trains(plan.head)
+    if not (plan.sequence_parallel and plan.gathers_after_blocks):
         if plan.sequence_parallel:
-            yield count.one("all_gather", "head", width, 1 if loss is not None or not plan.regather else 2)
-        yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
-    wide = "float64" if count.dtype == "float64" else "float32"
+            again = plan.regather and trains and loss is None
+            yield count.one("all_gather", "head", width, 2 if again else 1)
+        if flows:
+            yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
     if not plan.tail.obstacle:
-        yield count.one("all_reduce", "loss", 3, 1, wide)
+        wide = "float64" if count.dtype == "float64" else "float32"
+        chunks = 1 if loss is None else loss.chunks
+        yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)
+        yield count.one("all_reduce", "loss: sums", 2, chunks, wide, share=1 / chunks)
 
 
 def _width(count: _Counts) -> int:
@@ -136,20 +216,3 @@ def _width(count: _Counts) -> int:
             assert cut is not None
             return count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
     return 0
-
-
-def _trains(count: _Counts, block: str) -> bool:
-    return any(name.startswith(block + ".") and name not in count.frozen for name in count.shapes)
-
-
-def _summed_names(count: _Counts) -> Iterator[str]:
-    for name, shape in count.shapes.items():
-        if name not in count.frozen and count.plan.cut_of(name, shape) is None and count.plan.is_summed(name):
-            yield name
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

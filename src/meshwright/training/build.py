@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
-from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
@@ -23,19 +22,19 @@ from meshwright.distributed.world import get_world_info, ranks_per_node
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
-from meshwright.models.decoder_config import SIZES, DecoderConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.plan import Plan
 
 from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
+from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
 from .monitoring.progress import Progress
 from .monitoring.timeline import Timeline
 from .optim.build import BuiltOptimizer, build_adamw
 from .optim.schedules import Schedule
 from .stopping import StopRequest
-from .tokenizer import run_tokenizer
+from .tokenizer import run_tokenizer, tokenizer_name
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Run:
     """All parts of a run on one rank."""
 
     config: Config
-    model_config: DecoderConfig
+    shape: Shape
     tokenizer: Tokenizer
     plan: Plan
     model: ParallelModel
@@ -51,6 +50,8 @@ class Run:
     schedule: Schedule
     feed: Feed
     identity: dict[str, Any]
+    weights: str = ""
+    """Where they came from, in words."""
     trace: TraceFile | None = None
     """What the first steps are compared with."""
 
@@ -64,9 +65,12 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     schedule = build_schedule(config)
     refuse_contradictions(config)
     tokenizer = run_tokenizer(config, progress.say)
-    model_config = decoder_config(config, tokenizer)
+    source = model_source(config, tokenizer)
+    weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
-    plan = plan_run(config, model_config, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
+    plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
+    if isinstance(weights, Pretrained):
+        weights.check(as_module(source))
     trace = open_trace(config)
     with timeline.phase("process group"), stop.released():
         mesh = init_distributed(_distributed_config(config), config.seed)
@@ -76,17 +80,16 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
             mesh = single_process_mesh(plan.device)
-        draw_on = trace.drawn_on if trace else None
-        model = parallelize(
-            model_config, mesh, plan=plan, seed=config.seed, microbatch_rows=config.batch.microbatch, draw_on=draw_on, audit=False
-        )
+        options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights}
+        rows = config.batch.microbatch
+        model = parallelize(source, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
         optimizer = build_optimizer(config, model.named_parameters())
         if config.process.audit:
             model.audit(optimizer.optimizer)
-    identity = run_identity(config, model_config, tokenizer, feed)
+    identity = run_identity(config, source, tokenizer, feed)
     return Run(
-        resolved(config, model_config, plan),
-        model_config,
+        resolved(config, source, plan),
+        shape_of(source, model.facts),
         tokenizer,
         plan,
         model,
@@ -94,6 +97,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         schedule,
         feed,
         identity,
+        where_weights_come_from(config),
         trace,
     )
 
@@ -103,27 +107,13 @@ def open_trace(config: Config) -> TraceFile | None:
     return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
-def plan_run(config: Config, model_config: DecoderConfig, cluster: Cluster, batch: Batch | None = None) -> Plan:
+def plan_run(config: Config, source: ModelSource, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
-    return make_plan(model_facts(as_module(model_config)), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
+    return make_plan(model_facts(as_module(source)), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
 
 
 def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
     return Batch(config.batch.global_batch, config.data.seq_len, config.batch.microbatch, tokenizer.vocab_size)
-
-
-def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
-    """The named size with the config's overrides; an open vocabulary grows to the tokenizer's.
-
-    Raises:
-        ConfigError: sizes that do not fit together.
-    """
-    chosen = {key: value for key, value in vars(config.model).items() if key != "size" and value is not None}
-    try:
-        size = SIZES[config.model.size]
-        return replace(size, **{"vocab_size": max(size.vocab_size, tokenizer.vocab_size), **chosen})
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> BuiltOptimizer:
@@ -144,10 +134,10 @@ def build_schedule(config: Config) -> Schedule:
     return Schedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
 
 
-def run_identity(config: Config, model_config: DecoderConfig, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:
+def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:
     """What must stay the same for a run to be continued. Layout, batch, workers, logging and steps may change."""
     return {
-        "model": dataclasses.asdict(model_config),
+        "model": identity_of(source),
         **feed.identity,
         "seq_len": config.data.seq_len,
         "tokenizer": tokenizer.fingerprint,
@@ -155,10 +145,8 @@ def run_identity(config: Config, model_config: DecoderConfig, tokenizer: Tokeniz
     }
 
 
-def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
+def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
     """The config with everything filled in that was left open about the model and its dtypes, and readable from any folder."""
-    known = {f.name for f in dataclasses.fields(config.model)}
-    model = replace(config.model, **{key: value for key, value in vars(model_config).items() if key in known})
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     warmup = build_schedule(config).warmup_steps
@@ -166,8 +154,8 @@ def resolved(config: Config, model_config: DecoderConfig, plan: Plan) -> Config:
         config,
         run="",
         check_trace="",
-        model=model,
-        data=replace(config.data, **absolute_paths(config.data)),
+        model=resolved_model(config.model, source),
+        data=replace(config.data, **absolute_paths(replace(config.data, tokenizer=tokenizer_name(config)))),
         techniques=replace(config.techniques, precision=precision),
         schedule=replace(config.schedule, warmup_steps=warmup),
     )

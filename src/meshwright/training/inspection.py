@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.errors import IntegrityError
 from meshwright.core.units import bytes_text, count_text
+from meshwright.introspection.explain import describe_model
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.huggingface import read_causal_lm
+from meshwright.introspection.source import as_module
 from meshwright.planning.plan import Plan
 
 from .config import Config
@@ -36,6 +41,21 @@ def describe_run(path: Path, config: Config) -> str:
     lines += [f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()]
     plan = path / "plan.json"
     return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+
+
+def describe_hugging_face(path: Path) -> str:
+    """Facts of a Hugging Face model, and what weights lie beside its config."""
+    facts = model_facts(as_module(read_causal_lm(path)))
+    lines = [describe_model(facts)]
+    if path.is_dir() and holds_weights(path):
+        files = TensorFiles(path)
+        dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()}))
+        size = sum(tensor.bytes for tensor in files.tensors.values())
+        count = len({tensor.file for tensor in files.tensors.values()})
+        lines.append(f"  weights: {len(files.tensors)} tensors, {dtypes}, {bytes_text(size)} in {count} file{'s' * (count > 1)}")
+    else:
+        lines.append("  weights: none beside the config")
+    return "\n".join(lines)
 
 
 def _data(config: Config, key: Any) -> Iterator[str]:

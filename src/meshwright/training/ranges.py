@@ -154,6 +154,12 @@ def _check_pattern(key: str, pattern: str) -> None:
 
 
 def _check_model(model: Any) -> None:
+    if model.hf:
+        _check_hf(model)
+    elif model.trust_remote_code:
+        raise ConfigError(
+            "model.trust_remote_code = true, and model.hf names no model whose code could be run: set model.hf, or leave it out"
+        )
     if model.size not in SIZES:
         raise ConfigError(f"model.size = {model.size!r} is no built-in size.{nearest(model.size, SIZES)} Sizes: {', '.join(SIZES)}.")
     scaling = model.rope_scaling
@@ -161,4 +167,16 @@ def _check_model(model: Any) -> None:
         raise ConfigError(
             f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor} is out of range: it must be above"
             f" model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}."
+        )
+
+
+def _check_hf(model: Any) -> None:
+    default = type(model)()
+    other = [
+        f"model.{key}" for key, value in vars(model).items() if key not in ("hf", "trust_remote_code") and value != getattr(default, key)
+    ]
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model stand in its config.json. Leave out"
+            f" {', '.join(other)}, or change a copy of that file and give it as model.hf"
         )

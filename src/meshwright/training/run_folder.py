@@ -17,6 +17,7 @@ from meshwright.data import Tokenizer
 
 from .config import Config
 from .job_folder import FOLDER, job_number, note_job, run_of_requeued_job
+from .model_source import keep_model
 from .occupancy import NAME
 from .tokenizer import keep_tokenizer
 
@@ -48,6 +49,14 @@ class RunFolder:
     def is_new(self) -> bool:
         """Whether it does not say yet what run it holds."""
         return not (self.path / "identity.json").is_file()
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The newest checkpoint, or that of a step. Raises ConfigError where there is none."""
+        path = self.checkpoints.latest() if step is None else self.checkpoints.of_step(step)
+        if path is None or not path.is_dir():
+            steps = ", ".join(map(str, self.checkpoints.steps())) or "none"
+            raise ConfigError(f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there: {steps}")
+        return path
 
     @classmethod
     def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
@@ -95,6 +104,7 @@ class RunFolder:
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
         keep_tokenizer(tokenizer, self.path)
+        keep_model(config, self.path)
 
 
 def _is_foreign(path: Path) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
-from meshwright.core.errors import ConfigError
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 
-from .build import decoder_config
 from .config import Config
+from .model_source import model_source, with_kept_model
 from .run_folder import RunFolder
 from .tokenizer import kept_tokenizer, run_tokenizer
 
@@ -27,17 +26,13 @@ class Sampler:
     """
 
     def __init__(self, folder: Path, config: Config, step: int | None = None):
-        checkpoints = RunFolder(folder).checkpoints
-        path = checkpoints.latest() if step is None else checkpoints.of_step(step)
-        if path is None or not path.is_dir():
-            steps = ", ".join(map(str, checkpoints.steps())) or "none"
-            raise ConfigError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there: {steps}")
+        path = RunFolder(folder).checkpoint(step)
         self.tokenizer = kept_tokenizer(folder) or run_tokenizer(config)
-        model_config = decoder_config(config, self.tokenizer)
+        source = model_source(with_kept_model(config, folder), self.tokenizer)
         master = config.techniques.precision.master
         wishes = Techniques(precision=Precision(master, master, master))
-        plan = make_plan(model_config, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=wishes)
-        self.model = parallelize(model_config, None, plan=plan)
+        plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=wishes)
+        self.model = parallelize(source, None, plan=plan, weights=checkpoint.to_be_loaded if config.model.hf else None)
         checkpoint.load(self.model, path)
 
     def continue_text(self, prompt: str, tokens: int, *, temperature: float, seed: int) -> str:

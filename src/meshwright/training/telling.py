@@ -13,7 +13,6 @@ from meshwright.core.units import count_text
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import StepLoss, StepResult
 from meshwright.distributed.world import is_rank_zero
-from meshwright.models.decoder_config import parameter_count
 
 from .build import Run, device_name
 from .checkpointing import Checkpointing, Position
@@ -69,10 +68,9 @@ class Teller:
         wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
         self.trackers = agree.together(opening, here=is_rank_zero()) or Trackers()
-        c = run.model_config
-        embedding = 0 if c.tied_embeddings else c.vocab_size * c.dim
+        c = run.shape
         self.flops = training_flops_per_token(
-            parameter_count(c) - embedding, n_layers=c.n_layers, dim_attention=c.n_heads * c.head_dim, seq_len=self.config.data.seq_len
+            c.matmul_parameters, n_layers=c.n_layers, dim_attention=c.dim_attention, seq_len=self.config.data.seq_len
         )
         self.peak = peak_flops(device_name(run.model), run.plan.precision.compute)
 
@@ -82,12 +80,13 @@ class Teller:
 
     def header(self) -> None:
         """What the run is made of."""
-        c, plan = self.r.model_config, self.r.plan
-        size = f"{count_text(parameter_count(c))} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
+        c, plan = self.r.shape, self.r.plan
+        size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
         mesh = " × ".join(f"{axis}={n}" for axis, n in plan.mesh if n > 1) or "one process"
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
+            *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
             f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),

@@ -6,27 +6,52 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.checkpoint.tensor_files import holds_weights
+from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.bpe import PREFIX, trained_bpe, vocabulary_of
-from meshwright.data.tokenizers import FileTokenizer, IdTokenizer
+from meshwright.data.tokenizers import BYTES, FileTokenizer, IdTokenizer
 
 from .config import Config
 
 FOLDER = "tokenizer"
 """Where a run keeps a copy of its tokenizer's files."""
 
+AUTO = "auto"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
+def tokenizer_name(config: Config) -> str:
+    """``data.tokenizer``, or what "auto" stands for: the tokenizer beside a Hugging Face model, or bytes.
+
+    Raises:
+        ConfigError: the model has learnt from a tokenizer, and it does not lie beside it.
+    """
+    if config.data.tokenizer != AUTO:
+        return config.data.tokenizer
+    folder = Path(config.model.hf).expanduser() if config.model.hf else None
+    if folder is None or not folder.is_dir():
+        return BYTES
+    if (folder / _FILES[0]).is_file():
+        return str(folder)
+    if holds_weights(folder):
+        raise ConfigError(
+            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so nothing says what their token ids mean: name the tokenizer"
+            f" that they were trained with (or bytes)"
+        )
+    return BYTES
+
+
 def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names; of a run that exists, and whose tokenizer was trained for it, the one it keeps.
+    """The tokenizer that ``data.tokenizer`` names; of a run that exists the one it keeps, where it was trained for
+    it or is gone.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    name = config.data.tokenizer
+    name = tokenizer_name(config)
     kept = kept_tokenizer(Path(config.run)) if config.run else None
-    if kept and name.startswith(PREFIX):
+    if kept and (name.startswith(PREFIX) or not Path(name).expanduser().exists()):
         return kept
     if name.startswith(PREFIX):
         return trained_bpe(name, config.data.mixture or (config.data,), config.data.cache, say)
@@ -35,7 +60,7 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
 
 def planned_tokenizer(config: Config) -> Tokenizer:
     """A tokenizer as far as a plan needs one: one that is yet to be trained is only a size."""
-    name = config.data.tokenizer
+    name = tokenizer_name(config)
     return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
 
 

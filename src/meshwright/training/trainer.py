@@ -133,6 +133,7 @@ class _Loop:
     def train(self) -> int:
         if not self.checkpoints.resume(self.timeline) and self.teller.trackers.has_past:
             self.teller.say(f"{self.folder.path} has no checkpoint to continue from: it begins again at step 0")
+        self.r.model.learn_documents()
         self.teller.header()
         if self.at.step >= self.config.steps:
             self.teller.say(f"this run is complete: step {self.at.step} of {self.config.steps}. Raise steps to train it further.")

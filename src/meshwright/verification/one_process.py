@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
-from meshwright.distributed.weights import materialise
+from meshwright.distributed.weights import Weights, materialise
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
@@ -84,11 +84,12 @@ class OneProcess:
                     mine.grad = None
 
 
-def build(problem: Problem, *, dropout: bool = False) -> nn.Module:
+def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:
     """The model of a problem with its initial weights, in one process.
 
     Args:
         dropout: leave dropout layers as they are.
+        weights: where those of a model on meta come from instead of its initialiser.
     """
     model = as_module(problem.source())
     facts = model_facts(model)
@@ -96,7 +97,7 @@ def build(problem: Problem, *, dropout: bool = False) -> nn.Module:
     model = model if dropout else without_dropout(model)
     if facts.on_meta:
         ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
-        materialise(model, torch.device("cpu"), problem.seed, ties)
+        materialise(model, torch.device("cpu"), problem.seed, ties, weights=weights)
     frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
+from meshwright.introspection.huggingface import CausalLM, is_config
 
 Batch = Mapping[str, Tensor]
 
@@ -105,7 +106,9 @@ class Problem:
 
     def source(self) -> Any:
         """The model config or factory."""
-        return import_object(self.model) if isinstance(self.model, str) else self.model
+        model = import_object(self.model) if isinstance(self.model, str) else self.model
+        model = CausalLM(model) if is_config(model) else model
+        return replace(model, experts="eager") if isinstance(model, CausalLM) else model  # in float64 too
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The global batch of a step. Raises ConfigError where it is none."""

@@ -11,9 +11,10 @@ from meshwright.core.config import to_dict
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.units import bytes_text
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
-from meshwright.training.build import decoder_config
 from meshwright.training.config import Config
+from meshwright.training.model_source import causal_lm, decoder_config
 from meshwright.training.tokenizer import planned_tokenizer
 
 from .problem import GAP, Problem, RandomBatches
@@ -56,11 +57,24 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
         model: Any = factory
         batches = default_batches(model, world)
     else:
+        if config.model.hf:
+            return _of_hugging_face(causal_lm(config), config, techniques, world, shrink=shrink)
         model = decoder_config(config, planned_tokenizer(config))
         model = shrunk(model) if shrink else model
         seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
         batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
     check_size(model, BYTES_PER_PARAMETER, f"one process and a layout of {world} ranks in float64")
+    return Subject(model, batches, techniques)
+
+
+def _of_hugging_face(model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool) -> Subject:
+    """Of its weights only the sizes count: they are drawn, in float64 and float32."""
+    if shrink:
+        raise UnsupportedError(
+            "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json and give it as model.hf"
+        )
+    check_size(model, BYTES_PER_PARAMETER, f"one process and a layout of {world} ranks in float64")
+    batches = replace(default_batches(model, world), rows=config.batch.global_batch)
     return Subject(model, batches, techniques)
 
 

@@ -17,11 +17,11 @@ from meshwright.core.names import clean
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.shards import sketches
 from meshwright.distributed.world import get_world_info
-from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.rules import resolve_precision
-from meshwright.training.build import build_optimizer, build_schedule, decoder_config, run_identity
+from meshwright.training.build import build_optimizer, build_schedule, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
+from meshwright.training.model_source import ModelSource, file_weights, model_source
 from meshwright.training.monitoring.progress import Progress
 from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
@@ -63,7 +63,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     if master not in COMPUTED:
         raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
     tokenizer = run_tokenizer(config, progress.say)
-    model = decoder_config(config, tokenizer)
+    model = model_source(config, tokenizer)
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
     try:
@@ -99,7 +99,7 @@ class _Recorder:
     """Trains a config's first steps in one process."""
 
     config: Config
-    model: DecoderConfig
+    model: ModelSource
     feed: Feed
     steps: int
     master: str
@@ -113,7 +113,7 @@ class _Recorder:
         """The steps, computed in a dtype; ``draw``: which of the perturbed ones, 0: as they are."""
         c = self.config
         problem = Problem(self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze})
-        model = build(problem).to(self.device)
+        model = build(problem, weights=file_weights(c)).to(self.device)
         noise = torch.finfo(torch_dtype(dtype)).eps * (draw > 0) * (1.0 if dtype == self.master else 0.5)
         rows = 1 if draw == 1 else rows_per_forward(c)
         one = OneProcess(model, compute=torch_dtype(dtype), rows=rows, noise=noise, seed=draw)

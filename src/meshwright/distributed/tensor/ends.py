@@ -14,39 +14,32 @@ from .runtime import LossSite, Runtime, argument, local, with_arguments, wrap
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
-    """Where activations begin to be cut along the sequence."""
+    """Where activations begin to be cut along the sequence. A hook, so that a recomputed forward is given the part and not the whole."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            x = argument(args, kwargs, hidden)
-            sequence = runtime.sequence
-            sequence.rows, sequence.length = x.shape[:2]
-            if sequence.cut:
-                part = runtime.arriving if runtime.arriving is not None else functions.own_part(x, sequence)
-                args, kwargs = with_arguments(args, kwargs, {hidden: part})
-            runtime.arriving = None
-            return forward(*args, **kwargs)
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        x = argument(args, kwargs, hidden)
+        sequence = runtime.sequence
+        sequence.rows, sequence.length = x.shape[:2]
+        if sequence.cut:
+            part = runtime.arriving if runtime.arriving is not None else functions.own_part(x, sequence)
+            args, kwargs = with_arguments(args, kwargs, {hidden: part})
+        runtime.arriving = None
+        return args, kwargs
 
-        return run
-
-    wrap(module, make)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def last_block(module: nn.Module, runtime: Runtime) -> None:
     """Where activations end to be cut along the sequence, for models that count tokens behind their blocks."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if not runtime.sequence.cut:
-                return output
-            if isinstance(output, Tensor):
-                return functions.gathered(output, runtime.sequence)
-            return type(output)((functions.gathered(output[0], runtime.sequence), *output[1:]))
+    def leave(_: nn.Module, args: tuple, output: Any) -> Any:
+        if not runtime.sequence.cut:
+            return output
+        if isinstance(output, Tensor):
+            return functions.gathered(output, runtime.sequence)
+        return type(output)((functions.gathered(output[0], runtime.sequence), *output[1:]))
 
-        return run
-
-    wrap(module, make)
+    module.register_forward_hook(leave)
 
 
 def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_hidden: bool) -> None:
@@ -70,7 +63,8 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
                 if size:
                     found = forward((tokens - first).masked_fill(elsewhere, 0))
                 else:
-                    weight = module.weight
+                    weight = local(module._parameters["weight"])
+                    assert weight is not None
                     found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
             finally:
                 if padding is not None:

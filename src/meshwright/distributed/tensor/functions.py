@@ -72,10 +72,11 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int, int], ways: tuple[bool, ...], *tensors: Tensor | None):
         whole = sequence.whole(x)
-        outputs = tuple(_linear(whole, w, b, way) for w, b, way in zip(tensors[::2], tensors[1::2], ways, strict=True))
-        ctx.sequence, ctx.shape, ctx.ways, ctx.biased = sequence, shape, ways, [b is not None for b in tensors[1::2]]
+        weights = [weight for weight in tensors[::2] if weight is not None]
+        outputs = tuple(_linear(whole, w, b, way) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
+        ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
         ctx.kept_part = sequence.cut and sequence.regather
-        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors[::2])
+        ctx.save_for_backward(x if ctx.kept_part else whole, *weights)
         return outputs
 
     @staticmethod

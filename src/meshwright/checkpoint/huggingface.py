@@ -1,0 +1,183 @@
+"""Weights out of a folder of Hugging Face: each rank reads its own slices, and everything is checked before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.names import clean
+from meshwright.distributed import agree
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.shards import pieces
+
+from .stored_names import Source, sources
+from .tensor_files import TensorFiles
+
+SHOWN = 4
+"""Problems that an error lists."""
+
+
+class Pretrained:
+    """The weights in a folder; called with a model, laid out or not, it writes them.
+
+    ``parallelize(config, layout, weights=pretrained(folder))`` reads each value once, into its place.
+
+    Attributes:
+        bytes_read: that this rank asked the files for, at the files' dtype.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        self.bytes_read = 0
+
+    def check(self, model: nn.Module) -> None:
+        """Whether the folder holds exactly the weights of a model (on meta or not). Not collective; reads the files' headers.
+
+        Raises:
+            ConfigError: names or shapes that differ, all listed, or no weights.
+            IntegrityError: a damaged, truncated or absent file.
+            UnsupportedError: weights that are quantized, or stored in a form that cannot be read by slices.
+        """
+        _Match.of(model, TensorFiles(self.folder))
+
+    def __call__(self, model: nn.Module | ParallelModel) -> set[str]:
+        """Write every parameter and persistent buffer, converted to its dtype; returns their names. Collective.
+
+        Raises:
+            ConfigError, IntegrityError, UnsupportedError: as ``check`` does, on every rank; then nothing was written.
+        """
+        module = model.parts[0] if isinstance(model, ParallelModel) else model
+        module = module.module if isinstance(module, DistributedDataParallel) else module
+        files, match = agree.together(lambda: self._matched(module)) or (None, None)
+        assert files is not None and match is not None
+        agree.together(lambda: self._write(match))
+        self.bytes_read += files.bytes_read
+        return set(match.sources)
+
+    def _matched(self, module: nn.Module) -> tuple[TensorFiles, _Match]:
+        files = TensorFiles(self.folder)
+        match = _Match.of(module, files)
+        self._reading(lambda: _refuse_other_ties(match, files), "Nothing was loaded.")
+        return files, match
+
+    def _write(self, match: _Match) -> None:
+        for name, source in match.in_order():
+            self._reading(lambda name=name, source=source: _fill(match.tensors[name], source), "The model now holds a part of them.")
+
+    def _reading(self, action: Callable[[], None], consequence: str) -> None:
+        try:
+            action()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, IntegrityError):
+                raise
+            raise IntegrityError(f"{self.folder}: its weights could not be read ({error}). {consequence}") from error
+
+
+def pretrained(folder: str | Path) -> Pretrained:
+    """The weights in a folder of Hugging Face, for ``parallelize(model, mesh, weights=pretrained(folder))``; nothing is read yet."""
+    return Pretrained(folder)
+
+
+@dataclass
+class _Match:
+    """The tensors of a model, and where each comes from."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    sources: dict[str, Source]
+    twice: dict[str, Source]
+    """What the files hold of a tied parameter under its other names too."""
+
+    @classmethod
+    def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
+        tensors, aliases, derived = _names(model)
+        found = sources(model, [*tensors, *aliases], files)
+        chosen, twice = {}, {}
+        for alias, first in aliases.items():
+            if alias in found:
+                target = twice if first in found or first in chosen else chosen
+                target[first] = found.pop(alias)
+        chosen |= {name: found.pop(name) for name in tensors if name in found}
+        problems = [f"they lack {name}" for name in tensors if name not in chosen]
+        left = [source.names[0] for name, source in found.items() if not _is_derived(name, model, derived)]
+        problems += [f"they hold {name}, which the model lacks" for name in left]
+        problems += [text for rows in (chosen, twice) for name, source in rows.items() if (text := _misfit(name, tensors[name], source))]
+        if problems:
+            more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+            raise ConfigError(
+                f"the weights in {files.folder} are not those of {type(model).__name__}: {'; '.join(problems[:SHOWN])}{more}."
+                f" Nothing was loaded; give the config.json that belongs to them."
+            )
+        return cls(tensors, aliases, chosen, twice)
+
+    def in_order(self) -> Iterator[tuple[str, Source]]:
+        """As they lie in the files."""
+        yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Global name -> parameter (tied ones once) or persistent buffer: what a file or checkpoint must hold of a model."""
+    return _names(model)[0]
+
+
+def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str]]:
+    """Parameters (tied ones once) and persistent buffers; other name -> first name; buffers that no file needs to hold."""
+    tensors: dict[str, Tensor] = {clean(name): parameter.detach() for name, parameter in model.named_parameters()}
+    first = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    every = [(clean(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    aliases = {name: first[id(parameter)] for name, parameter in every if name not in tensors}
+    derived = set()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = clean(f"{path}.{name}" if path else name)
+            if name in module._non_persistent_buffers_set:
+                derived.add(full)
+            else:
+                tensors[full] = buffer
+    return tensors, aliases, derived
+
+
+def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
+    """Whether a left-over tensor is one that the model computes itself: older files hold tables, some at another place of the model."""
+    ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    is_table = name in derived or ".".join(name.split(".")[-2:]) in ends
+    return is_table or any(re.search(pattern, name) for pattern in ignored)
+
+
+def _misfit(name: str, tensor: Tensor, source: Source) -> str:
+    if source.shape != tuple(tensor.shape):
+        return f"{name} is {list(source.shape)} there and {list(tensor.shape)} in the model"
+    if source.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        return f"{name} is {_word(source.dtype)} there and {_word(tensor.dtype)} in the model"
+    return ""
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
+    """A tied parameter that the files hold twice must be the same twice; each rank looks at its part."""
+    for name, source in match.twice.items():
+        cuts = [piece.slices for piece in pieces(match.tensors[name])]
+        if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):
+            other = source.names[0]
+            raise ConfigError(
+                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values, and the model ties"
+                f" them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
+            )
+
+
+def _fill(tensor: Tensor, source: Source) -> None:
+    with torch.no_grad():
+        for piece in pieces(tensor):
+            piece.local.copy_(source.read(piece.slices))

@@ -1,0 +1,70 @@
+"""The registered transform ``load_weights``: weights out of a folder of Hugging Face, or out of one of our checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.errors import ConfigError
+from meshwright.distributed import order
+from meshwright.distributed.builtin_transforms import LoadWeightsTransformConfig
+from meshwright.distributed.mesh import axis_sizes
+from meshwright.distributed.transform_registry import ModelTransform, register_model_transform
+from meshwright.distributed.weights import Weights
+from meshwright.introspection.facts import model_facts
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.techniques import Techniques
+
+from .huggingface import Pretrained, named_tensors
+from .load import load_model_tensors
+from .manifest import NAME
+
+log = logging.getLogger("meshwright")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+@register_model_transform("load_weights", LoadWeightsTransformConfig, after=("fully_shard",), before=("ddp",))
+class LoadWeightsTransform(ModelTransform):
+    """Write the weights of a folder into the model, each rank its share; a model on meta comes into being with them. Collective.
+
+    Context: ``is_restart`` says whether this process takes up what an earlier one began (by default torchrun's and Slurm's counts say so).
+    """
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        config: LoadWeightsTransformConfig = self.config
+        if config.skip_on_restart and self._is_restart():
+            log.info("load_weights: this is a restart, so %s is not read", config.checkpoint_path)
+            return model
+        weights = weights_in(config.checkpoint_path)
+        facts = model_facts(model)
+        if not facts.on_meta:
+            weights(model.module if isinstance(model, DistributedDataParallel) else model)
+            return model
+        mesh = self.context.get("device_mesh")
+        plan = plan_for_mesh_sizes(facts, axis_sizes(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean")
+        return order.apply(model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",))
+
+    def _is_restart(self) -> bool:
+        told = self.context.get("is_restart")
+        return any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS) if told is None else bool(told)
+
+
+def weights_in(path: str | Path) -> Weights:
+    """What writes the weights of a folder. Raises ConfigError where there is no such folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of meshwright")
+    return _checkpoint(folder) if (folder / NAME).is_file() else Pretrained(folder)
+
+
+def _checkpoint(folder: Path) -> Weights:
+    def write(model: nn.Module) -> set[str]:
+        tensors = named_tensors(model)
+        load_model_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
+        return set(tensors)
+
+    return write

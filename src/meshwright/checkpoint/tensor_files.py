@@ -1,0 +1,151 @@
+"""The safetensors files of a folder, as Hugging Face lays them out: one file, or several with an index. Tensors are read by slices."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OTHERS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+LARGEST_HEADER = 100_000_000
+"""Bytes, as in the safetensors library."""
+Cut = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies, and what it is."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFiles:
+    """Tensors by name. Opening reads and checks the headers only.
+
+    Attributes:
+        tensors: what there is.
+        bytes_read: of all slices that were asked for so far, at the dtype of the file.
+
+    Raises:
+        ConfigError: there are no weights, or only pickled ones.
+        IntegrityError: a file is truncated or damaged, or is not there although the index names it.
+        UnsupportedError: a dtype that torch has no full arithmetic for.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        self.tensors = {tensor.name: tensor for file, names in _files(self.folder) for tensor in _header(file, names)}
+        self.bytes_read = 0
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, cut: Cut) -> Tensor:
+        """A part of a tensor, on the CPU, in the dtype of the file."""
+        stored = self.tensors[name]
+        if stored.file not in self._open:
+            self._open[stored.file] = safetensors.safe_open(stored.file, framework="pt")  # type: ignore[no-untyped-call]
+        part = self._open[stored.file].get_slice(name)[cut]
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that can be read.
+
+    Raises:
+        ConfigError: it holds weights in another form only, which a model of random weights would take the place of, silently.
+    """
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return True
+    others = [*(path.name for pattern in OTHERS for path in folder.glob(pattern))] if folder.is_dir() else []
+    if others:
+        raise ConfigError(
+            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read. Save them as safetensors"
+            f" (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with the config.json alone to begin anew"
+        )
+    return False
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """Each file, and the names that the index says are in it."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            by_file: dict[str, set[str]] = {}
+            for name, file in weight_map.items():
+                by_file.setdefault(file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"{index} is damaged ({type(error).__name__}: {error})") from None
+        absent = [file for file in sorted(by_file) if not (folder / file).is_file()]
+        if absent:
+            raise IntegrityError(f"{index} names {', '.join(absent)}, and {folder} has no such file: copy it again, whole")
+        yield from ((folder / file, names) for file, names in sorted(by_file.items()))
+    elif holds_weights(folder):
+        yield folder / SINGLE, None
+    else:
+        raise ConfigError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
+
+
+def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
+    """What a file says it holds, after comparing that with its size and with the index."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}")
+            said = json.loads(file.read(length))
+        said.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in said.values()]
+        whole = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
+    if size != whole:
+        raise IntegrityError(f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again")
+    if expected is not None and (lacking := expected - said.keys()):
+        raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
+    for name, entry in said.items():
+        if expected is None or name in expected:
+            yield _stored(path, name, entry)
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise UnsupportedError(
+            f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize the model first"
+        )
+    dtype = DTYPES[entry["dtype"]]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise IntegrityError(f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes")
+    return StoredTensor(name, path, shape, dtype)

@@ -1,0 +1,193 @@
+"""Causal language models of Hugging Face's transformers, from a folder, a config.json or a config object; nothing is downloaded.
+
+Everything about such a model is learnt from its module and its config by facts; no family is known by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
+
+CONFIG = "config.json"
+KEY = "model.hf"
+TRUST = "model.trust_remote_code"
+ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A causal language model by its config; called, it is built on the device of the context.
+
+    Attributes:
+        config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built in.
+        dtype: name of the parameters' dtype.
+        trust_remote_code: whether code that lies beside the config may run.
+        stored: what the config's file says, where there is one.
+        experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take no float64.
+    """
+
+    config: Any
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    experts: str = ""
+    stored: dict[str, Any] | None = field(default=None, compare=False)
+
+    def __call__(self) -> nn.Module:
+        """The module, without a key-value cache: with one, transformers neither keeps packed documents apart nor survives recomputation.
+
+        Raises:
+            ConfigError: transformers has no causal language model for the config, or its values do not fit together.
+        """
+        auto = import_transformers().AutoModelForCausalLM
+        config = copy.deepcopy(self.config)
+        config.get_text_config().use_cache = False
+        experts = self.experts or ("eager" if self.dtype == "float64" else "")
+        options = {"experts_implementation": experts} if experts else {}
+        try:
+            return auto.from_config(config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code, **options)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+            raise ConfigError(f"{KEY}: transformers cannot build a causal language model of {type(config).__name__}: {error}") from error
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The config as JSON values, without what says nothing about the model: who wrote it, and how its weights are stored.
+
+        Of a file what it says itself: with the defaults of transformers it would be another after an update.
+        """
+        said = self.stored or json.loads(self.config.to_json_string(use_diff=False))
+        return {key: value for key, value in said.items() if key not in ABOUT_THE_FILE}
+
+
+def is_config(model: Any) -> bool:
+    """Whether it is a config object of transformers; does not import it."""
+    found = sys.modules.get("transformers")
+    return found is not None and isinstance(model, found.PretrainedConfig)
+
+
+def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> CausalLM:
+    """The model of a folder with a config.json, or of such a file.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: nothing of that name lies on this machine, or it is no config that transformers knows.
+        UnsupportedError: the weights are quantized.
+    """
+    place = Path(path).expanduser()
+    file = place / CONFIG if place.is_dir() else place
+    if not file.is_file():
+        raise ConfigError(_absent(path, place))
+    said = _json(file)
+    transformers = import_transformers()
+    _check_type(said, file, transformers, trust_remote_code)
+    if said.get("quantization_config"):
+        raise UnsupportedError(
+            f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full precision."
+        )
+    try:
+        where = place if place.is_dir() else file
+        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # its validators raise errors of their own
+        first = str(error).strip().splitlines()
+        raise ConfigError(f"{KEY}: {file} is no config that transformers reads: {' '.join(line.strip() for line in first)}") from error
+    return CausalLM(config, dtype, trust_remote_code, stored=said)
+
+
+def _absent(path: str | Path, place: Path) -> str:
+    if place.is_dir():
+        return f"{KEY} = {path}: the folder holds no {CONFIG}, so it is no Hugging Face model"
+    text = f"{KEY} = {path} is neither a folder with a {CONFIG} nor such a file."
+    near = nearest(place.name, [entry.name for entry in place.parent.iterdir()]) if place.parent.is_dir() else ""
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) is not None
+    hint = f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder" if is_name else ""
+    return f"{text}{near} Models are not downloaded{hint}"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{KEY}: {file} holds a {type(said).__name__}, not the keys of a model's config")
+    return said
+
+
+def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    kind = said.get("model_type")
+    if kind in known or (said.get("auto_map") and trusted):
+        return
+    if said.get("auto_map"):
+        raise ConfigError(
+            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, said['auto_map'].values()))}), and transformers"
+            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} = true"
+        )
+    if kind is None:
+        raise ConfigError(f"{KEY}: {file} has no model_type, so it is not the config of a Hugging Face model")
+    raise ConfigError(f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__} lacks.{nearest(kind, known)}")
+
+
+def import_transformers(what: str = KEY) -> Any:
+    """The package. Raises MissingExtraError, saying ``what`` needs it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(what, "transformers", "hf") from error
+    return transformers
+
+
+def brings_initialiser(module: nn.Module) -> bool:
+    """Whether a module initialises others as a pretrained model of transformers does, and can be built again from its config."""
+    return all(callable(getattr(module, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
+
+
+SMALL = 2**16
+"""Elements up to which a parameter of ``build_again`` keeps the values that its constructor gives."""
+LARGE = 2**20
+"""Elements from which on room for a tensor is taken on meta."""
+
+
+def build_again(kind: type[nn.Module], config: Any, seed: int = 0) -> nn.Module:
+    """A model like one that was built from ``config``: parameters on meta (but for SMALL ones), everything else real, on the CPU.
+
+    Buffers and plain tensors have the values that the constructor gives, whoever computes them and how. A large tensor is not made before
+    it is a parameter, and a parameter goes to meta as soon as it is registered, so no more than one is ever whole.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or parameter.numel() <= SMALL:
+            return None  # as it is
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Room():
+            torch.manual_seed(seed)
+            return kind._from_config(copy.deepcopy(config))  # type: ignore[attr-defined]
+    finally:
+        hook.remove()
+
+
+class _Room(torch.overrides.TorchFunctionMode):
+    """``torch.empty`` of LARGE tensors is on meta; of smaller ones it is filled with nan, so that what stays unwritten can be told."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.empty or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "meta"})
+        if made.numel() >= LARGE:
+            return made
+        made = func(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made

@@ -1,0 +1,167 @@
+"""The model of a run: the decoder that the config describes, or a causal language model of Hugging Face; and what a run says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.huggingface import Pretrained, pretrained
+from meshwright.checkpoint.load import to_be_loaded
+from meshwright.checkpoint.tensor_files import holds_weights
+from meshwright.core.dtypes import canonical_dtype
+from meshwright.core.errors import ConfigError
+from meshwright.data import Tokenizer
+from meshwright.distributed.weights import Weights
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
+from meshwright.models.decoder_config import SIZES, DecoderConfig, parameter_count
+
+from .config import Config, ModelConfig
+
+ModelSource = DecoderConfig | CausalLM
+FOLDER = "model"
+"""Where a run keeps the small files of a Hugging Face model."""
+KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+LEFT = ("*.index.json",)
+
+
+def model_source(config: Config, tokenizer: Tokenizer) -> ModelSource:
+    """What ``model.hf`` names, or the named size with the config's overrides.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or no such model on this machine.
+    """
+    return causal_lm(config) if config.model.hf else decoder_config(config, tokenizer)
+
+
+def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
+    """The named size with the config's overrides; an open vocabulary grows to the tokenizer's.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+    known = {field.name for field in dataclasses.fields(DecoderConfig)}
+    chosen = {key: value for key, value in vars(config.model).items() if key in known and value is not None}
+    try:
+        size = SIZES[config.model.size]
+        return replace(size, **{"vocab_size": max(size.vocab_size, tokenizer.vocab_size), **chosen})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def causal_lm(config: Config) -> CausalLM:
+    """The Hugging Face model of a run, in the dtype at rest. Its config's own dtype says how weights were stored, and is not taken over:
+    training small updates into bfloat16 weights loses them, so "auto" is float32.
+
+    A run with a checkpoint goes on from what it kept of the model, where the folder that it began from is gone.
+    """
+    m, master = config.model, config.techniques.precision.master
+    dtype = "float32" if master == "auto" else canonical_dtype(master, where="techniques.precision.master")
+    place = Path(m.hf).expanduser()
+    if not place.exists() and _has_checkpoint(config):
+        place = Path(config.run) / FOLDER
+    return read_causal_lm(place if place.exists() else m.hf, dtype=dtype, trust_remote_code=m.trust_remote_code)
+
+
+def with_kept_model(config: Config, run: Path) -> Config:
+    """The config with the Hugging Face model that the run kept, whatever became of the folder that it began from."""
+    kept = run / FOLDER
+    return replace(config, model=replace(config.model, hf=str(kept))) if config.model.hf and (kept / CONFIG).is_file() else config
+
+
+def file_weights(config: Config) -> Pretrained | None:
+    """The weights that lie beside a Hugging Face model; None without any.
+
+    Raises:
+        ConfigError: there are some that cannot be read.
+    """
+    folder = Path(config.model.hf).expanduser() if config.model.hf else None
+    return pretrained(folder) if folder is not None and folder.is_dir() and holds_weights(folder) else None
+
+
+def first_weights(config: Config) -> Weights | None:
+    """Where a run's parameters come from when its model is laid out; None: they are drawn by the model's law."""
+    if config.model.hf and _has_checkpoint(config):
+        return to_be_loaded
+    return file_weights(config)
+
+
+def where_weights_come_from(config: Config) -> str:
+    """In words."""
+    if _has_checkpoint(config):
+        return "of the run's checkpoint"
+    return f"read from {config.model.hf}" if file_weights(config) else f"drawn from seed {config.seed}: {config.model.hf} holds none"
+
+
+def _has_checkpoint(config: Config) -> bool:
+    return bool(config.run) and CheckpointFolder(Path(config.run).expanduser() / "checkpoints").latest() is not None
+
+
+def keep_model(config: Config, run: Path) -> None:
+    """Copy the small files of a Hugging Face model (config, tokenizer, code) into the folder of a run, once."""
+    place, kept = Path(config.model.hf).expanduser(), run / FOLDER
+    if not config.model.hf or (kept / CONFIG).is_file() or not place.exists():
+        return
+    kept.mkdir(exist_ok=True)
+    found = {path.name: path for pattern in KEPT for path in place.glob(pattern) if not any(path.match(left) for left in LEFT)}
+    config_file = found.pop(CONFIG, place)
+    for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it says that all are there
+        shutil.copyfile(path, kept / f"{name}.new")
+        (kept / f"{name}.new").replace(kept / name)
+
+
+def identity_of(source: ModelSource) -> dict[str, Any]:
+    """What must stay the same for a run to be continued, as JSON values."""
+    return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
+
+
+def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
+    """The model section with everything filled in, and readable from any folder."""
+    if isinstance(source, CausalLM):
+        return replace(model, hf=str(Path(model.hf).expanduser().absolute()))
+    known = {field.name for field in dataclasses.fields(model)}
+    return replace(model, **{key: value for key, value in vars(source).items() if key in known})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The figures of a model that people and FLOP counts ask for.
+
+    Attributes:
+        matmul_parameters: those that enter a matrix product for each token: without the input embedding, of experts the routed share.
+        dim_attention: width of all query heads together.
+    """
+
+    parameters: int
+    matmul_parameters: int
+    n_layers: int
+    dim: int
+    dim_attention: int
+    vocab_size: int
+
+
+def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
+    """The shape of a run's model."""
+    if isinstance(source, DecoderConfig):
+        embedding = 0 if source.tied_embeddings else source.vocab_size * source.dim
+        numel = parameter_count(source)
+        attention = source.n_heads * source.head_dim
+        return Shape(numel, numel - embedding, source.n_layers, source.dim, attention, source.vocab_size)
+    said = source.config.get_text_config()
+    dim, heads = int(getattr(said, "hidden_size", 0) or 0), int(getattr(said, "num_attention_heads", 0) or 0)
+    head_dim = getattr(said, "head_dim", None) or (dim // heads if heads else 0)
+    vocabulary = facts.vocab_size or 0
+    tables = [p for p in facts.parameters if len(p.shape) == 2 and p.shape[0] == vocabulary]
+    lookup = tables[0].numel if tables and not tables[0].aliases else 0
+    return Shape(facts.numel, facts.numel - lookup - _idle(facts, said), len(facts.blocks), dim, heads * head_dim, vocabulary)
+
+
+def _idle(facts: ModelFacts, said: Any) -> int:
+    """Parameters of the experts that a token is not routed to: experts of a layer are stacked along the first of three dims."""
+    chosen = getattr(said, "num_experts_per_tok", None)
+    stacks = [p for p in facts.parameters if len(p.shape) == 3]
+    return sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks) if isinstance(chosen, int) else 0

@@ -1,0 +1,120 @@
+"""Tiny random models of many Hugging Face families, saved as their users find them; no download."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import nn
+
+VOCABULARY = 96
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+OF_ONE_WORD: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OWN: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "cohere": {},
+    "falcon": {"head_dim": None},
+    "gemma2": {},
+    "gemma3_text": {},
+    "glm4": {"pad_token_id": 0},
+    "gpt2": OF_ONE_WORD,
+    "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gptj": OF_ONE_WORD | {"rotary_dim": 4},
+    "granite": {},
+    "llama": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "olmo2": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "phi": {},
+    "phi3": {"pad_token_id": 0},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "smollm3": {"pad_token_id": 0},
+    "stablelm": {},
+    "starcoder2": {},
+}
+"""Families, and what their configs need besides the sizes (None: a key that they do not take)."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    sizes = {key: value for key, value in (SIZES | OWN[family] | changes).items() if value is not None}
+    config = AutoConfig.for_model(family).__class__(**sizes)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(getattr(config, name, None), int) and getattr(config, name) >= VOCABULARY:
+            setattr(config, name, 1)
+    return config
+
+
+def on_cpu(config: Any, seed: int = 1) -> nn.Module:
+    """As transformers itself builds it, then every parameter random, norms and biases too."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 8)
+    return model.eval()
+
+
+def tied() -> nn.Module:
+    """A factory: two names of one weight, packed projections, and an initialiser of the whole that writes into its parts."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config_of("gpt2"))
+
+
+def with_experts() -> nn.Module:
+    """A factory: stacked experts, and tables that only the constructor fills."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
+
+
+def saved(folder: Path, family: str = "llama", *, seed: int = 1, file_size: str = "5GB", **changes: Any) -> nn.Module:
+    """A model of a family, and its folder."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = on_cpu(config_of(family, **changes), seed)
+    model.save_pretrained(folder, max_shard_size=file_size)  # type: ignore[operator]
+    return model
+
+
+def some_tokens(rows: int = 2, seq: int = 12) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, seq), generator=torch.Generator().manual_seed(0))
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:()_='0123456789"
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of single characters that fits the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*LETTERS, "Ġ", "Ċ"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
