@@ -58,7 +58,7 @@ SIGNATURES = {
     "get_pp_size": "(device_mesh)",
     "has_dp_mesh": "(device_mesh)",
     "default_mp_policy": "(param_dtype=torch.bfloat16)",
-    "apply_tensor_parallel": "(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module",
+    "apply_tensor_parallel": "(model, device_mesh)",
     "apply_fsdp2": "(model, device_mesh, mp_policy=None, reshard_after_forward=True)",
     "apply_ac": "(model, mode)",
     "clip_grad_norm_": "(model, max_norm, foreach=True)",
