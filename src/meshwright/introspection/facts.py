@@ -91,7 +91,7 @@ def measure_structure(facts: ModelFacts, ranks: int) -> Measured:
         raise UnsupportedError(f"{facts.kind} cannot be cut for tensor parallelism: {lacking}")
     known = _MEASURED.setdefault(model, {})
     if ranks not in known:
-        known[ranks] = measured(model, Signature.of(model).takes, facts.vocab_size, ranks)
+        known[ranks] = measured(model, Signature.of(model).takes, ranks)
     return known[ranks]
 
 

@@ -15,7 +15,7 @@ from .batch import Batch
 from .layout import Layout
 from .plan import Plan, PrecisionPlan
 from .techniques import Techniques
-from .tensor_plan import fits, legal_degrees
+from .tensor_plan import legal_degrees
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def tensor_fits(case: Case) -> Found:
     legal = ", ".join(map(str, legal_degrees(structure)))
     for kind in structure.kinds:
         for region in kind.regions:
-            if not fits(region, ranks):
+            if not region.fits(ranks):
                 what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
                 fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
                 where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))

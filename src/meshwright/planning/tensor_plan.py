@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import is_within, pattern
 from meshwright.core.parts import Part, is_plain, ranges
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.local_form import LocalForm
-from meshwright.introspection.structure.regions import Cut, Region
+from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
+from meshwright.introspection.structure.sample import Sample
 from meshwright.introspection.structure.structure import BlockKind, Structure
 from meshwright.introspection.structure.tail import Tail
 
@@ -87,6 +91,16 @@ class TensorPlan:
 
     def kind_of(self, block: str) -> BlocksPlan:
         return next(kind for kind in self.kinds if block in kind.blocks)
+
+    def for_sample(self, sample: Sample, model: nn.Module) -> TensorPlan:
+        """The same for a small copy of the ``model`` that it was made for."""
+        kinds = []
+        for kind in self.kinds:
+            block = next(block for block in kind.blocks if block in sample.blocks)
+            before, after = shapes_of(model.get_submodule(block)), shapes_of(sample.model.get_submodule(block))
+            sizes = before, after, Fraction(1, sample.heads)
+            kinds.append(replace(kind, regions=tuple(replace(r, region=resized(r.region, *sizes)) for r in kind.regions)))
+        return replace(self, kinds=tuple(kinds)).only(sample.blocks)
 
     def only(self, blocks: tuple[str, ...]) -> TensorPlan:
         """The same for a model with these blocks alone."""
@@ -216,8 +230,4 @@ def placement_words(cut: tuple[int, tuple[Part, ...]] | None, ranks: int) -> str
 def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
     """The sizes of the tensor axis that every region can be shared out to."""
     regions = [region for kind in structure.kinds for region in kind.regions]
-    return [ranks for ranks in range(1, most + 1) if all(fits(region, ranks) for region in regions)]
-
-
-def fits(region: Region, ranks: int) -> bool:
-    return region.groups % ranks == 0 and all(part.fits(ranks) for cut in region.cuts for part in cut.parts)
+    return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]

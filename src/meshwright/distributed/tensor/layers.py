@@ -132,10 +132,12 @@ def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[N
             name, _, rest = number.name.partition(".")
             before = getattr(module, name)
             kept.append((module, name, before))
-            value: Any = number.local
+            value: Any = before
             if rest:
                 value = copy.copy(before)
-                setattr(value, rest, number.local)
+                setattr(value, rest, number.of(getattr(before, rest)))
+            else:
+                value = number.of(before)
             setattr(module, name, value)
         yield
     finally:

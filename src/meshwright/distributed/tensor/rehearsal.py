@@ -105,13 +105,15 @@ def prove(facts: ModelFacts, plan: TensorPlan) -> None:
         UnsupportedError: the plan does not give what one process gives; the text says where.
     """
     model = facts.module
-    known = _PROVED.setdefault(model, set()) if model is not None else set()
+    known: set[TensorPlan] = _PROVED.setdefault(model, set()) if model is not None else set()
     if plan in known:
         return
     sample = measure_structure(facts, plan.ranks).sample
+    assert model is not None
+    small = plan.for_sample(sample, model)
     for number, inputs in enumerate(_inputs(sample)):
         try:
-            errors = rehearse(sample.model, plan.only(sample.blocks), inputs, own_logits=number == 0)
+            errors = rehearse(sample.model, small, inputs, own_logits=number == 0)
         except Exception as error:
             raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
         worst = max(errors, key=lambda name: errors[name])

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from meshwright.core.errors import UnsupportedError
+
 from .local_form import LocalForm
-from .sample import Sample, sample_of
+from .sample import Sample, samples_of
 from .structure import Structure, forms, measure
 
 
@@ -28,7 +30,7 @@ class Measured:
     sample: Sample
 
 
-def measured(model: nn.Module, arguments: dict[str, str | None], vocab_size: int, ranks: int) -> Measured:
+def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
     """Measure a small copy of ``model``. Takes tenths of a second.
 
     Args:
@@ -37,6 +39,20 @@ def measured(model: nn.Module, arguments: dict[str, str | None], vocab_size: int
     Raises:
         UnsupportedError: the model cannot be measured; the text says why.
     """
-    sample = sample_of(model, arguments, vocab_size)
-    structure, probes = measure(sample, model)
-    return Measured(structure, ranks, forms(structure, probes, ranks), sample)
+    trouble: UnsupportedError | None = None
+    try:
+        for sample in samples_of(model, arguments, ranks):
+            try:
+                structure, tried = measure(sample, model)
+            except UnsupportedError as error:  # what a small one shows does not hold for the large one: the next is larger
+                trouble = error
+            except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
+                trouble = UnsupportedError(
+                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of it"
+                    f" ({type(error).__name__}: {error})"
+                )
+            else:
+                return Measured(structure, ranks, forms(structure, tried, ranks), sample)
+    except UnsupportedError as error:
+        raise trouble or error from None
+    raise trouble or UnsupportedError(f"{type(model).__name__} could not be measured")

@@ -38,6 +38,10 @@ class LocalNumber:
     whole: int
     local: int
 
+    def of(self, whole: int) -> int:
+        """How many are on a rank of a model that counts ``whole`` (the measured one may be a small copy)."""
+        return whole * self.local // self.whole
+
 
 @dataclass(frozen=True)
 class LocalArgument:

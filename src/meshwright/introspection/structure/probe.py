@@ -92,11 +92,14 @@ class Probe:
         return result
 
     def _orientation(self, path: str, calls: list[Call]) -> bool | None:
-        """Of a module that is y = x Wᵀ + b (False) or y = x W + b (True) on the last dim, called once; else None."""
+        """Of a module that is y = x Wᵀ + b (False) or y = x W + b (True) on the last dim, called once with all tokens; else None."""
         module = self.module(path)
         weight = module._parameters.get("weight")
         x, result, bias = calls[0].entered, calls[0].left, module._parameters.get("bias")
         if weight is None or weight.dim() != 2 or len(calls) != 1 or x is None or result is None or not x.is_floating_point():
+            return None
+        entered = self.calls[""][0].entered if "" in self.calls else None
+        if not isinstance(calls[0].output, Tensor) or (entered is not None and x[..., 0].numel() != entered.shape[:2].numel()):
             return None
         for transposed in (False, True):
             matrix = weight if transposed else weight.T
@@ -145,10 +148,9 @@ class Probe:
                 reach.later[feature] = by_token[:, PUSHED + 1 :].any()
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """(rows, seq, …) of a tensor whose leading dims are the tokens, be they flattened or not."""
+        """(rows, seq, features) of a tensor whose leading dims are the tokens, be they flattened or not; a view."""
         assert self.call.entered is not None
-        rows, seq = self.call.entered.shape[:2]
-        return tensor.view(rows, seq, *tensor.shape[1:]) if len(tensor) == rows * seq else tensor
+        return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
 
     @contextmanager
     def _holding(self, held: list[str]) -> Iterator[tuple[Callable[[str, int], None], Callable[[], dict[str, Tensor]]]]:

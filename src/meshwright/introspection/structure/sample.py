@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.blocks import repeated_blocks
 
+from .small import small_configs
+
 ROWS, SEQ = 2, 6
-LARGEST = 3_000_000
-"""Parameters of a block beyond which it is not measured at its own width."""
+LARGEST = 20_000_000
+"""Parameters beyond which a model is not measured."""
 
 
 @dataclass
@@ -27,25 +29,32 @@ class Sample:
         model: in fp64 on the CPU, in evaluation mode.
         blocks: paths of its repeated blocks.
         inputs: keyword arguments of forwards to watch: plain, and (where the model takes one) with a padding mask.
+        heads: how many times more heads the model has.
     """
 
     model: nn.Module
     blocks: tuple[str, ...]
     inputs: tuple[dict[str, Any], ...]
+    heads: int = 1
 
 
-def sample_of(model: nn.Module, arguments: dict[str, str | None], vocab_size: int) -> Sample:
-    """A copy of ``model`` that can be measured.
+def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Iterator[Sample]:
+    """Copies of ``model`` that can be measured, small ones first.
 
     Args:
         model: on meta or not; it is left as it is.
         arguments: "tokens" -> what the forward calls them.
-        vocab_size: ids that it takes.
+        ranks: of the tensor axis.
 
     Raises:
-        UnsupportedError: its weights cannot be made up here, or a block is too large.
+        UnsupportedError: after the last one, if the model itself is too large, or its weights cannot be made up here.
     """
-    made = _constructed(model) or _copied(model)
+    for made, heads in _constructed(model, ranks):
+        yield _sample(made, arguments, heads)
+    yield _sample(_copied(model), arguments, 1)
+
+
+def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
     made = made.double().eval()
     config: Any = getattr(made, "config", None)
     if hasattr(config, "_experts_implementation"):
@@ -54,8 +63,15 @@ def sample_of(model: nn.Module, arguments: dict[str, str | None], vocab_size: in
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(_random(parameter, generator))
-    tokens = torch.randint(0, vocab_size, (ROWS, SEQ), generator=generator)
-    return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)))
+    tokens = torch.randint(0, _ids(made), (ROWS, SEQ), generator=generator)
+    return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
+
+
+def _ids(model: nn.Module) -> int:
+    """How many token ids the smallest of its tables of that kind takes."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    stated = getattr(getattr(model, "config", None), "vocab_size", None)
+    return stated if isinstance(stated, int) else min(tables, default=2)
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -64,39 +80,35 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
 
 
-def _constructed(model: nn.Module) -> nn.Module | None:
-    """The same class from a copy of its config, with fewer blocks; None where it is not built from one."""
+def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]]:
+    """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one."""
     config = getattr(model, "config", None)
     if config is None:
-        return None
-    try:
-        small = fewer_blocks(copy.deepcopy(config), model)
-        with torch.device("cpu"):
-            return type(model)(small)
-    except Exception:  # noqa: BLE001  (whatever the class wants besides a config)
-        return None
+        return
+    names = _names(model)
+    needed = max(2, 1 + max((index for index, _ in kinds_of(model).values()), default=1))
+    for small in small_configs(config, needed, ranks):
+        try:
+            with torch.device("meta"):
+                is_like = _names(type(model)(small.config)) == names
+            if not is_like or not _is_small(type(model), small.config):
+                continue
+            with torch.device("cpu"), torch.no_grad():
+                made = type(model)(small.config)
+                made.eval()(torch.zeros((1, 2), dtype=torch.int64))
+        except Exception:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
+            continue
+        yield made, small.heads
 
 
-def fewer_blocks(config: Any, model: nn.Module) -> Any:
-    """The config with as many blocks as it takes to have one of each kind, where its keys for that are known."""
-    needed = max(2, 1 + max(index for index, _ in kinds_of(model).values()))
-    for key in ("num_hidden_layers", "n_layers", "n_layer", "num_layers"):
-        if isinstance(getattr(config, key, None), int) and needed < getattr(config, key):
-            changes: dict[str, Any] = {key: needed}
-            if isinstance(getattr(config, "layer_types", None), (list, tuple)):
-                changes["layer_types"] = list(config.layer_types)[:needed]
-            return _replaced(config, changes)
-    return config
+def _names(model: nn.Module) -> set[tuple]:
+    """What its kinds of blocks are made of, whatever their sizes."""
+    return {(kind, tuple(name for name, _ in shapes)) for kind, shapes in kinds_of(model)}
 
 
-def _replaced(config: Any, changes: dict[str, Any]) -> Any:
-    import dataclasses
-
-    if dataclasses.is_dataclass(config) and getattr(type(config), "__dataclass_params__").frozen:  # noqa: B009
-        return dataclasses.replace(config, **changes)  # type: ignore[type-var]
-    for key, value in changes.items():
-        setattr(config, key, value)
-    return config
+def _is_small(kind: type[nn.Module], config: Any) -> bool:
+    with torch.device("meta"):
+        return sum(p.numel() for p in kind(config).parameters()) <= LARGEST
 
 
 def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
@@ -111,6 +123,11 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy of the module itself; one on meta is given memory and its modules' own initial values."""
+    if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
+        raise UnsupportedError(
+            f"{type(model).__name__} has {size:,} parameters and no config from which a small one could be built, so its structure cannot"
+            f" be measured (up to {LARGEST:,}): let its class take a config that it keeps as .config"
+        )
     made = copy.deepcopy(model)
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from meshwright.introspection.blocks import repeated_blocks
 
 from .local_form import LocalForm, local_form
 from .probe import PUSHED, Call, Probe, record
-from .regions import Region, find_regions
+from .regions import Region, find_regions, resized, shapes_of
 from .sample import SEQ, Sample, kinds_of
 from .tail import Tail, find_tail
 
@@ -69,16 +70,22 @@ class Structure:
         return next(kind for kind in self.kinds if block in kind.blocks)
 
 
-def measure(sample: Sample, model: nn.Module) -> tuple[Structure, dict[str, list[Probe]]]:
-    """The structure of ``model``, measured on a sample of it; and the probes of the sample's first block of each kind, by its path."""
+Tried = list[tuple[list[Probe], tuple[Region, ...]]]
+"""Of each kind: probes of the sample's first block of it, called in different ways, and its regions in the sample's sizes."""
+
+
+def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
+    """The structure of ``model``, measured on a sample of it; and what was measured."""
     runs = [record(sample.model, inputs, list(sample.blocks)) for inputs in sample.inputs]
     first_probes, outside = runs[0]
     paths = {key: paths for key, (_, paths) in _by_layout(model).items()}
-    kinds, probes = [], {}
+    kinds: list[BlockKind] = []
+    tried: Tried = []
     for key, (_, here) in _by_layout(sample.model).items():
-        probe = first_probes[here[0]]
-        probes[here[0]] = [run[0][here[0]] for run in runs]
-        kinds.append(_kind(probe, tuple(paths.get(key, here))))
+        kind = _kind(first_probes[here[0]], tuple(paths[key]))
+        tried.append(([run[0][here[0]] for run in runs], kind.regions))
+        sizes = shapes_of(first_probes[here[0]].block), shapes_of(model.get_submodule(paths[key][0]))
+        kinds.append(replace(kind, regions=tuple(resized(region, *sizes, Fraction(sample.heads)) for region in kind.regions)))
     embedding = _embedding(sample, outside)
     head = _head(sample, outside)
     entry = first_probes[sample.blocks[0]].call
@@ -93,7 +100,7 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, dict[str, list
         head=head,
         tail=find_tail(sample.model, head, sample.inputs[0]) if head is not None else Tail(obstacle="no linear layer gives the logits"),
     )
-    return structure, probes
+    return structure, tried
 
 
 def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
@@ -255,11 +262,11 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
     return found
 
 
-def forms(structure: Structure, probes: dict[str, list[Probe]], ranks: int) -> dict[tuple[str, str], LocalForm | None]:
+def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str], LocalForm | None]:
     """How each region runs on one of ``ranks``, by (first block of its kind, consumer); None where no way was found."""
-    found: dict[tuple[str, str], Any] = {}
-    for (_, tried), kind in zip(probes.items(), structure.kinds, strict=True):
-        for region in kind.regions:
-            fits = region.groups % ranks == 0 and all(part.fits(ranks) for cut in region.cuts for part in cut.parts)
-            found[kind.blocks[0], region.consumer] = local_form(tried, region, ranks) if fits else None
+    found: dict[tuple[str, str], LocalForm | None] = {}
+    for (probes, regions), kind in zip(tried, structure.kinds, strict=True):
+        for small, region in zip(regions, kind.regions, strict=True):
+            fits = region.fits(ranks) and small.fits(ranks)
+            found[kind.blocks[0], region.consumer] = local_form(probes, small, ranks) if fits else None
     return found

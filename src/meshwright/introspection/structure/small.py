@@ -1,0 +1,109 @@
+"""Configs of models of the same structure that are small enough to be measured in a moment.
+
+Keys are the usual ones of transformers' configs and of ours. Whether a small model really has the structure of the large one is not taken
+on trust: its blocks must have the same modules and parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_attention_heads", "n_heads", "n_head")
+KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "n_inner", "ffn_hidden_size", "dff")
+VOCABULARY = 307
+HEAD_SIZES = (8, 64)
+"""Features of a head that are tried; then the model's own."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A config, and how many times more heads than its model the large one has."""
+
+    config: Any
+    heads: int = 1
+
+
+def small_configs(config: Any, blocks: int, ranks: int) -> Iterator[Small]:
+    """Smaller ones, smallest first, then the config itself with no more blocks than ``blocks``.
+
+    Args:
+        ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config can.
+    """
+    layers = _fewer_layers(config, blocks)
+    heads, width = _get(config, HEADS), _get(config, WIDTH)
+    if heads is not None and width is not None:
+        key_heads = _get(config, KEY_HEADS) or heads
+        for kept in dict.fromkeys(filter(None, (_kept(key_heads, ranks), key_heads))):
+            if heads % key_heads == 0 and width > HEAD_SIZES[0] * (heads // key_heads) * kept:
+                for size in (*HEAD_SIZES, _head_size(config, heads, width)):
+                    changes = _narrow(config, heads // key_heads * kept, kept, size, ranks)
+                    yield Small(_replaced(config, layers | changes), key_heads // kept)
+    yield Small(_replaced(config, layers))
+
+
+def _kept(key_heads: int, ranks: int) -> int | None:
+    """The fewest key heads that ``ranks`` share as they share all; where they cannot, as few as show groups."""
+    if ranks % key_heads == 0:
+        return key_heads
+    kept = math.lcm(2, ranks)
+    return kept if key_heads % kept == 0 else next((n for n in range(2, key_heads + 1) if key_heads % n == 0), None)
+
+
+def _narrow(config: Any, heads: int, key_heads: int, size: int, ranks: int) -> dict[str, Any]:
+    width = heads * size
+    changes: dict[str, Any] = {}
+    for names, value in ((WIDTH, width), (HEADS, heads), (KEY_HEADS, key_heads), (HIDDEN, 4 * math.lcm(2, ranks))):
+        changes |= {name: value for name in names if isinstance(_own(config, name), int)}
+    if isinstance(found := _own(config, "rotary_dim"), int) and found > size:
+        changes["rotary_dim"] = size // 2
+    if isinstance(_own(config, "head_dim"), int):
+        changes["head_dim"] = size
+    if (_get(config, ("vocab_size",)) or 0) > VOCABULARY:
+        changes["vocab_size"] = VOCABULARY
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(found := _own(config, name), int) and found >= VOCABULARY:
+            changes[name] = 1
+    return changes
+
+
+def _head_size(config: Any, heads: int, width: int) -> int:
+    return _get(config, ("head_dim",)) or width // heads
+
+
+def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
+    for name in LAYERS:
+        if isinstance(found := _own(config, name), int) and blocks < found:
+            kinds = _own(config, "layer_types")
+            return {name: blocks} | ({"layer_types": list(kinds)[:blocks]} if isinstance(kinds, (list, tuple)) else {})
+    return {}
+
+
+def _get(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((found for name in names if isinstance(found := getattr(config, name, None), int) and found > 0), None)
+
+
+def _own(config: Any, name: str) -> Any:
+    """A value that can be set: a property cannot."""
+    is_property = isinstance(getattr(type(config), name, None), property)
+    return None if is_property else getattr(config, name, None)
+
+
+def _replaced(config: Any, changes: dict[str, Any]) -> Any:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        names = {field.name for field in dataclasses.fields(config)}
+        try:
+            return dataclasses.replace(config, **{key: value for key, value in changes.items() if key in names})
+        except TypeError:  # a config class of transformers: keys are not the constructor's alone
+            pass
+    made = copy.deepcopy(config)
+    for key, value in changes.items():
+        setattr(made, key, value)
+    return made
