@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.arguments import open_run, read_config, refuse_rest, take_option
 from meshwright.core.errors import ConfigError, nearest
@@ -49,12 +50,19 @@ def run(argv: list[str]) -> int:
             f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model size.{nearest(name, SIZES)}"
             f" Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
         )
-    from meshwright.introspection.explain import describe_model
-    from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
 
-    print(describe_model(model_facts(as_module(import_object(name) if ":" in name else SIZES[name]))))
+    _model(as_module(import_object(name) if ":" in name else SIZES[name]))
     return 0
+
+
+def _model(model: Any) -> None:
+    from meshwright.introspection.explain import describe_model, describe_structure
+    from meshwright.introspection.facts import model_facts
+
+    facts = model_facts(model)
+    print(describe_model(facts))
+    print(describe_structure(facts))
 
 
 def _page(name: str, target: Path) -> int:

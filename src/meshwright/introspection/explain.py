@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import pattern
 from meshwright.core.units import count_text
 
-from .facts import ModelFacts, ParameterFact
+from .facts import ModelFacts, ParameterFact, measure_structure
+from .structure.describe import describe
+from .structure.structure import legal_degrees
 
 
 def describe_model(facts: ModelFacts) -> str:
@@ -23,6 +26,15 @@ def describe_model(facts: ModelFacts) -> str:
     for (name, shape, dtype), found in groups.items():
         lines.append(f"    {name:<{width}}  {len(found):>3} × {'×'.join(map(str, shape)) or 'scalar':<14} {dtype}")
     return "\n".join(lines)
+
+
+def describe_structure(facts: ModelFacts) -> str:
+    """Roles of the weights and how they can be cut, measured on a small copy; or why that cannot be told."""
+    try:
+        structure = measure_structure(facts, 1).structure
+    except UnsupportedError as error:
+        return f"tensor parallelism: {error}"
+    return describe(structure, legal_degrees(structure))
 
 
 def _patterns(names: tuple[str, ...]) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
+from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within, matching, pattern
+from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_structure, model_facts
 
@@ -90,6 +92,7 @@ def _assemble(
     tensor, said = _tensor_plan(facts, layout, wishes)
     units = _units(facts, layout.dp_shard if technique == "fully_shard" else 1, wishes.reshard_after_forward, tensor)
     loss = _loss_plan(facts, layout, wishes)
+    parameters = _parameters(facts.parameters, precision, layout, technique, tensor)
     mode = wishes.activation_checkpointing
     checkpointed = {"none": (), "full": facts.blocks, "selective": facts.attentions}[mode]
     shards = layout.dp_shard if technique == "fully_shard" else 1
@@ -99,7 +102,7 @@ def _assemble(
         model=facts.kind,
         device=device,
         mesh=tuple(mesh.items()),
-        parameters=_parameters(facts.parameters, precision, layout, technique, tensor),
+        parameters=parameters,
         units=units,
         data=data,
         precision=precision,
@@ -111,7 +114,7 @@ def _assemble(
         collectives=step_collectives(mesh, units, data, precision, activations),
         tensor=tensor,
         loss=loss,
-        notes=(*said, *_notes(facts, layout, technique)),
+        notes=(*said, *_notes(facts, layout, technique, parameters)),
     )
 
 
@@ -189,7 +192,8 @@ def _parameters(
     return tuple(rows.values())
 
 
-def _notes(facts: ModelFacts, layout: Layout, technique: str):
+def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[ParameterPlan, ...]):
+    yield from _whole_on_tensor_ranks(parameters)
     for p in facts.parameters:
         if p.aliases:
             yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
@@ -197,6 +201,14 @@ def _notes(facts: ModelFacts, layout: Layout, technique: str):
         yield "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only"
     if technique == "fully_shard" and not facts.blocks:
         yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"
+
+
+def _whole_on_tensor_ranks(parameters: tuple[ParameterPlan, ...]):
+    """Matrices that the tensor axis does not cut."""
+    for p in parameters:
+        if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1:
+            size = p.count * math.prod(p.shape) * dtype_bytes(p.dtype)
+            yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
 
 
 def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:

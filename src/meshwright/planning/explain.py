@@ -41,11 +41,24 @@ def _header(plan: Plan) -> str:
         + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}" + (f", output {p.output}" if p.output else ""),
+        *_tensor(plan),
         f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed),
         f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
     ]
     return "\n".join(lines)
+
+
+def _tensor(plan: Plan) -> list[str]:
+    tensor, loss = plan.tensor, plan.loss
+    lines = []
+    if tensor is not None:
+        way = "sequences cut between blocks" if tensor.sequence_parallel else "whole sequences between blocks"
+        again = ", gathered again in backward" if tensor.sequence_parallel and tensor.regather else ""
+        lines.append(f"  tensor parallel {tensor.ranks} ranks, {way}{again}; the plan is {tensor.source}")
+    if loss is not None:
+        lines.append(f"  loss            by {loss.head}, in {loss.chunks} chunks of a microbatch's tokens")
+    return lines
 
 
 def _reshard(plan: Plan) -> str:

@@ -10,12 +10,12 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.names import matching, pattern
 from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.structure.structure import legal_degrees
 
 from .batch import Batch
 from .layout import Layout
 from .plan import Plan, PrecisionPlan
 from .techniques import Techniques
-from .tensor_plan import legal_degrees
 
 
 @dataclass(frozen=True)

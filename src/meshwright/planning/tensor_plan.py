@@ -13,9 +13,9 @@ from meshwright.core.names import is_within, pattern
 from meshwright.core.parts import Part, is_plain, ranges
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.local_form import LocalForm
-from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
+from meshwright.introspection.structure.region import Cut, Region, resized, shapes_of
 from meshwright.introspection.structure.sample import Sample
-from meshwright.introspection.structure.structure import BlockKind, Structure
+from meshwright.introspection.structure.structure import BlockKind
 from meshwright.introspection.structure.tail import Tail
 
 
@@ -225,9 +225,3 @@ def placement_words(cut: tuple[int, tuple[Part, ...]] | None, ranks: int) -> str
     if cut is None:
         return "Replicate()"
     return f"Shard({cut[0]})" if is_plain(cut[1], ranks) else words_of_cut(*cut)
-
-
-def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
-    """The sizes of the tensor axis that every region can be shared out to."""
-    regions = [region for kind in structure.kinds for region in kind.regions]
-    return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]

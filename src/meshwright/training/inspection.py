@@ -11,7 +11,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.errors import IntegrityError
 from meshwright.core.units import bytes_text, count_text
-from meshwright.introspection.explain import describe_model
+from meshwright.introspection.explain import describe_model, describe_structure
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import read_causal_lm
 from meshwright.introspection.source import as_module
@@ -46,7 +46,7 @@ def describe_run(path: Path, config: Config) -> str:
 def describe_hugging_face(path: Path) -> str:
     """Facts of a Hugging Face model, and what weights lie beside its config."""
     facts = model_facts(as_module(read_causal_lm(path)))
-    lines = [describe_model(facts)]
+    lines = [describe_model(facts), describe_structure(facts)]
     if path.is_dir() and holds_weights(path):
         files = TensorFiles(path)
         dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()}))

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate
 
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import Part
-from meshwright.introspection.structure.regions import Cut
+from meshwright.introspection.structure.region import Cut
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor_plan import BlocksPlan, TensorPlan
 
@@ -17,6 +17,7 @@ from .functions import Sequence
 from .group import ProcessGroupRanks, TensorGroup
 from .placement import distribute, placement_of_cut
 from .runtime import Runtime, use_local_parameters
+from .streams import separate_streams
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
@@ -82,7 +83,10 @@ def wrap_modules(model: nn.Module, plan: TensorPlan, group: TensorGroup, *, sums
         if module not in done and any(parameter is not None for parameter in module._parameters.values()):
             use_local_parameters(module, _summed(plan, path, module) if sums_at_once else (), group)
     if plan.kinds:
-        ends.first_block(model.get_submodule(plan.blocks[0]), plan.kind_of(plan.blocks[0]).hidden, runtime)
+        first = model.get_submodule(plan.blocks[0])
+        ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
+        if isinstance(group, ProcessGroupRanks):  # threads share one stream
+            separate_streams(model, first, runtime)
     if plan.gathers_after_blocks:
         ends.last_block(model.get_submodule(plan.last_block), runtime)
     return runtime

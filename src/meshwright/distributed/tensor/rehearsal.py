@@ -152,7 +152,8 @@ def rehearse(model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_
     expected_loss.backward()
     own_logits = own_logits and bool(plan.head) and not plan.tail.obstacle
     found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits))
-    errors = {"loss": max(abs(loss - float(expected_loss)) / abs(float(expected_loss)) for loss, _ in found)}
+    expected_value = expected_loss.item()
+    errors = {"loss": max(abs(loss - expected_value) / abs(expected_value) for loss, _ in found)}
     expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():

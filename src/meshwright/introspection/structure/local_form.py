@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.core.parts import take
 
 from .probe import Call, Probe
-from .regions import Region
+from .region import Region
 
 TOLERANCE = 1e-5
 """Relative; models that compute norms or softmax in fp32 whatever their dtype are not exact in fp64."""

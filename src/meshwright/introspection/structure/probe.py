@@ -117,23 +117,23 @@ class Probe:
     def influence(self, producers: list[str], held: list[str]) -> Influence:
         """Of each output feature of ``producers`` on the inputs of ``held``, all of whose outputs are kept at their recorded values."""
         found: Influence = {}
-        with self._holding(held) as (push, moved):
+        with self._holding(held) as state:
             for producer in producers:
                 features = self.output_of(producer).shape[-1]
                 for feature in range(features):
-                    push(producer, feature)
-                    self._note(found, producer, features, feature, moved())
+                    state.push(producer, feature)
+                    self._note(found, producer, features, feature, state.moved())
         return found
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> Influence:
         """Of each element of a parameter or buffer of the block on the inputs of ``held``; the producer is called ``name``."""
         found: Influence = {}
         flat = tensor.detach().view(-1)
-        with self._holding(held) as (_, moved):
+        with self._holding(held) as state:
             for element in range(flat.numel()):
                 before = flat[element].clone()
                 flat[element] = before + 0.37
-                self._note(found, name, flat.numel(), element, moved())
+                self._note(found, name, flat.numel(), element, state.moved())
                 flat[element] = before
         return found
 
@@ -147,55 +147,75 @@ class Probe:
                 reach.places[feature] = columns
                 reach.later[feature] = by_token[:, PUSHED + 1 :].any()
 
+    def is_linear(self, producer: str, feature: int, consumer: str, held: list[str]) -> bool:
+        """Whether twice the push moves the consumer's input twice as far."""
+        far = []
+        with self._holding(held) as state:
+            for times in (1.0, 2.0):
+                state.push(producer, feature, times)
+                far.append(state.inputs()[consumer] - state.rest[consumer])
+        return torch.allclose(far[1], 2 * far[0], rtol=1e-4, atol=1e-6)
+
     def _by_token(self, tensor: Tensor) -> Tensor:
         """(rows, seq, features) of a tensor whose leading dims are the tokens, be they flattened or not; a view."""
         assert self.call.entered is not None
         return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
 
     @contextmanager
-    def _holding(self, held: list[str]) -> Iterator[tuple[Callable[[str, int], None], Callable[[], dict[str, Tensor]]]]:
-        """Hooks that keep outputs at what was recorded.
-
-        Gives (push: one feature of one module's output, until the next is pushed; moved: run the block, and say where each held module's
-        input is another than without a push).
-        """
-        pushed: list[tuple[str, int]] = []
-        seen: dict[str, Tensor] = {}
-
-        def hook(path: str):
-            recorded = self.output_of(path)
-            amount = 2 * recorded.abs().max() + 0.37  # past every kink, up in one row and down in the next
-            push = self._by_token(torch.zeros_like(recorded[..., 0]).unsqueeze(-1))
-            push[0::2, PUSHED], push[1::2, PUSHED] = amount, -amount
-            push = push.reshape(recorded.shape[:-1])
-
-            def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
-                entered = Call.of(args, kwargs, output).entered
-                if entered is not None:
-                    seen[path] = entered
-                kept = recorded.clone()
-                if pushed and pushed[0][0] == path:
-                    kept[..., pushed[0][1]] += push
-                return kept
-
-            return hold
-
-        def push_next(path: str, feature: int) -> None:
-            pushed[:] = [(path, feature)]
-
-        def run() -> dict[str, Tensor]:
-            seen.clear()
-            self.rerun()
-            return dict(seen)
-
-        handles = [self.module(path).register_forward_hook(hook(path), with_kwargs=True) for path in held]
+    def _holding(self, held: list[str]) -> Iterator[_Held]:
+        """Keep the outputs of ``held`` at what was recorded."""
+        state = _Held(self, held)
+        handles = [self.module(path).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
         try:
             with torch.no_grad():
-                rest = run()
-                yield push_next, lambda: {path: value != rest[path] for path, value in run().items() if value.shape == rest[path].shape}
+                state.rest = state.inputs()
+                yield state
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Held:
+    """Modules of a block whose outputs are kept; one feature of one of them may be pushed."""
+
+    def __init__(self, probe: Probe, held: list[str]):
+        self.probe = probe
+        self.rest: dict[str, Tensor] = {}
+        self._pushed: tuple[str, int, float] | None = None
+        self._seen: dict[str, Tensor] = {}
+
+    def push(self, path: str, feature: int, times: float = 1.0) -> None:
+        """Until the next is pushed."""
+        self._pushed = (path, feature, times)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Run the block: what each of the modules is given."""
+        self._seen.clear()
+        self.probe.rerun()
+        return dict(self._seen)
+
+    def moved(self) -> dict[str, Tensor]:
+        """Run the block: where each module's input is another than without a push."""
+        return {path: value != self.rest[path] for path, value in self.inputs().items() if value.shape == self.rest[path].shape}
+
+    def hook(self, path: str) -> Callable[..., Tensor]:
+        recorded = self.probe.output_of(path)
+        amount = 2 * recorded.abs().max() + 0.37  # past every kink, up in one row and down in the next
+        push = self.probe._by_token(torch.zeros_like(recorded[..., 0]).unsqueeze(-1))
+        push[0::2, PUSHED], push[1::2, PUSHED] = amount, -amount
+        push = push.reshape(recorded.shape[:-1])
+
+        def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
+            entered = Call.of(args, kwargs, output).entered
+            if entered is not None:
+                self._seen[path] = entered
+            kept = recorded.clone()
+            if self._pushed is not None and self._pushed[0] == path:
+                _, feature, times = self._pushed
+                kept[..., feature] += times * push
+            return kept
+
+        return hold
 
 
 def record(model: nn.Module, inputs: dict[str, Any], blocks: list[str]) -> tuple[dict[str, Probe], dict[str, list[Call]]]:

@@ -4,70 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import Part
 
 from .probe import Influence, Probe, Reach
+from .region import Cut, Region
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How a tensor falls into groups.
-
-    Attributes:
-        name: parameter or buffer, by its path within the block.
-        dim: the dim that is cut.
-        parts: what lies along it, in order (queries, keys and values that are blocked in one weight are three).
-    """
-
-    name: str
-    dim: int
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    """Column-parallel layers, what lies between, and the row-parallel layer that ends it.
-
-    Attributes:
-        kind: attention mixes tokens, a feed-forward does not.
-        container: path of the smallest module around it ("" is the block itself).
-        producers: linear layers that begin it.
-        consumer: the linear layer that ends it.
-        groups: groups of the consumer's input features (query heads; hidden features).
-        cuts: of the weights and biases of the producers, the consumer's weight, and what else belongs to single groups.
-        shared: other parameters inside, which all groups use.
-        spanning: norms between a producer and the rest that run over all its features.
-    """
-
-    kind: Literal["attention", "feed_forward"]
-    container: str
-    producers: tuple[str, ...]
-    consumer: str
-    groups: int
-    cuts: tuple[Cut, ...]
-    shared: tuple[str, ...] = ()
-    spanning: tuple[str, ...] = ()
-
-    @property
-    def joint(self) -> int:
-        """Groups of the part that has the fewest: up to so many ranks, nothing is held twice."""
-        return min(part.groups for cut in self.cuts for part in cut.parts)
-
-    def fits(self, ranks: int) -> bool:
-        """Whether that many ranks can share it out."""
-        return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
-
-    def cut_of(self, name: str) -> Cut | None:
-        return next((cut for cut in self.cuts if cut.name == name), None)
+SAMPLED = 8
+"""Features of a layer that are asked for their role."""
 
 
 def find_regions(probe: Probe) -> tuple[Region, ...]:
@@ -83,56 +31,6 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
         if region is not None:
             found.append(region)
     return tuple(found)
-
-
-def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
-    """Of its parameters and buffers."""
-    return {name: tensor.shape for name, tensor in (*block.named_parameters(), *block.named_buffers())}
-
-
-def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Region:
-    """The region in a block of the same structure and other sizes.
-
-    Args:
-        before, after: shapes in the block that it was found in, and in the other.
-        heads: how many times more heads that one has.
-
-    Raises:
-        UnsupportedError: its sizes do not follow.
-    """
-    cuts = tuple(_resized(cut, region.kind, before, after, heads) for cut in region.cuts)
-    found = replace(region, cuts=cuts)
-    for old, new in zip(_widths(region), _widths(found), strict=True):
-        if old != new:
-            raise UnsupportedError(f"the layers of {region.container} are in other proportions than in a model of the same structure")
-    return replace(found, groups=_end(found).groups)
-
-
-def _end(region: Region) -> Part:
-    cut = region.cut_of(f"{region.consumer}.weight")
-    assert cut is not None
-    return cut.parts[0]
-
-
-def _widths(region: Region) -> list[Fraction]:
-    """Slices in a group of each part, for each input of the layer that ends the region."""
-    end = Fraction(_end(region).size, _end(region).groups)
-    return [Fraction(part.size, part.groups) / end for cut in region.cuts for part in cut.parts]
-
-
-def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Cut:
-    old, new = before[cut.name][cut.dim], after[cut.name][cut.dim]
-    parts = []
-    for part in cut.parts:
-        size = Fraction(part.size * new, old)
-        groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
-        if size.denominator > 1 or groups.denominator > 1 or size % groups:
-            raise UnsupportedError(
-                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall into {part.groups}"
-                f" groups: how it is cut does not follow from that"
-            )
-        parts.append(Part(int(size), int(groups)))
-    return replace(cut, parts=tuple(parts))
 
 
 def _producers(influence: Influence, consumer: str) -> list[str]:
@@ -198,7 +96,25 @@ def _region(
     container = _common([*linears, consumer])
     others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, consumer, (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
-    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through))
+    roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
+    roles = _named_by_each_other(roles) if kind == "feed_forward" else roles
+    roles.append((consumer, "output" if kind == "attention" else "down"))
+    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles))
+
+
+def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
+    """What a producer's features do: queries act at their own token only, keys and values at later ones, values linearly."""
+    later = reach.later.nonzero().flatten().tolist() if kind == "attention" else list(range(len(reach.later)))
+    sampled = later[:: max(1, len(later) // SAMPLED)]
+    linear = {probe.is_linear(producer, feature, consumer, held) for feature in sampled}
+    names = {True: "value", False: "key"} if kind == "attention" else {True: "up", False: "gate"}
+    found = ["query"] if kind == "attention" and not reach.later.all() else []
+    return "+".join([*found, *(names[way] for way in (False, True) if way in linear)])
+
+
+def _named_by_each_other(roles: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """There is no gate where nothing is gated."""
+    return roles if any("up" in role for _, role in roles) else [(path, "up") for path, _ in roles]
 
 
 def _components(influences: list[Tensor]) -> list[list[int]]:

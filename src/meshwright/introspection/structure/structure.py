@@ -16,7 +16,8 @@ from meshwright.introspection.blocks import repeated_blocks
 
 from .local_form import LocalForm, local_form
 from .probe import PUSHED, Call, Probe, record
-from .regions import Region, find_regions, resized, shapes_of
+from .region import Region, resized, shapes_of
+from .regions import find_regions
 from .sample import SEQ, Sample, kinds_of
 from .tail import Tail, find_tail
 
@@ -270,3 +271,9 @@ def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str
             fits = region.fits(ranks) and small.fits(ranks)
             found[kind.blocks[0], region.consumer] = local_form(probes, small, ranks) if fits else None
     return found
+
+
+def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
+    """The sizes of the tensor axis that every region can be shared out to."""
+    regions = [region for kind in structure.kinds for region in kind.regions]
+    return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]

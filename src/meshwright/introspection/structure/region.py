@@ -1,0 +1,117 @@
+"""A region of a block, and the cuts of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.parts import Part
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor falls into groups.
+
+    Attributes:
+        name: parameter or buffer, by its path within the block.
+        dim: the dim that is cut.
+        parts: what lies along it, in order (queries, keys and values that are blocked in one weight are three).
+    """
+
+    name: str
+    dim: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Column-parallel layers, what lies between, and the row-parallel layer that ends it.
+
+    Attributes:
+        kind: attention mixes tokens, a feed-forward does not.
+        container: path of the smallest module around it ("" is the block itself).
+        producers: linear layers that begin it.
+        consumer: the linear layer that ends it.
+        groups: groups of the consumer's input features (query heads; hidden features).
+        cuts: of the weights and biases of the producers, the consumer's weight, and what else belongs to single groups.
+        shared: other parameters inside, which all groups use.
+        spanning: norms between a producer and the rest that run over all its features.
+        roles: (linear layer, what it is) of each: query, key, value, gate, up, several joined by +, and output or down.
+    """
+
+    kind: Literal["attention", "feed_forward"]
+    container: str
+    producers: tuple[str, ...]
+    consumer: str
+    groups: int
+    cuts: tuple[Cut, ...]
+    shared: tuple[str, ...] = ()
+    spanning: tuple[str, ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def joint(self) -> int:
+        """Groups of the part that has the fewest: up to so many ranks, nothing is held twice."""
+        return min(part.groups for cut in self.cuts for part in cut.parts)
+
+    def fits(self, ranks: int) -> bool:
+        """Whether that many ranks can share it out."""
+        return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
+
+    def cut_of(self, name: str) -> Cut | None:
+        return next((cut for cut in self.cuts if cut.name == name), None)
+
+
+def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
+    """Of its parameters and buffers."""
+    return {name: tensor.shape for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+
+
+def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Region:
+    """The region in a block of the same structure and other sizes.
+
+    Args:
+        before, after: shapes in the block that it was found in, and in the other.
+        heads: how many times more heads that one has.
+
+    Raises:
+        UnsupportedError: its sizes do not follow.
+    """
+    cuts = tuple(_resized(cut, region.kind, before, after, heads) for cut in region.cuts)
+    found = replace(region, cuts=cuts)
+    for old, new in zip(_widths(region), _widths(found), strict=True):
+        if old != new:
+            raise UnsupportedError(f"the layers of {region.container} are in other proportions than in a model of the same structure")
+    return replace(found, groups=_end(found).groups)
+
+
+def _end(region: Region) -> Part:
+    cut = region.cut_of(f"{region.consumer}.weight")
+    assert cut is not None
+    return cut.parts[0]
+
+
+def _widths(region: Region) -> list[Fraction]:
+    """Slices in a group of each part, for each input of the layer that ends the region."""
+    end = Fraction(_end(region).size, _end(region).groups)
+    return [Fraction(part.size, part.groups) / end for cut in region.cuts for part in cut.parts]
+
+
+def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Cut:
+    old, new = before[cut.name][cut.dim], after[cut.name][cut.dim]
+    parts = []
+    for part in cut.parts:
+        size = Fraction(part.size * new, old)
+        groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
+        if size.denominator > 1 or groups.denominator > 1 or size % groups:
+            raise UnsupportedError(
+                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall into {part.groups}"
+                f" groups: how it is cut does not follow from that"
+            )
+        parts.append(Part(int(size), int(groups)))
+    return replace(cut, parts=tuple(parts))
