@@ -51,7 +51,7 @@ def notes(found: Outcome, reference: Reference) -> list[str]:
     """What was not compared."""
     parts = len(Rows(found, reference, "forward", 1).parts)
     modules = "module has its output" if parts == 1 else "modules have their outputs"
-    return [f"{parts} {modules} shared out over ranks: only what comes of them was compared"] if parts else []
+    return [f"{parts} {modules} shared out or never whole: only what comes of them was compared"] if parts else []
 
 
 def rounds_inside(floor: Outcome, reference: Outcome) -> bool:

@@ -22,7 +22,7 @@ class Rows:
     each a part of every row. The first two are compared; parts are not.
 
     Attributes:
-        parts: modules of which ranks hold parts of rows.
+        parts: modules of which ranks hold parts of rows, or whose output is never whole.
     """
 
     def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
@@ -34,7 +34,8 @@ class Rows:
         self.parts = {
             name
             for name in known
-            if self._is_shared and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen)
+            if any(seen.shapes.get(name) == () for seen in found.seen)
+            or (self._is_shared and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen))
         }
         known = {name: rows for name, rows in known.items() if name not in self.parts}
         self._expected = [{name: _cut(rows, *place) for name, rows in known.items()} for place in self._places]
