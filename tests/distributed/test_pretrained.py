@@ -47,7 +47,7 @@ def reading(folder, layout):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("layout", [FSDP4, DDP2, HSDP], ids=str)
+@pytest.mark.parametrize("layout", [FSDP4, DDP2, HSDP, meshwright.Layout(dp_shard=2, tp=2)], ids=str)
 def test_each_rank_reads_its_own_share(spmd, folders, family, layout):
     ranks = spmd(layout.world, reading, folders[family], layout)
     for _, asked, own in ranks:
