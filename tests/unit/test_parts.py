@@ -90,6 +90,8 @@ def test_a_run_is_a_view_and_several_are_not():
     assert [take(whole, 0, (Part(8, 2),), rank, 4)[0].item() for rank in range(4)] == [0, 0, 4, 4]
 
 
-@pytest.mark.parametrize(("groups", "ranks", "fits"), [(4, 2, True), (2, 4, True), (3, 2, False), (2, 3, False), (6, 4, False), (1, 5, True)])
+@pytest.mark.parametrize(
+    ("groups", "ranks", "fits"), [(4, 2, True), (2, 4, True), (3, 2, False), (2, 3, False), (6, 4, False), (1, 5, True)]
+)
 def test_a_share_is_never_torn(groups, ranks, fits):
     assert Part(12, groups).fits(ranks) == fits

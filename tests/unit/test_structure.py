@@ -26,7 +26,7 @@ def region(facts: ModelFacts, what: str = "attention") -> Region:
 
 
 def parts(region: Region, name: str) -> str:
-    """"size/groups + …, dim" of a tensor."""
+    """ "size/groups + …, dim" of a tensor."""
     found = region.cut_of(name)
     assert found is not None, [cut.name for cut in region.cuts]
     return " + ".join(f"{part.size}/{part.groups}" for part in found.parts) + f", {found.dim}"
@@ -273,7 +273,10 @@ def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
 
 @pytest.mark.parametrize(
     ("name", "producers", "consumer"),
-    [("three linears", ("feed_forward.one",), "feed_forward.two"), ("low rank", ("feed_forward.b", "feed_forward.up"), "feed_forward.down")],
+    [
+        ("three linears", ("feed_forward.one",), "feed_forward.two"),
+        ("low rank", ("feed_forward.b", "feed_forward.up"), "feed_forward.down"),
+    ],
 )
 def test_no_layer_begins_one_region_and_ends_another(name, producers, consumer):
     found = region(user(name), "feed_forward")
