@@ -53,13 +53,29 @@ OWN: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 """Families, and what their configs need besides the sizes (None: a key that they do not take)."""
+MORE: dict[str, dict[str, Any]] = {
+    "arcee": {},
+    "biogpt": {},
+    "cohere_qk": {"of": "cohere", "use_qk_norm": True},
+    "exaone4": {"layer_types": ["full_attention"] * 2},
+    "falcon_alibi": {"of": "falcon", "head_dim": None, "alibi": True, "multi_query": False, "parallel_attn": False},
+    "falcon_grouped": {"of": "falcon", "head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "gpt_bigcode": OF_ONE_WORD,
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "helium": {},
+    "nemotron": {},
+    "olmo3": {},
+    "persimmon": {},
+    "stablelm_parallel": {"of": "stablelm", "use_parallel_residual": True},
+}
+"""Families that compute otherwise than those do; "of": the name under which transformers knows them."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    sizes = {key: value for key, value in (SIZES | OWN[family] | changes).items() if value is not None}
-    config = AutoConfig.for_model(family).__class__(**sizes)
+    sizes = {key: value for key, value in (SIZES | (OWN | MORE)[family] | changes).items() if value is not None}
+    config = AutoConfig.for_model(sizes.pop("of", family)).__class__(**sizes)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= VOCABULARY:
             setattr(config, name, 1)

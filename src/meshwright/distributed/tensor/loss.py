@@ -92,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax, slope, place, is_here, is_real = ctx.saved_tensors
         gradient = softmax * slope.unsqueeze(1)
         if ctx.smoothing:
-            gradient -= (ctx.smoothing / ctx.shard.whole) * is_real.unsqueeze(1)
+            gradient -= (ctx.smoothing / ctx.shard.whole) * is_real.unsqueeze(1).to(gradient.dtype)  # a bool times a number is fp32
         if ctx.shard.size:
             gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * is_here.to(gradient.dtype).unsqueeze(1))
         return (gradient * grad_output).to(ctx.dtype).view(ctx.shape), None, None, None, None

@@ -6,6 +6,7 @@ The modules are wrapped by the very code that lays out the real model; only what
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -116,7 +117,7 @@ def prove(facts: ModelFacts, plan: TensorPlan) -> None:
             errors = rehearse(sample.model, small, inputs, own_logits=number == 0)
         except Exception as error:
             raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
-        worst = max(errors, key=lambda name: errors[name])
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         if not errors[worst] <= LARGEST_ERROR:
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
@@ -152,8 +153,8 @@ def rehearse(model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_
     expected_loss.backward()
     own_logits = own_logits and bool(plan.head) and not plan.tail.obstacle
     found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits))
-    expected_value = expected_loss.item()
-    errors = {"loss": max(abs(loss - expected_value) / abs(expected_value) for loss, _ in found)}
+    losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
+    errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
     expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():

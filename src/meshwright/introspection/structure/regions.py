@@ -19,7 +19,7 @@ SAMPLED = 8
 
 
 def find_regions(probe: Probe) -> tuple[Region, ...]:
-    """All regions of a block, in the order of their consumers."""
+    """The regions of a block, in the order of their consumers."""
     linears = list(probe.linears)
     influence = probe.influence(linears, linears)
     found = []
@@ -30,7 +30,21 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
         region = _region(probe, influence, producers, consumer) or _with_norms(probe, producers, consumer)
         if region is not None:
             found.append(region)
-    return tuple(found)
+    return _apart(probe, found)
+
+
+def _apart(probe: Probe, regions: list[Region]) -> tuple[Region, ...]:
+    """Those of which none begins with a layer that ends another: attention first, then those with more weights."""
+
+    def rank(region: Region) -> tuple[bool, int]:
+        paths = (*region.producers, region.consumer)
+        return region.kind != "attention", -sum(probe.module(path).get_parameter("weight").numel() for path in paths)
+
+    kept: list[Region] = []
+    for region in sorted(regions, key=rank):
+        if not any(other.consumer in region.producers or region.consumer in other.producers for other in kept):
+            kept.append(region)
+    return tuple(region for region in regions if region in kept)
 
 
 def _producers(influence: Influence, consumer: str) -> list[str]:
@@ -56,7 +70,7 @@ def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
     calls = probe.calls[path]
     if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
         return False
-    if not probe.module(path)._parameters or calls[0].left.shape != calls[0].entered.shape:
+    if not probe.module(path)._parameters or not isinstance(calls[0].output, Tensor) or calls[0].left.shape != calls[0].entered.shape:
         return False
     taken = next(iter(calls[0].tensors.values()))
     return any(taken is probe.calls[producer][0].output for producer in producers)

@@ -21,6 +21,9 @@ from .regions import find_regions
 from .sample import SEQ, Sample, kinds_of
 from .tail import Tail, find_tail
 
+ROUNDING = 1e-9
+"""Relative; in fp64. What is less is no influence: experts add up their tokens in another order when one is routed elsewhere."""
+
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -153,13 +156,14 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...], hidden: int | str)
     held = {region.consumer: probe.output_of(region.consumer) for region in regions}
     args, kwargs = list(probe.call.args), dict(probe.call.kwargs)
     pushed = probe.call.tensors[hidden].clone()
-    pushed[:, PUSHED] += 1.0
+    push = torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
+    pushed[:, PUSHED] += push  # not the same for all features: a norm that centres would not see it
     (args if isinstance(hidden, int) else kwargs)[hidden] = pushed  # type: ignore[index]
     with torch.no_grad(), _giving(probe, held):
         rest = probe.rerun()
         found = Call.of((), {}, probe.block(*args, **kwargs)).left
     assert found is not None
-    moved = (found != rest).flatten(2).any(-1)
+    moved = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
     return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
 
 

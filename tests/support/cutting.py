@@ -1,0 +1,36 @@
+"""Facts and tensor-parallel plans of tiny models, made once per session."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from meshwright.introspection.facts import ModelFacts, measure_structure, model_facts
+from meshwright.introspection.structure import Measured
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.tensor_plan import TensorPlan
+
+from . import users
+from .families import config_of, on_cpu
+
+
+@cache
+def family(name: str) -> ModelFacts:
+    return model_facts(on_cpu(config_of(name)))
+
+
+@cache
+def user(name: str) -> ModelFacts:
+    return model_facts(users.build(name))
+
+
+def measured(facts: ModelFacts, ranks: int = 2) -> Measured:
+    return measure_structure(facts, ranks)
+
+
+def cut(facts: ModelFacts, ranks: int = 2, **wishes: Any) -> tuple[TensorPlan, tuple[str, ...]]:
+    """The plan, and what it has to say."""
+    made = plan(facts, Layout(dp_shard=1, tp=ranks), techniques=wishes)
+    assert made.tensor is not None
+    return made.tensor, made.notes

@@ -1,0 +1,324 @@
+"""What is measured of a model: regions, their parts, what runs over all heads, how one rank runs them; nothing is known by name."""
+
+from __future__ import annotations
+
+import pytest
+from support.cutting import cut, family, measured, user
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.structure.local_form import LocalArgument, LocalNumber
+from meshwright.introspection.structure.regions import Region
+from meshwright.introspection.structure.structure import BlockKind, Structure
+
+
+def structure(facts: ModelFacts) -> Structure:
+    return measured(facts).structure
+
+
+def kind(facts: ModelFacts) -> BlockKind:
+    return structure(facts).kinds[0]
+
+
+def region(facts: ModelFacts, what: str = "attention") -> Region:
+    (found,) = (r for r in kind(facts).regions if r.kind == what)
+    return found
+
+
+def parts(region: Region, name: str) -> str:
+    """ "size/groups + …, dim" of a tensor."""
+    found = region.cut_of(name)
+    assert found is not None, [cut.name for cut in region.cuts]
+    return " + ".join(f"{part.size}/{part.groups}" for part in found.parts) + f", {found.dim}"
+
+
+# --- regions
+
+SPLIT = ("q_proj", "k_proj", "v_proj")
+REGIONS = {
+    "llama": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("gate_proj", "up_proj"), "down_proj", 64),
+    "arcee": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("up_proj",), "down_proj", 64),
+    "biogpt": ("self_attn", SPLIT, "out_proj", 4, "", ("fc1",), "fc2", 64),
+    "bloom": ("self_attention", ("query_key_value",), "dense", 4, "mlp", ("dense_h_to_4h",), "dense_4h_to_h", 128),
+    "exaone4": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("gate_proj", "up_proj"), "down_proj", 64),
+    "gpt2": ("attn", ("c_attn",), "c_proj", 4, "mlp", ("c_fc",), "c_proj", 128),
+    "gpt_bigcode": ("attn", ("c_attn",), "c_proj", 4, "mlp", ("c_fc",), "c_proj", 128),
+    "gpt_neo": ("attn.attention", SPLIT, "out_proj", 4, "mlp", ("c_fc",), "c_proj", 64),
+    "gpt_neox": ("attention", ("query_key_value",), "dense", 4, "mlp", ("dense_h_to_4h",), "dense_4h_to_h", 64),
+    "gptj": ("attn", SPLIT, "out_proj", 4, "mlp", ("fc_in",), "fc_out", 128),
+    "helium": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("gate_proj", "up_proj"), "down_proj", 64),
+    "mpt": ("attn", ("Wqkv",), "out_proj", 4, "ffn", ("up_proj",), "down_proj", 128),
+    "nemotron": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("up_proj",), "down_proj", 64),
+    "opt": ("self_attn", SPLIT, "out_proj", 4, "", ("fc1",), "fc2", 64),
+    "persimmon": ("self_attn", ("query_key_value",), "dense", 4, "mlp", ("dense_h_to_4h",), "dense_4h_to_h", 64),
+    "phi3": ("self_attn", ("qkv_proj",), "o_proj", 4, "mlp", ("gate_up_proj",), "down_proj", 64),
+    "starcoder2": ("self_attn", SPLIT, "o_proj", 4, "mlp", ("c_fc",), "c_proj", 64),
+}
+"""Family -> (container, producers, consumer, groups) of its attention and of its feed-forward."""
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_attention_and_feed_forward_are_found(name):
+    found = kind(family(name)).regions
+    told = [(r.container, r.producers, r.consumer, r.groups) for r in found]
+    inside = [lambda path, c=c: f"{c}.{path}" if c else path for c in (REGIONS[name][0], REGIONS[name][4])]
+    expected = [
+        (c, tuple(map(full, producers)), full(consumer), groups)
+        for full, (c, producers, consumer, groups) in zip(inside, (REGIONS[name][:4], REGIONS[name][4:]), strict=True)
+    ]
+    assert told == expected and [r.kind for r in found] == ["attention", "feed_forward"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "expected"),
+    [
+        ("gpt2", "attn.c_attn.weight", "32/4 + 32/4 + 32/4, 1"),  # stored (in, out)
+        ("gpt2", "attn.c_attn.bias", "32/4 + 32/4 + 32/4, 0"),
+        ("gpt2", "attn.c_proj.weight", "32/4, 0"),
+        ("gpt_neox", "attention.query_key_value.weight", "96/4, 0"),  # interleaved by head
+        ("persimmon", "self_attn.query_key_value.bias", "96/4, 0"),
+        ("bloom", "self_attention.query_key_value.weight", "96/4, 0"),
+        ("phi3", "self_attn.qkv_proj.weight", "32/4 + 16/2 + 16/2, 0"),
+        ("mpt", "attn.Wqkv.weight", "32/4 + 32/4 + 32/4, 0"),
+        ("falcon", "self_attention.query_key_value.weight", "32/4 + 16/1, 0"),  # multi-query: one group of keys and values
+        ("gpt_bigcode", "attn.c_attn.bias", "32/4 + 16/1, 0"),
+        ("falcon_grouped", "self_attention.query_key_value.weight", "64/2, 0"),
+        ("falcon_alibi", "self_attention.query_key_value.weight", "96/4, 0"),
+        ("llama", "self_attn.q_proj.weight", "32/4, 0"),
+        ("llama", "self_attn.k_proj.weight", "16/2, 0"),
+        ("llama", "self_attn.o_proj.weight", "32/4, 1"),
+        ("qwen2", "self_attn.v_proj.bias", "16/2, 0"),
+        ("cohere_qk", "self_attn.q_norm.weight", "4/4, 0"),  # a weight of its own for each head
+        ("cohere_qk", "self_attn.k_norm.weight", "2/2, 0"),
+        ("gpt_oss", "self_attn.sinks", "4/4, 0"),
+    ],
+)
+def test_a_tensor_falls_into_parts(name, tensor, expected):
+    assert parts(region(family(name)), tensor) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("phi3", "64/64 + 64/64, 0"), ("glm4", "64/64 + 64/64, 0")])
+def test_gate_and_up_in_one_weight_are_two_parts(name, expected):
+    assert parts(region(family(name), "feed_forward"), "mlp.gate_up_proj.weight") == expected
+
+
+@pytest.mark.parametrize("name", ["olmo2", "olmo3"])
+def test_norms_over_all_heads_are_found(name):
+    found = region(family(name))
+    assert found.spanning == ("self_attn.q_norm", "self_attn.k_norm") and found.shared == ()
+    assert parts(found, "self_attn.q_norm.weight") == "32/4, 0" and parts(found, "self_attn.k_norm.weight") == "16/2, 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("qwen3", ("q_norm.weight", "k_norm.weight")),
+        ("gemma3_text", ("q_norm.weight", "k_norm.weight")),
+        ("persimmon", ("q_layernorm.weight", "q_layernorm.bias", "k_layernorm.weight", "k_layernorm.bias")),
+        ("llama", ()),
+        ("cohere_qk", ()),
+    ],
+)
+def test_parameters_that_all_heads_share_are_found(name, shared):
+    assert region(family(name)).shared == tuple(f"self_attn.{path}" for path in shared)
+
+
+@pytest.mark.parametrize("name", ["cohere", "phi", "gptj", "gpt_neox", "falcon", "falcon_grouped", "stablelm_parallel"])
+def test_parallel_branches_are_reduced_together(name):
+    attention, feed_forward = kind(family(name)).regions
+    assert set(kind(family(name)).summed) == {attention.consumer, feed_forward.consumer}
+
+
+@pytest.mark.parametrize("name", ["cohere", "phi", "gptj", "falcon", "stablelm_parallel"])
+def test_parallel_branches_share_one_gathered_input(name):
+    attention, feed_forward = kind(family(name)).regions
+    assert kind(family(name)).gathers == (attention.producers + feed_forward.producers,)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "falcon_grouped"])
+def test_parallel_branches_with_norms_of_their_own_do_not(name):
+    assert len(kind(family(name)).gathers) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "olmo2", "bloom", "stablelm", "falcon_alibi"])
+def test_branches_one_after_the_other_are_reduced_apart(name):
+    assert kind(family(name)).summed == () and len(kind(family(name)).gathers) == 2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_stay_whole_and_mix_no_tokens(name):
+    assert [r.kind for r in kind(family(name)).regions] == ["attention"]
+    assert not kind(family(name)).mixes_outside
+
+
+# --- how one rank runs them
+
+
+def form(name: str, ranks: int):
+    found = measured(family(name), ranks)
+    return found.forms[found.structure.kinds[0].blocks[0], region(family(name)).consumer]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "numbers", "arguments"),
+    [
+        ("llama", 2, (), ()),
+        ("llama", 4, (("self_attn", "num_key_value_groups", 2, 1),), ()),
+        ("opt", 2, (("self_attn", "num_heads", 4, 2),), ()),
+        ("gpt2", 4, (("attn", "split_size", 32, 8),), ()),
+        ("bloom", 2, (("self_attention", "num_heads", 4, 2),), (("alibi", 0, True),)),
+        ("bloom", 4, (("self_attention", "num_heads", 4, 1),), (("alibi", 0, True),)),
+        ("mpt", 2, (("attn", "n_heads", 4, 2),), (("position_bias", 0, False),)),
+        ("phi3", 2, (("self_attn", "num_key_value_heads", 2, 1), ("self_attn", "config.num_attention_heads", 4, 2)), ()),
+        (
+            "falcon_alibi",
+            2,
+            (("self_attention", "num_heads", 4, 2), ("self_attention", "num_kv_heads", 4, 2)),
+            (("attention_mask", 1, False),),
+        ),
+        ("gpt_bigcode", 2, (("attn", "embed_dim", 32, 16), ("attn", "num_key_value_groups", 4, 2)), ()),
+    ],
+)
+def test_numbers_and_arguments_that_one_rank_changes(name, ranks, numbers, arguments):
+    found = form(name, ranks)
+    assert set(found.numbers) == {LocalNumber(*number) for number in numbers}
+    assert found.arguments == tuple(LocalArgument(*argument) for argument in arguments)
+    assert found.hidden
+
+
+def test_a_group_that_does_not_divide_has_no_form():
+    assert region(family("falcon_grouped")).groups == 2 and form("falcon_grouped", 4) is None
+
+
+# --- before and behind the blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "embedding", "is_hidden", "before"),
+    [
+        ("llama", "model.embed_tokens", True, ("model.embed_tokens.weight",)),
+        ("gemma2", "model.embed_tokens", True, ("model.embed_tokens.weight",)),
+        ("granite", "model.embed_tokens", False, ("model.embed_tokens.weight",)),
+        ("gpt2", "transformer.wte", False, ("transformer.wte.weight", "transformer.wpe.weight")),
+        ("opt", "model.decoder.embed_tokens", False, ("model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight")),
+        ("biogpt", "biogpt.embed_tokens", False, ("biogpt.embed_tokens.weight", "biogpt.embed_positions.weight")),
+        (
+            "bloom",
+            "transformer.word_embeddings",
+            False,
+            tuple(f"transformer.word_embeddings{end}" for end in (".weight", "_layernorm.weight", "_layernorm.bias")),
+        ),
+    ],
+)
+def test_what_lies_before_the_blocks(name, embedding, is_hidden, before):
+    found = structure(family(name))
+    assert (found.embedding, found.embedding_is_hidden, found.before) == (embedding, is_hidden, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "steps"),
+    [
+        ("llama", "lm_head", []),
+        ("biogpt", "output_projection", []),
+        ("gemma2", "lm_head", ["div(30.0)", "tanh", "mul(30.0)"]),
+        ("cohere", "lm_head", ["mul(0.0625)"]),
+        ("granite", "lm_head", ["div(1.0)"]),
+    ],
+)
+def test_the_head_and_what_is_done_to_logits(name, head, steps):
+    found = structure(family(name))
+    assert found.head == head and [str(step) for step in found.tail.steps] == steps and not found.tail.obstacle
+
+
+@pytest.mark.parametrize(("name", "counts"), [("gpt2", True), ("gptj", True), ("gpt_neo", True), ("llama", False), ("bloom", False)])
+def test_models_that_count_tokens_behind_their_blocks(name, counts):
+    assert structure(family(name)).counts_tokens_behind == counts
+
+
+# --- models of users
+
+WHOLE = "every rank holds the whole sequence between blocks: "
+
+
+def test_attention_without_a_module_declines_to_cut_sequences_and_says_so():
+    plan, notes = cut(user("no module of its own"))
+    assert not plan.sequence_parallel
+    assert notes == (WHOLE + "the attention of layers.* has no module of its own that is given the gathered sequence",)
+    assert [(p.region.kind, p.region.producers, p.region.consumer) for p in plan.kinds[0].regions] == [
+        ("attention", ("wq", "wk", "wv"), "wo"),
+        ("feed_forward", ("feed_forward.up",), "feed_forward.down"),
+    ]
+
+
+def test_interleaved_queries_keys_and_values_are_one_part():
+    assert parts(region(user("interleaved")), "attention.qkv.weight") == "48/4, 0"
+
+
+def test_norms_of_a_user_over_all_heads_are_found():
+    assert region(user("norms over all heads")).spanning == ("attention.norm_q", "attention.norm_k")
+
+
+@pytest.mark.parametrize("name", ["convolved", "talking heads"])
+def test_tokens_that_meet_outside_the_regions_keep_sequences_whole(name):
+    plan, notes = cut(user(name))
+    assert kind(user(name)).mixes_outside and not plan.sequence_parallel
+    assert WHOLE + "tokens meet in layers.* outside the layers that are cut" in notes
+
+
+def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
+    plan, notes = cut(user("relative bias"))
+    assert [p.region.kind for p in plan.kinds[0].regions] == ["feed_forward"] and not plan.sequence_parallel
+    assert notes[0] == "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "producers", "consumer"),
+    [
+        ("three linears", ("feed_forward.one",), "feed_forward.two"),
+        ("low rank", ("feed_forward.b", "feed_forward.up"), "feed_forward.down"),
+    ],
+)
+def test_no_layer_begins_one_region_and_ends_another(name, producers, consumer):
+    found = region(user(name), "feed_forward")
+    assert (tuple(sorted(found.producers)), found.consumer) == (producers, consumer)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "expected"), [("gated by head", "attention.gate.bias", "4/4, 0"), ("sinks", "attention.sinks", "4/4, 0")]
+)
+def test_what_belongs_to_single_heads_is_cut_with_them(name, tensor, expected):
+    assert parts(region(user(name)), tensor) == expected
+
+
+def test_branches_that_are_normed_before_they_are_added_are_not_summed_first():
+    assert kind(user("parallel")).summed and not kind(user("parallel, normed")).summed
+
+
+@pytest.mark.parametrize(("name", "obstacle"), [("learnt scale", "aten.mul.Tensor"), ("centred", "aten.sub.Tensor")])
+def test_what_cannot_be_done_to_a_piece_of_the_logits_is_named(name, obstacle):
+    assert structure(user(name)).tail.obstacle == obstacle
+    with pytest.raises(UnsupportedError, match=rf"loss_chunks = 3: .* piece by piece \({obstacle}\). Set techniques.loss_chunks = 1"):
+        cut(user(name), loss_chunks=3)
+
+
+def test_without_repeated_blocks_nothing_can_be_cut():
+    with pytest.raises(ConfigError, match="layout.tp = 2 acts on repeated blocks, and none was found in OneBlock"):
+        cut(user("one block"))
+
+
+def test_blocks_that_compute_twice_are_refused():
+    with pytest.raises(UnsupportedError, match="no layers of this model were found that could be cut"):
+        cut(user("repeated"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks", "words"),
+    [
+        (lambda: family("llama"), 8, "has 4 heads (and 2 of keys and values), which 8 ranks cannot share. Legal: 1, 2, 4."),
+        (lambda: user("plain"), 3, "layers.*.attention has 4 heads, which 3 ranks cannot share. Legal: 1, 2, 4."),
+    ],
+)
+def test_ranks_that_cannot_share_heads_are_refused_with_those_that_can(facts, ranks, words):
+    with pytest.raises(ConfigError) as refused:
+        cut(facts(), ranks)
+    assert words in str(refused.value)
