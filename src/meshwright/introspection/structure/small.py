@@ -41,8 +41,9 @@ def small_configs(config: Any, blocks: int, ranks: int) -> Iterator[Small]:
     heads, width = _get(config, HEADS), _get(config, WIDTH)
     if heads is not None and width is not None:
         key_heads = _get(config, KEY_HEADS) or heads
+        key_heads = heads if heads % key_heads else key_heads  # a key that its model does not know
         for kept in dict.fromkeys(filter(None, (_kept(key_heads, ranks), key_heads))):
-            if heads % key_heads == 0 and width > HEAD_SIZES[0] * (heads // key_heads) * kept:
+            if width > HEAD_SIZES[0] * (heads // key_heads) * kept:
                 for size in (*HEAD_SIZES, _head_size(config, heads, width)):
                     changes = _narrow(config, heads // key_heads * kept, kept, size, ranks)
                     yield Small(_replaced(config, layers | changes), key_heads // kept)

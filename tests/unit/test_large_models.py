@@ -1,0 +1,93 @@
+"""A large model is cut as a small one of the same structure shows, without its weights; its sizes are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import config_of
+from torch import nn
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.introspection.facts import measure_structure, model_facts
+from meshwright.introspection.huggingface import CausalLM
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+
+FAMILIES = {
+    "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "head_dim": 128},
+    "gpt2": {"n_embd": 1600, "hidden_size": 1600, "n_head": 25, "num_attention_heads": 25},
+    "gptj": {"n_embd": 4096, "hidden_size": 4096, "n_head": 16, "num_attention_heads": 16, "rotary_dim": 64},
+    "phi3": {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 17920, "head_dim": 128},
+    "bloom": {"hidden_size": 4096, "n_head": 32, "num_attention_heads": 32},
+}
+
+
+def large(family: str, **changes) -> nn.Module:
+    return as_module(CausalLM(config_of(family, vocab_size=50_000, **FAMILIES.get(family, {}) | changes)))
+
+
+def parts_of(model, ranks: int) -> dict[str, list[tuple[int, int]]]:
+    facts = model_facts(as_module(model))
+    made = plan(facts, Layout(dp_shard=1, tp=ranks)).tensor
+    assert made is not None
+    prove(facts, made)
+    return {cut.name: [(part.size, part.groups) for part in cut.parts] for kind in made.kinds for cut in kind.cuts()}
+
+
+@pytest.mark.parametrize(("size", "ranks"), [("8B", 8), ("70B", 16), ("1B", 4), ("125M", 3)])
+def test_our_sizes(size, ranks):
+    c = SIZES[size]
+    found = parts_of(c, ranks)
+    assert found["attention.wq.weight"] == found["attention.wo.weight"] == [(c.dim, c.n_heads)]
+    assert found["attention.wk.weight"] == [(c.n_kv_heads * c.head_dim, c.n_kv_heads)]
+    assert found["feed_forward.w_down.weight"] == [(c.hidden_dim, c.hidden_dim)]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "name", "parts"),
+    [
+        ("llama", 16, "self_attn.k_proj.weight", [(1024, 8)]),
+        ("gpt2", 5, "attn.c_attn.weight", [(1600, 25)] * 3),
+        ("gptj", 4, "attn.q_proj.weight", [(4096, 16)]),
+        ("phi3", 2, "self_attn.qkv_proj.weight", [(5120, 40), (1280, 10), (1280, 10)]),
+        ("bloom", 4, "self_attention.query_key_value.weight", [(12288, 32)]),
+    ],
+)
+def test_families(family, ranks, name, parts):
+    assert parts_of(large(family), ranks)[name] == parts
+
+
+def test_one_key_head_stays_one_where_the_config_counts_more():
+    """Its proportions are not those of a smaller one: that is seen, and a larger copy is measured."""
+    model = large("falcon", hidden_size=4096, num_attention_heads=64)
+    assert parts_of(model, 4)["self_attention.query_key_value.weight"] == [(4096, 64), (128, 1)]
+
+
+def test_a_degree_that_does_not_divide_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"has 25 heads, which 4 ranks cannot share\. Legal: 1, 5, 25\."):
+        plan(large("gpt2"), Layout(dp_shard=1, tp=4))
+
+
+class Wide(nn.Module):
+    """A user's model that keeps no config."""
+
+    def __init__(self):
+        super().__init__()
+        self.vocab_size = 10
+        self.embedding = nn.Embedding(10, 2000)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2000, 4000), nn.Linear(4000, 2000)) for _ in range(2))
+        self.config = type("Sizes", (), {"vocab_size": 10})()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_large_model_without_a_config_is_refused():
+    with pytest.raises(UnsupportedError, match=r"32,\d+,\d+ parameters and no config from which a small one could be built"):
+        measure_structure(model_facts(as_module(Wide)), 2)
