@@ -31,18 +31,20 @@ def by_hand(config: Any, mesh: Any, seed: int) -> Any:
     from meshwright.distributed.weights import materialise
     from meshwright.models.decoder import Decoder, rotary_tables
 
+    gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     group = mesh["tp"].get_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def gather(x):
         parts = x.new_empty((size, *x.shape))
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
+        gather_into(parts.flatten(0, 1), x.contiguous(), group=group)
         return parts.transpose(0, 1).reshape(x.shape[0], -1, x.shape[2])
 
     def scatter(x):
         parts = x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+        scatter_into(mine, parts.flatten(0, 1), group=group)
         return mine
 
     class Gather(torch.autograd.Function):

@@ -9,6 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch 2.13 gave both new names."""
+
+
 class TensorGroup(Protocol):
     """Ranks that share out weights. Activations between blocks are cut along dim 1, the sequence; the last rank's may be filled up."""
 
@@ -73,18 +78,18 @@ class ProcessGroupRanks:
 
     def gather(self, x: Tensor, length: int) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return joined(parts, length)
 
     def scatter(self, x: Tensor) -> Tensor:
         parts = by_rank(x, self.size)
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=self.group)
+        _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
         return mine
 
     def gather_features(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return parts
 
     def sum(self, x: Tensor) -> Tensor:
