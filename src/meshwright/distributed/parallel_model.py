@@ -208,7 +208,7 @@ class ParallelModel:
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
         """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
         runtime = runtime_of(self._model)
-        return nullcontext() if runtime is None else summing(*sums_of(self._model, self.plan), runtime.group)
+        return nullcontext() if runtime is None else summing(sums_of(self._model, self.plan), runtime.group)
 
     def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
         for group in self._data_groups:

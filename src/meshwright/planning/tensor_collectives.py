@@ -78,7 +78,7 @@ class _Counts:
                 continue
             cut = self.plan.cut_of(p.name, p.shape)
             if cut is None:
-                total += self._shard(p.shape, p.shape[0] if p.shape else 1) if self.plan.is_summed(p.name) else 0
+                total += self._shard(p.shape, p.shape[0] if p.shape else 1)
                 continue
             dim, parts = cut
             for part in parts:

@@ -18,6 +18,7 @@ from .group import ProcessGroupRanks, TensorGroup
 from .placement import distribute, placement_of_cut
 from .runtime import Runtime, use_local_parameters
 from .streams import separate_streams
+from .sums import Sums
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
@@ -29,16 +30,16 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def sums_of(model: nn.Module, plan: Plan) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters whose gradients are sums over the ranks: those that are whole, and those with copied parts."""
+def sums_of(model: nn.Module, plan: Plan) -> Sums:
+    """The trained parameters of which ranks hold the same, by what their gradients are."""
     tensor = plan.tensor
     if tensor is None:
-        return [], []
+        return Sums([], [], [])
     trained = [(clean(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in trained}
-    whole = [parameter for name, parameter in trained if cuts[name] is None and tensor.is_summed(name)]
+    whole = [(parameter, tensor.is_summed(name)) for name, parameter in trained if cuts[name] is None]
     copied = [p for name, p in trained if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])]
-    return whole, copied
+    return Sums([p for p, is_summed in whole if is_summed], copied, [p for p, is_summed in whole if not is_summed])
 
 
 def distribute_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:

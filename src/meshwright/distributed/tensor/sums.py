@@ -5,8 +5,9 @@ Their sum follows from the plan, and is taken once per optimizer step, in one me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +20,34 @@ from meshwright.distributed.shards import pieces
 from .group import TensorGroup
 
 
-@contextmanager
-def summing(parameters: Iterable[nn.Parameter], copied: Iterable[nn.Parameter], group: TensorGroup) -> Iterator[None]:
-    """What the backwards inside add to gradients is summed over ``group`` at the end; what was there before is kept beside.
+@dataclass(frozen=True)
+class Sums:
+    """Parameters of which several ranks hold the same.
 
-    Args:
-        parameters: whole on every rank; each finds a summand.
-        copied: parameters of which some parts lie on several ranks.
+    Attributes:
+        whole: whole on every rank; each finds a summand of their gradients.
+        copied: some parts lie on several ranks, each of which finds a summand.
+        alike: whole, and every rank computes the same gradient. Their mean is taken: kernels that add up in no fixed order would let
+            the ranks drift apart.
     """
-    whole, partly = list(parameters), list(copied)
-    before = [(parameter, parameter.grad) for parameter in (*whole, *partly)]
+
+    whole: list[nn.Parameter]
+    copied: list[nn.Parameter]
+    alike: list[nn.Parameter]
+
+
+@contextmanager
+def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
+    """What the backwards inside add to gradients is summed over ``group`` at the end; what was there before is kept beside."""
+    before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
     for parameter, _ in before:
         parameter.grad = None
     yield
-    views = [_local(p.grad) for p in whole if p.grad is not None]
-    places = [(view, 0, 1) for view in views]
-    for parameter in partly:
+    for parameter in sums.alike:
+        if parameter.grad is not None:
+            _local(parameter.grad).div_(group.size)
+    places = [(_local(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
+    for parameter in sums.copied:
         if parameter.grad is not None:
             places += _copies(parameter.grad, group)
     _sum(places, group)
