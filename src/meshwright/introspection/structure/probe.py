@@ -98,6 +98,8 @@ class Probe:
         x, result, bias = calls[0].entered, calls[0].left, module._parameters.get("bias")
         if weight is None or weight.dim() != 2 or len(calls) != 1 or x is None or result is None or not x.is_floating_point():
             return None
+        if not isinstance(calls[0].output, Tensor):  # a router, which gives more than its logits
+            return None
         for transposed in (False, True):
             matrix = weight if transposed else weight.T
             if x.shape[-1] == matrix.shape[0] and result.shape == (*x.shape[:-1], matrix.shape[1]):
