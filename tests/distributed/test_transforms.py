@@ -81,7 +81,7 @@ registered("late", after=["fully_shard"])
 registered("between", after=["activation_checkpoint"], before=["compile"])
 registered("before_late", before=["late"])
 
-BUILT_IN = ["activation_checkpoint", "compile", "fully_shard", "ddp"]
+BUILT_IN = ["tensor_parallel", "activation_checkpoint", "compile", "fully_shard", "ddp"]
 
 
 # --- the registry

@@ -115,6 +115,10 @@ CASES = [
         "layout.tp = 2 acts on repeated blocks, and none was found in Linear",
     ),
     refuse(
+        *("tensor_words", DEBUG, ONE, {"tensor_plan": ({"pattern": "head", "style": "rowise"},)}, ConfigError),
+        "techniques.tensor_plan[0].style = 'rowise' is no style. Did you mean 'rowwise'? Legal: colwise, rowwise, ",
+    ),
+    refuse(
         *("tensor_companions", DEBUG, Layout(dp_shard=1, dp_replicate=2, tp=2), {"data_parallel": "ddp"}, UnsupportedError),
         "techniques.data_parallel = ddp does not go with layout.tp = 2: its buckets know no tensor-parallel parameters.",
         "Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too.",

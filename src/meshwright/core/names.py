@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 def clean(name: str) -> str:
@@ -24,6 +25,12 @@ def owner(name: str) -> str:
 def is_within(name: str, module: str) -> bool:
     """Whether ``name`` is the module at path ``module`` or something inside it."""
     return module == "" or name == module or name.startswith(module + ".")
+
+
+def selected(wildcard: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern selects whose ``*`` each stand for one part of a name: ``layers.*.mlp``."""
+    exact = re.compile(r"[^.]+".join(re.escape(text) for text in wildcard.split("*")))
+    return [name for name in names if exact.fullmatch(name)]
 
 
 def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str) -> set[str]:

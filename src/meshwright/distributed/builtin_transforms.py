@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.imports import import_classes_from_paths
@@ -19,10 +20,10 @@ from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.techniques import Techniques
+from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import audit, order
-from .functions import averaging_plan
+from .functions import averaging_plan, proven_tensor_plan
 from .mesh import axis_sizes, build_mesh, data_groups
 from .parallelize import single_process_mesh
 from .setup import DEFAULT_BACKEND, choose_backend
@@ -83,6 +84,19 @@ class FullyShardTransformConfig:
     offload: OffloadConfig | None = None
     use_hybrid_sharding: bool = True
     sync_grad_accum: bool | Literal["shard"] = False
+
+
+@dataclass(frozen=True)
+class TensorParallelTransformConfig:
+    """Weights cut over the mesh's tp axis.
+
+    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations are gathered again in
+    backward, and not kept. ``plan``: module pattern -> style in the words of transformers; empty: as measured.
+    """
+
+    sequence_parallel: bool = True
+    regather: bool = True
+    plan: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,6 +228,25 @@ class FullyShardTransform(_Planned):
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         audit.audit(model, facts, plan, data_groups(device_mesh))
         return model
+
+
+@register_model_transform("tensor_parallel", TensorParallelTransformConfig)
+class TensorParallelTransform(_Planned):
+    """Layers, embedding and head cut over the tensor axis; gradients are right when backward ends."""
+
+    rows = ("tensor_parallel",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: TensorParallelTransformConfig = self.config
+        if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
+            log.info("tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+        rows = tuple(TensorStyleWish(pattern, style) for pattern, style in c.plan.items())
+        wishes = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
+        return proven_tensor_plan(facts, device_mesh, wishes)
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
 
 
 @register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)

@@ -83,15 +83,22 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on the model.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
-    ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
-    if ranks == 1:
+    if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
         log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
-    plan = plan_for_mesh_sizes(facts, {Axis.TP.value: ranks}, device_mesh.device_type, Techniques(), "mean")
-    assert plan.tensor is not None
-    prove(facts, plan.tensor)
+    plan = proven_tensor_plan(facts, device_mesh, Techniques())
     return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+
+
+def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+    """A plan that cuts over the tensor axis of a mesh alone, rehearsed; it cuts nothing where there is no such axis."""
+    ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
+    device = device_mesh.device_type if device_mesh is not None else "cpu"
+    plan = plan_for_mesh_sizes(facts, {Axis.TP.value: ranks}, device, wishes, "mean")
+    if plan.tensor is not None and facts.tensor_plan is None:
+        prove(facts, plan.tensor, sums_at_once=True)
+    return plan
 
 
 def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:

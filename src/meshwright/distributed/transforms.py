@@ -11,6 +11,7 @@ from .builtin_transforms import (
     LoadWeightsTransformConfig,
     MixedPrecisionConfig,
     OffloadConfig,
+    TensorParallelTransformConfig,
 )
 from .transform_registry import ModelTransform, apply_model_transforms, build_model_transform, register_model_transform
 
@@ -23,6 +24,7 @@ __all__ = [
     "MixedPrecisionConfig",
     "ModelTransform",
     "OffloadConfig",
+    "TensorParallelTransformConfig",
     "apply_model_transforms",
     "build_model_transform",
     "register_model_transform",

@@ -35,6 +35,20 @@ def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[name] for name in tensors} if get_world_info()[0] == 0 else {}
 
 
+def whole_everywhere(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank of its mesh, without its graph, where the parts lie. Collective over that mesh."""
+    if not all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements):
+        return tensor.full_tensor().detach()
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if _is_first_replica(tensor):
+        for piece in first_copies(tensor):
+            whole[piece.slices] = piece.local
+    mesh = tensor.device_mesh
+    for axis in range(mesh.ndim):
+        dist.all_reduce(whole, group=mesh.get_group(axis))
+    return whole
+
+
 def _can_be_packed(tensor: DTensor) -> bool:
     """Whether the ranks of one job hold it in parts whose place in the whole can be told."""
     is_everywhere = tensor.device_mesh.size() == dist.get_world_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -15,6 +16,9 @@ from meshwright.core.names import clean, is_within
 from .blocks import attention_modules, repeated_blocks
 from .signature import Signature
 from .structure import Measured, measured
+
+CUT_BY = "_meshwright_tensor_plan"
+"""Under this name a model that was cut for tensor parallelism remembers the plan."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class ModelFacts:
     on_meta: bool = False
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     """The model itself, for what is only measured when it is asked for."""
+    tensor_plan: Any = field(default=None, repr=False, compare=False)
+    """The TensorPlan that the model is cut by already."""
 
     @property
     def numel(self) -> int:
@@ -127,6 +133,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
         vocab_size=_stated(model, "vocab_size"),
         on_meta=any(t.is_meta for t in tensors.values()),
         module=model,
+        tensor_plan=model.__dict__.get(CUT_BY),
     )
 
 

@@ -23,6 +23,7 @@ from .rules import Case, check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
 from .tensor_collectives import tensor_collectives
 from .tensor_plan import TensorPlan, make_tensor_plan, placement_words
+from .tensor_words import words_for
 
 
 def plan(
@@ -130,8 +131,11 @@ def _inside_blocks(facts: ModelFacts, modules: tuple[str, ...]) -> dict[str, tup
 def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
     if layout.tp == 1:
         return None, ()
+    if facts.tensor_plan is not None:
+        return facts.tensor_plan, ()
     measured = measure_structure(facts, layout.tp)
-    return make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather)
+    words = words_for(facts, wishes.tensor_plan)
+    return make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather, words=words)
 
 
 def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPlan | None:

@@ -16,6 +16,8 @@ from .batch import Batch
 from .layout import Layout
 from .plan import Plan, PrecisionPlan
 from .techniques import Techniques
+from .tensor_styles import STYLES, unknown_style
+from .tensor_words import words_for
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ def legal_words(case: Case) -> Found:
             yield ConfigError(f"techniques.{key} = {value!r}: legal are {words}.{nearest(str(value), legal)}")
 
 
+def tensor_words(case: Case) -> Found:
+    for i, wish in enumerate(case.techniques.tensor_plan):
+        if wish.style not in STYLES:
+            yield ConfigError(unknown_style(f"techniques.tensor_plan[{i}].style = '{wish.style}'", wish.style))
+
+
 def absent_axes(case: Case) -> Found:
     for axis, technique in ABSENT.items():
         if (size := case.layout.wish(axis)) > 1:
@@ -71,16 +79,18 @@ def absent_axes(case: Case) -> Found:
 
 def tensor_fits(case: Case) -> Found:
     ranks = case.layout.tp
-    if ranks == 1:
+    if ranks == 1 or case.facts.tensor_plan is not None:
         return
     if not case.facts.blocks:
         yield ConfigError(_no_blocks(f"layout.tp = {ranks}", case.facts))
         return
     structure = measure_structure(case.facts, ranks).structure
     legal = ", ".join(map(str, legal_degrees(structure)))
+    wishes = case.techniques.tensor_plan
+    given = words_for(case.facts, wishes).given if wishes and all(wish.style in STYLES for wish in wishes) else None
     for kind in structure.kinds:
         for region in kind.regions:
-            if not region.fits(ranks):
+            if not region.fits(ranks) and (given is None or given.cuts(kind.blocks[0], region)):
                 what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
                 fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
                 where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))
@@ -205,6 +215,7 @@ def something_trains(case: Case) -> Found:
 
 RULES: tuple[Callable[[Case], Found], ...] = (
     legal_words,
+    tensor_words,
     absent_axes,
     tensor_fits,
     tensor_companions,

@@ -21,6 +21,16 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class TensorStyleWish:
+    """How some modules are cut for tensor parallelism: one row of a plan."""
+
+    pattern: str
+    """Path of a module; * stands for an index: model.layers.*.mlp.up_proj."""
+    style: str
+    """In the words of transformers: colwise, rowwise, embedding_rowwise, colwise_gather_output, replicate, ..."""
+
+
+@dataclass(frozen=True)
 class Techniques:
     """How the model is laid onto the mesh; every switch is done or refused by name."""
 
@@ -38,6 +48,8 @@ class Techniques:
     """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
     regather: bool = True
     """sequence parallelism: gathered activations are not kept for backward but gathered again; false: kept."""
+    tensor_plan: tuple[TensorStyleWish, ...] = ()
+    """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be possible."""
     loss_chunks: int = 1
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at once."""
     compile: bool = False

@@ -106,7 +106,7 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
         flows = flows or work.trains
     if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)
-        if flows:
+        if flows and plan.head:  # a whole head gives all ranks the same gradient
             yield count.one("reduce_scatter", "behind the blocks", width)
     yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.behind()))
     summed = count.summed()

@@ -29,15 +29,20 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def last_block(module: nn.Module, runtime: Runtime) -> None:
-    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks."""
+def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
+    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks, or whose head is whole.
+
+    Args:
+        alike: what follows is computed by all ranks alike.
+    """
+    gathered = functions.gathered_alike if alike else functions.gathered
 
     def leave(_: nn.Module, args: tuple, output: Any) -> Any:
         if not runtime.sequence.cut:
             return output
         if isinstance(output, Tensor):
-            return functions.gathered(output, runtime.sequence)
-        return type(output)((functions.gathered(output[0], runtime.sequence), *output[1:]))
+            return gathered(output, runtime.sequence)
+        return type(output)((gathered(output[0], runtime.sequence), *output[1:]))
 
     module.register_forward_hook(leave)
 
@@ -116,7 +121,7 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
             request = runtime.request
             if request is None:
                 return forward(x)
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
             assert weight is not None
             request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
             return x.new_empty((x.shape[0], 0, weight.shape[0]))

@@ -176,6 +176,23 @@ class _Gathered(torch.autograd.Function):
         return ctx.sequence.reduced(gradient), None, None
 
 
+def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
+    """(rows, share, features) → (rows, length, features), where what follows is computed by all ranks alike: its gradient is cut."""
+    return _GatheredAlike.apply(x, sequence)
+
+
+class _GatheredAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+        ctx.group = sequence.group
+        return sequence.whole(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return own_share(gradient, ctx.group.rank, ctx.group.size), None
+
+
 def own_part(x: Tensor, sequence: Sequence) -> Tensor:
     """(rows, length, features), equal on all ranks → this rank's part of the sequence. Its gradient is put together from all parts."""
     return _OwnPart.apply(x, sequence)
@@ -273,7 +290,8 @@ class _WholeVocabulary(torch.autograd.Function):
         share = -(-size // group.size)
         ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
         filled = F.pad(own, (0, share - own.shape[-1]))
-        return torch.cat(group.gather_features(filled).unbind(), dim=-1)[..., :size]
+        whole = torch.cat(group.gather_features(filled).unbind(), dim=-1)
+        return whole if whole.shape[-1] == size else whole[..., :size].contiguous()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):

@@ -13,8 +13,9 @@ from .runtime import LossSite, runtime_of
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """Make the planned head able to. A head that is cut is already."""
     assert plan.loss is not None
-    if runtime_of(model) is None:
-        site = LossSite()
+    runtime = runtime_of(model)
+    if runtime is None or (plan.tensor is not None and not plan.tensor.head):
+        site = runtime or LossSite()
         loss_computing_head(model.get_submodule(plan.loss.head), site)
         model.__dict__["_meshwright_loss"] = site
     return model

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate
 
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import Part
+from meshwright.introspection.facts import CUT_BY
 from meshwright.introspection.structure.region import Cut
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor_plan import BlocksPlan, TensorPlan
@@ -27,6 +28,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     assert tensor is not None
     wrap_modules(model, tensor, ProcessGroupRanks(mesh.get_group()), sums_at_once=plan.data.reduction == "mean")
     distribute_parameters(model, tensor, mesh)
+    model.__dict__[CUT_BY] = tensor
     return model
 
 
@@ -89,7 +91,7 @@ def wrap_modules(model: nn.Module, plan: TensorPlan, group: TensorGroup, *, sums
         if isinstance(group, ProcessGroupRanks):  # threads share one stream
             separate_streams(model, first, runtime)
     if plan.gathers_after_blocks:
-        ends.last_block(model.get_submodule(plan.last_block), runtime)
+        ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
     return runtime
 
 

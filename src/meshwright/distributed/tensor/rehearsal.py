@@ -96,32 +96,35 @@ def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
     return results
 
 
-_PROVED: WeakKeyDictionary[nn.Module, set[TensorPlan]] = WeakKeyDictionary()
+_PROVED: WeakKeyDictionary[nn.Module, set[tuple[TensorPlan, bool]]] = WeakKeyDictionary()
 
 
-def prove(facts: ModelFacts, plan: TensorPlan) -> None:
+def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
     """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
+
+    Args:
+        sums_at_once: as it will be applied: see ``wrap_modules``.
 
     Raises:
         UnsupportedError: the plan does not give what one process gives; the text says where.
     """
     model = facts.module
-    known: set[TensorPlan] = _PROVED.setdefault(model, set()) if model is not None else set()
-    if plan in known:
+    known: set[tuple[TensorPlan, bool]] = _PROVED.setdefault(model, set()) if model is not None else set()
+    if (plan, sums_at_once) in known:
         return
     sample = measure_structure(facts, plan.ranks).sample
     assert model is not None
     small = plan.for_sample(sample, model)
     for number, inputs in enumerate(_inputs(sample)):
         try:
-            errors = rehearse(sample.model, small, inputs, own_logits=number == 0)
+            errors = rehearse(sample.model, small, inputs, own_logits=number == 0, sums_at_once=sums_at_once)
         except Exception as error:
             raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         if not errors[worst] <= LARGEST_ERROR:
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
-    known.add(plan)
+    known.add((plan, sums_at_once))
 
 
 def _inputs(sample: Sample) -> Iterator[dict[str, Any]]:
@@ -140,34 +143,37 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
     )
 
 
-def rehearse(model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_logits: bool = False) -> dict[str, float]:
+def rehearse(
+    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_logits: bool = False, sums_at_once: bool = False
+) -> dict[str, float]:
     """The relative error of the loss ("loss"), and of each parameter's gradient, against one process.
 
     Args:
         model: small, with weights, in fp64.
         inputs: of its forward.
+        sums_at_once: gradients that are sums over the ranks are summed in the backward itself.
         own_logits: each rank's loss comes from its part of the logits, where the plan has them cut.
     """
     reference = copy.deepcopy(model)
     expected_loss = _loss(reference, inputs)
     expected_loss.backward()
     own_logits = own_logits and bool(plan.head) and not plan.tail.obstacle
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits))
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
     errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
     expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
-        whole = _whole(plan, name, [gradients[name] for _, gradients in found], gradient.shape)
+        whole = _whole(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
         errors[name] = float((whole - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
 
 
 def _on_rank(
-    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, own_logits: bool
+    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, own_logits: bool, sums_at_once: bool
 ) -> tuple[float, dict[str, Tensor]]:
     vocabulary = model.get_submodule(plan.head).get_parameter("weight").shape[0] if plan.head else 0
-    runtime = wrap_modules(model, plan, group)
+    runtime = wrap_modules(model, plan, group, sums_at_once=sums_at_once)
     cuts = {clean(name): plan.cut_of(clean(name), p.shape) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         cut = cuts[clean(name)]
@@ -184,14 +190,14 @@ def _on_rank(
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if cuts[clean(name)] is None and plan.is_summed(clean(name)):
+        if not sums_at_once and cuts[clean(name)] is None and plan.is_summed(clean(name)):
             gradient = group.sum(gradient.clone())
         gradients[clean(name)] = gradient
     return loss.item(), gradients
 
 
-def _whole(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size) -> Tensor:
-    """From the parts of all ranks; copies add up."""
+def _whole(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool) -> Tensor:
+    """From the parts of all ranks; copies add up, unless each is the sum already."""
     cut = plan.cut_of(name, shape)
     if cut is None:
         return gradients[-1]
@@ -202,7 +208,8 @@ def _whole(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Si
     for rank, gradient in enumerate(gradients):
         runs = ranges(parts, rank, plan.ranks)
         for piece, (low, high) in zip(gradient.split([high - low for low, high in runs], dim=dim), runs, strict=True):
-            whole.narrow(dim, low, high - low).add_(piece)
+            here = whole.narrow(dim, low, high - low)
+            here.copy_(piece) if copies_are_sums else here.add_(piece)
     return whole
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 
+import torch
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
 
-from .local_form import LocalForm
+from .local_form import LocalForm, local_form
+from .probe import Probe
+from .region import Region, resized, shapes_of
 from .sample import Sample, samples_of
 from .structure import Structure, forms, measure
 
@@ -22,12 +27,26 @@ class Measured:
         ranks: size of the tensor axis.
         forms: how each region runs on one of ``ranks``, by (first block of its kind, consumer); None where it cannot.
         sample: the small copy that was measured.
+        probes: of the sample's first block of each kind, by its path.
+        parameter_bytes: what each parameter of the model itself takes, by its names.
     """
 
     structure: Structure
     ranks: int
     forms: dict[tuple[str, str], LocalForm | None]
     sample: Sample
+    probes: dict[str, list[Probe]] = field(default_factory=dict)
+    parameter_bytes: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
+
+    def form_of(self, block: str, region: Region) -> LocalForm | None:
+        """How a region that was not measured runs on one rank; None where no way was found."""
+        probes = self.probes.get(block, [])
+        known = {path for probe in probes for path in probe.calls}
+        if not probes or not known.issuperset((region.container, *region.producers, region.consumer)):
+            return None
+        small = resized(region, self.shapes[block], shapes_of(probes[0].block), Fraction(1, self.sample.heads))
+        return local_form(probes, small, self.ranks)
 
 
 def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
@@ -52,7 +71,10 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
                     f" ({type(error).__name__}: {error})"
                 )
             else:
-                return Measured(structure, ranks, forms(structure, tried, ranks), sample)
+                sizes = {clean(name): p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+                probes = {kind.blocks[0]: found for kind, (found, _) in zip(structure.kinds, tried, strict=True)}
+                shapes = {block: shapes_of(model.get_submodule(block)) for block in probes}
+                return Measured(structure, ranks, forms(structure, tried, ranks), sample, probes, sizes, shapes)
     except UnsupportedError as error:
         raise trouble or error from None
     raise trouble or UnsupportedError(f"{type(model).__name__} could not be measured")

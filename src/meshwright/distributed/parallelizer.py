@@ -1,0 +1,142 @@
+"""One call that lays any model of transformers (any transformer) onto a mesh: tensor parallelism, then FSDP2 or HSDP.
+
+The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks, since users of these
+functions bring mean losses; no second call completes them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+from meshwright.core.imports import import_classes_from_paths
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.own_plan import own_tensor_plan
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.techniques import Techniques, TensorStyleWish
+
+from . import order
+from .functions import averaging_plan, default_mp_policy
+from .mesh import axis_sizes, has_dp_mesh
+from .tensor.rehearsal import prove
+from .tensor.styles import translate_to_torch_parallel_style, word_of
+from .wholes import whole_everywhere
+
+__all__ = [
+    "HAVE_NVFSDP",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "import_classes_from_paths",
+    "to_cpu",
+    "translate_to_torch_parallel_style",
+]
+
+log = logging.getLogger("meshwright")
+
+HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None and torch.cuda.is_available()
+"""Whether megatron-fsdp (once nvFSDP) can be used here: it is installed, and there is a CUDA device."""
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> nn.Module:
+    """Cut ``model`` in place over the mesh's ``tp`` axis, then shard it with FSDP2 (HSDP) over its data axes. Returns it.
+
+    Tensor parallelism is with sequence parallelism, embedding and head are cut over the vocabulary; the model takes whole batches, equal
+    on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms too, is right when backward ends, averaged
+    over data ranks. Each repeated block is a unit; the last one keeps its parameters after forward. A model on meta stays there.
+
+    Args:
+        device_mesh: our axis names; axes of size 1 do nothing.
+        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. A policy given explicitly acts without
+            a data axis too, over a mesh of size 1.
+        tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what it does not name
+            stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that differs is logged.
+        offload_policy: torch's CPUOffloadPolicy, or None.
+
+    Raises:
+        ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and legal values.
+        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+    """
+    sizes = axis_sizes(device_mesh)
+    wishes = Techniques(tensor_plan=_wishes(tp_shard_plan), cpu_offload=_offloads(offload_policy))
+    cuts = sizes.get(Axis.TP.value, 1) > 1
+    shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload
+    if tp_shard_plan and not cuts:
+        log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
+    if not cuts and not shards:
+        log.info("fsdp2_strategy_parallelize: the mesh %s has no axis larger than 1, so there is nothing to do", sizes)
+        return model
+    facts = model_facts(model)
+    if shards:
+        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), wishes)
+    else:
+        plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
+    if plan.tensor is not None and facts.tensor_plan is None:
+        prove(facts, plan.tensor, sums_at_once=True)
+        for note in (f"the plan is {plan.tensor.source}", *plan.notes):
+            log.info("fsdp2_strategy_parallelize: %s", note)
+    return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
+
+
+def _wishes(plan: Mapping[str, str | ParallelStyle] | None) -> tuple[TensorStyleWish, ...]:
+    if plan is not None and not plan:
+        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
+    return tuple(TensorStyleWish(pattern, word_of(style, f"tp_shard_plan['{pattern}']")) for pattern, style in (plan or {}).items())
+
+
+def _offloads(policy: OffloadPolicy | None) -> bool:
+    if policy is None or type(policy) is OffloadPolicy:
+        return False
+    if isinstance(policy, CPUOffloadPolicy):
+        return True
+    raise ConfigError(f"offload_policy is a {type(policy).__name__}: legal are None and torch's CPUOffloadPolicy")
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The tensor-parallel plan that a model of transformers brings along: module pattern -> style, by the names of ``model``.
+
+    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, a tied head or embedding
+    included; patterns that name nothing of this model are left out.
+
+    Raises:
+        ConfigError (a ValueError): it brings none.
+    """
+    plan = own_tensor_plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{type(model).__name__} brings no tensor-parallel plan along (neither _tp_plan nor config.base_model_tp_plan). None is needed:"
+            f" leave tp_shard_plan = None, and how it can be cut is measured"
+        )
+    return {pattern: translate_to_torch_parallel_style(style) for pattern, style in plan.items()}
+
+
+def to_cpu(v: Any) -> Any:
+    """A tensor on the CPU: of a DTensor the whole (all ranks of its mesh call this); values of other kinds as they are.
+
+    Raises:
+        ConfigError (a ValueError): a DTensor that is neither on the CPU nor on CUDA.
+    """
+    if isinstance(v, DTensor):
+        if v.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"to_cpu: the DTensor is on {v.device.type}; legal are cpu and cuda. Materialise it first")
+        return whole_everywhere(v).cpu()
+    return v.cpu() if isinstance(v, Tensor) else v

@@ -1,0 +1,30 @@
+"""What is said by name of how a model is cut: by the user, or by the model itself."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.core.names import clean
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.module_kinds import module_kinds, tied_modules
+from meshwright.introspection.own_plan import own_tensor_plan
+
+from .techniques import TensorStyleWish
+from .tensor_plan import Words
+from .tensor_styles import given_styles
+
+
+def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
+    """The user's plan where there is one, else the model's own.
+
+    Raises:
+        ConfigError, UnsupportedError: the user's plan does not fit the model.
+    """
+    model = facts.module
+    assert model is not None
+    kinds = module_kinds(model)
+    tied = tuple(tied_modules(model))
+    if not wishes:
+        return Words(own=own_tensor_plan(model), kinds=kinds, tied=tied)
+    linears = {clean(path): (m.out_features, m.in_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return Words(given_styles(wishes, kinds, linears), kinds=kinds, tied=tied)
