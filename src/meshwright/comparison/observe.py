@@ -120,7 +120,8 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: it is empty, or one number that is none, expanded (a rank's part of it is elsewhere)."""
+    """Whether a tensor has no values: one number that is none, expanded (a rank's part of it is elsewhere), or no elements (the logits of a
+    head that computed the loss instead)."""
     if tensor.numel() == 0:
         return True
     return tensor.is_floating_point() and not any(tensor.stride()) and tensor.dim() > 0 and bool(tensor.flatten()[:1].isnan().any())

@@ -1,0 +1,474 @@
+"""Tensor and sequence parallelism in real processes: equal to one process, sends what the plan said, keeps what it holds, hides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import families, users
+
+from meshwright.checkpoint import load, save
+from meshwright.comparison.equality import relative_errors
+from meshwright.distributed import parallel_model
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.shards import placed_like
+from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.wire import WireCounter
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.batch import Batch
+from meshwright.planning.collectives import step_traffic
+from meshwright.planning.layout import Layout
+from meshwright.verification.problem import RandomBatches
+from meshwright.verification.verify import verify
+
+# 257 tokens, 12 hidden features, two key heads (on four ranks each is held twice), heads of six features.
+UNTIED = DecoderConfig(257, 24, 3, n_heads=4, n_kv_heads=2, hidden_dim=12, max_seq_len=20, qk_norm=True)
+TIED = replace(UNTIED, tied_embeddings=True)
+ONE = Layout(dp_shard=1)
+TP2, TP4 = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, tp=4)
+SHARDED, REPLICATED = Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=1, tp=2)
+DATA4 = Layout(dp_shard=4)
+
+
+@dataclass(frozen=True)
+class Way:
+    layout: Layout
+    techniques: tuple[tuple[str, Any], ...] = ()
+    rows: int = 0
+    """Per forward; 0: all."""
+    model: DecoderConfig = UNTIED
+    seq: int = 11
+    frozen: bool = False
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        return dict(self.techniques)
+
+
+ALL_AT_ONCE = (("sync_grad_accum", True), ("activation_checkpointing", "full"), ("loss_chunks", 3), ("freeze", (r"layers\.0", "embedding")))
+WAYS = {
+    "tp2": Way(TP2),
+    "tp4, tied": Way(TP4, model=TIED),
+    "tp4, fewer tokens than ranks": Way(TP4, seq=3),
+    "sharded, microbatches": Way(SHARDED, rows=1),
+    "sharded, tied": Way(SHARDED, model=TIED),
+    "sharded, synced": Way(SHARDED, (("sync_grad_accum", True),), 1),
+    "replicated": Way(REPLICATED),
+    "replicated, all-reduce postponed": Way(REPLICATED, (("sync_grad_accum", "shard"),), 1),
+    "recomputed": Way(TP2, (("activation_checkpointing", "full"),), 2),
+    "attention recomputed": Way(SHARDED, (("activation_checkpointing", "selective"),)),
+    "offloaded": Way(SHARDED, (("cpu_offload", True),)),
+    "gathered tensors kept": Way(TP2, (("regather", False),)),
+    "whole sequences": Way(TP4, (("sequence_parallel", False),)),
+    "whole sequences, sharded, recomputed": Way(SHARDED, (("sequence_parallel", False), ("activation_checkpointing", "full")), 1, TIED),
+    "loss in chunks": Way(TP2, (("loss_chunks", 3),), 1),
+    "loss in chunks, tied, sharded": Way(SHARDED, (("loss_chunks", 3),), model=TIED),
+    "first block frozen": Way(TP2, (("freeze", (r"layers\.0",)),)),
+    "start frozen": Way(SHARDED, (("freeze", ("embedding", r"layers\.0")),), 1),
+    "norms frozen": Way(TP4, (("freeze", ("norm",)),)),
+    "all at once": Way(SHARDED, ALL_AT_ONCE, 1),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_our_decoder_is_equal_to_one_process(pool, measured, name):
+    way = WAYS[name]
+    batches = RandomBatches(257, rows=4, seq_len=way.seq)
+    dtypes = ("float64", "float32") if name in ("tp2", "sharded, microbatches") else ("float64",)
+    report = verify(
+        way.model, way.layout, batches, steps=2, dtypes=dtypes, techniques=way.wishes, max_norm=0.03, microbatch_rows=way.rows, pool=pool
+    )
+    assert report, report
+    worst = max(d.error for d in report.comparisons[0].of("gradient"))
+    assert 0 < worst <= 1e-10
+    measured(f"{way.layout}: {name}", "tensor parallel, decoder", {"gradient": worst})
+
+
+@pytest.mark.parametrize(("layout", "model"), [(TP4, TIED), (SHARDED, UNTIED)], ids=str)
+def test_bf16_costs_no_more_than_the_dtype_does(pool, layout, model):
+    report = verify(model, layout, RandomBatches(257, rows=4, seq_len=11), steps=1, dtypes=("bfloat16",), pool=pool)
+    assert report, report
+
+
+# --- Hugging Face in real processes
+
+
+def family(name: str, **changes: Any) -> torch.nn.Module:
+    with torch.device("cpu"):
+        return families.on_cpu(families.config_of(name, **changes))
+
+
+def gpt2() -> torch.nn.Module:
+    return family("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+
+
+def phi3() -> torch.nn.Module:
+    return family("phi3", use_cache=False)
+
+
+def olmo2() -> torch.nn.Module:
+    return family("olmo2", use_cache=False)
+
+
+def falcon() -> torch.nn.Module:
+    return family("falcon", use_cache=False)
+
+
+def gemma2() -> torch.nn.Module:
+    return family("gemma2", use_cache=False, final_logit_softcapping=0.7)
+
+
+def gpt_oss() -> torch.nn.Module:
+    return family("gpt_oss", use_cache=False, experts_implementation="eager")
+
+
+SOFTCAPPED = {"loss_chunks": 3}
+
+
+@pytest.mark.parametrize(
+    ("factory", "layout", "techniques"),
+    [(gpt2, SHARDED, {}), (phi3, SHARDED, {}), (olmo2, TP4, {}), (falcon, TP4, {}), (gemma2, SHARDED, SOFTCAPPED)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_family_is_equal_to_one_process(pool, factory, layout, techniques):
+    report = verify(factory, layout, steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
+    assert report, report
+
+
+# --- what travels
+
+
+def batch_of(rows: int, seq: int, vocabulary: int, step: int = 0) -> dict[str, torch.Tensor]:
+    return dict(RandomBatches(vocabulary, rows, seq, ())(step))
+
+
+def own_rows(model: ParallelModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    rank, ranks = data_position(model.mesh)
+    rows = len(batch["tokens"]) // ranks
+    return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
+
+
+def lay_out(source: Any, way: Way, **options: Any) -> ParallelModel:
+    techniques = {"precision": {"master": "float32", "compute": "float32"}, **way.wishes}
+    return parallelize(source, way.layout, techniques=techniques, microbatch_rows=way.rows, **options)
+
+
+Figures = dict[tuple[str, int], tuple[int | None, float]]
+
+
+def one_warm_step(source: Any, way: Way, vocabulary: int) -> tuple[Figures, Figures]:
+    """(operation, ranks) -> (calls, bytes per rank) of a step: as the plan foresees, and as counted in the third."""
+    model = lay_out(source, way)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(3):
+        mine = own_rows(model, batch_of(4, way.seq, vocabulary, number))
+        with WireCounter() if number == 2 else nullcontext() as wire:
+            model.forward_backward(mine)
+            model.optimizer_step(optimizer, 1.0)
+    foreseen: Figures = {}
+    for t in step_traffic(model.plan, Batch(4, way.seq, way.rows)):
+        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
+        foreseen[t.op, t.ranks] = None if calls is None or t.calls is None else calls + t.calls, moved + t.bytes
+    counted: Figures = {}
+    for sent in wire.sent:
+        if sent.ranks > 1:
+            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
+            counted[sent.op, sent.ranks] = (calls or 0) + 1, moved + sent.bytes
+    return foreseen, counted
+
+
+def assert_foreseen(foreseen: Figures, counted: Figures) -> None:
+    assert counted.keys() == foreseen.keys()
+    for key, (calls, moved) in counted.items():
+        assert moved == pytest.approx(foreseen[key][1], rel=1e-12), key
+        assert calls == foreseen[key][0] or foreseen[key][0] is None, key
+
+
+def assert_all_foreseen(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
+    """The plan speaks for the first rank of the tensor axis; the others may have fewer rows of the vocabulary, and send no more."""
+    for rank, (foreseen, counted) in enumerate(ranks):
+        if rank % tp == 0:
+            assert_foreseen(foreseen, counted)
+        else:
+            assert {key: calls for key, (calls, _) in counted.items()} == {key: calls for key, (calls, _) in ranks[0][1].items()}
+            assert all(0 < moved <= foreseen[key][1] for key, (_, moved) in counted.items())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_plan_foresees_every_byte(spmd, name):
+    way = WAYS[name]
+    assert_all_foreseen(spmd(way.layout.world, one_warm_step, way.model, way, 257), way.layout.tp)
+
+
+@pytest.mark.parametrize(
+    ("factory", "way"),
+    [(gpt2, Way(TP2)), (phi3, Way(SHARDED, rows=1)), (olmo2, Way(TP4)), (falcon, Way(TP4)), (gemma2, Way(TP2, tuple(SOFTCAPPED.items())))],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_plan_foresees_every_byte_of_a_family(spmd, factory, way):
+    assert_all_foreseen(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
+
+
+def test_a_collective_that_is_not_in_the_plan_is_seen(spmd):
+    foreseen, counted = spmd(2, one_warm_step, UNTIED, Way(TP2), 257)[0]
+    foreseen["all_reduce", 2] = (foreseen["all_reduce", 2][0] - 1, foreseen["all_reduce", 2][1])  # type: ignore[operator]
+    with pytest.raises(AssertionError, match="all_reduce"):
+        assert_foreseen(foreseen, counted)
+
+
+# --- evaluation, generation, a loss of the user's own
+
+
+def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that needs whole logits: it knows their number."""
+    assert logits.shape[-1] == 257
+    real = labels != -100
+    return ((logits.softmax(-1) - F.one_hot(labels.where(real, 0), 257)).square().sum(-1) * real).sum()
+
+
+def used(layout: Layout, sequence_parallel: bool = True) -> dict[str, Any]:
+    """What evaluation and generation give, before and after a step; then a step with a loss of the user's own."""
+    wishes = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
+    model = parallelize(UNTIED, layout, techniques=wishes, seed=3)
+    batch = own_rows(model, batch_of(4, 11, 257))
+    said: dict[str, Any] = {"evaluated": float(model.evaluate(batch))}
+    said["trained"] = float(model.forward_backward(batch))
+    said["norm"] = model.optimizer_step(torch.optim.SGD(model.parameters(), lr=1.0), 0.5).grad_norm
+    said["after"] = float(model.evaluate(batch))
+    said["likeliest"] = model.generate([1, 2, 3], 6, temperature=0.0)
+    said["sampled"] = model.generate(list(range(18)), 4, seed=7)  # beyond the longest sequence
+    return said | with_own_loss(layout, sequence_parallel)
+
+
+def with_own_loss(layout: Layout, sequence_parallel: bool = True) -> dict[str, Any]:
+    wishes = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
+    model = parallelize(UNTIED, layout, techniques=wishes, seed=3, loss_fn=squared)
+    loss = float(model.forward_backward(own_rows(model, batch_of(4, 11, 257))))
+    return {"own loss": loss, "gradients": whole_on_first({n: p.grad for n, p in model.named_parameters() if p.grad is not None})}
+
+
+@pytest.fixture(scope="session")
+def by_one_process(pool):
+    return pool.run(used, ONE, world=1, timeout=120)[0]
+
+
+@pytest.mark.parametrize(("layout", "cut"), [(TP2, True), (TP4, True), (SHARDED, True), (TP4, False)], ids=str)
+def test_evaluation_generation_clipping_and_ones_own_loss_are_those_of_one_process(spmd, by_one_process, layout, cut):
+    runs = spmd(layout.world, used, layout, cut)
+    for said in runs:
+        for key in ("likeliest", "sampled"):
+            assert said[key] == by_one_process[key]
+        for key in ("evaluated", "trained", "norm", "after", "own loss"):
+            assert said[key] == pytest.approx(by_one_process[key], rel=1e-12), key
+    errors = relative_errors(runs[0]["gradients"], by_one_process["gradients"])
+    assert len(errors) > 20 and max(errors.values()) <= 1e-10
+
+
+# --- what several ranks hold is summed, and counted once
+
+
+def without_sums(model: Any, plan: Any) -> tuple[list, list]:
+    return [], []
+
+
+def without_sums_of_copies(whole: Any, model: Any, plan: Any) -> tuple[list, list]:
+    return whole(model, plan)[0], []
+
+
+def broken(layout: Layout, fault: str) -> dict[str, Any]:
+    real = parallel_model.sums_of
+    with patch.object(parallel_model, "sums_of", {"none": without_sums, "no copies": partial(without_sums_of_copies, real)}[fault]):
+        return with_own_loss(layout)
+
+
+@pytest.mark.parametrize("fault", ["none", "no copies"])
+def test_gradients_that_are_not_summed_are_caught(spmd, by_one_process, fault):
+    said = spmd(4, broken, TP4, fault)[0]
+    assert max(relative_errors(said["gradients"], by_one_process["gradients"]).values()) > 1e-2
+
+
+# --- checkpoints
+
+
+def phi3_for(layout: Layout, seed: int) -> ParallelModel:
+    with torch.random.fork_rng(devices=[]):
+        return parallelize(families.on_cpu(families.config_of("phi3", use_cache=False), seed=seed), layout)
+
+
+def decoder_for(layout: Layout, seed: int) -> ParallelModel:
+    return parallelize(UNTIED, layout, seed=seed)
+
+
+BUILDERS = {"decoder": (decoder_for, 257), "phi3": (phi3_for, families.VOCABULARY)}
+Held = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
+    """Weights and moments, whole, on rank 0."""
+    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    return whole_on_first(dict(model.named_parameters())), whole_on_first(moments)
+
+
+def trained(kind: str, layout: Layout, folder: str) -> Held:
+    build, vocabulary = BUILDERS[kind]
+    model = build(layout, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model.forward_backward(own_rows(model, batch_of(4, 9, vocabulary, step)))
+        model.optimizer_step(optimizer, 1.0)
+    save(model, folder, optimizer=optimizer)
+    return held(model, optimizer)
+
+
+def loaded(kind: str, layout: Layout, folder: str) -> Held:
+    model = BUILDERS[kind][0](layout, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load(model, folder, optimizer=optimizer)
+    return held(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [(SHARDED, (DATA4, TP4)), (DATA4, (SHARDED,)), (TP4, (SHARDED,))], ids=["sharded", "data", "tp4"]
+)
+def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, kind, wrote, reads):
+    written = spmd(wrote.world, trained, kind, wrote, str(tmp_path / "checkpoint"))[0]
+    assert len(written[0]) > 5 and len(written[1]) == 3 * len(written[0])
+    for layout in reads:
+        read = spmd(layout.world, loaded, kind, layout, str(tmp_path / "checkpoint"))[0]
+        for mine, theirs in zip(read, written, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], layout
+
+
+# --- nothing is changed that others can see
+
+COUNTS = (
+    "num_heads",
+    "num_key_value_heads",
+    "num_key_value_groups",
+    "head_dim",
+    "split_size",
+    "n_heads",
+    "num_attention_heads",
+    "embed_dim",
+)
+
+
+def numbers_seen(name: str) -> tuple[list[dict[str, Any]], bool]:
+    """The counts of every module and config, and torch's own functions: before; from hooks around each block and head; after."""
+    source = families.on_cpu(families.config_of(name, use_cache=False))
+    torchs = (F.scaled_dot_product_attention, F.linear, F.embedding, F.cross_entropy, torch.nn.Linear.forward, torch.nn.Embedding.forward)
+
+    def now() -> dict[str, Any]:
+        module = model.parts[0]
+        found: dict[str, Any] = {
+            f"{path}.{key}": getattr(m, key) for path, m in module.named_modules() for key in COUNTS if hasattr(m, key)
+        }
+        return found | {
+            "config": str(module.config.to_dict()),
+            "torch": torchs
+            == (
+                F.scaled_dot_product_attention,
+                F.linear,
+                F.embedding,
+                F.cross_entropy,
+                torch.nn.Linear.forward,
+                torch.nn.Embedding.forward,
+            ),
+        }
+
+    model = parallelize(source, TP2)
+    seen = [now()]
+    for path, module in model.parts[0].named_modules():
+        if path in (*model.facts.blocks, *(attention for attention in model.facts.attentions), model.plan.tensor.head):
+            module.register_forward_pre_hook(lambda *_: seen.append(now()))
+            module.register_forward_hook(lambda *_: seen.append(now()))
+    try:
+        model.forward_backward(own_rows(model, batch_of(2, 9, families.VOCABULARY)))
+        seen.append(now())
+    finally:
+        unchanged = torchs[4:] == (torch.nn.Linear.forward, torch.nn.Embedding.forward)
+    return seen, unchanged
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "bloom", "falcon_alibi"])
+def test_nobody_outside_sees_another_number_of_heads(spmd, name):
+    for seen, unchanged in spmd(2, numbers_seen, name):
+        assert unchanged and len(seen) >= 2 + 2 * 5 and len(seen[0]) > 3
+        assert all(now == seen[0] for now in seen[1:])
+
+
+def after_an_error(name: str) -> bool:
+    """Counts are whole again after a forward that breaks off inside attention."""
+    model = parallelize(families.on_cpu(families.config_of(name, use_cache=False)), TP2)
+    attention = model.parts[0].get_submodule(model.facts.attentions[0])
+    before = {key: value for key, value in vars(attention).items() if type(value) is int}
+
+    def fail(*_: Any) -> None:
+        inside = {key: value for key, value in vars(attention).items() if type(value) is int}
+        raise ZeroDivisionError(str(inside != before))
+
+    inner = attention.get_submodule(model.plan.tensor.kinds[0].regions[0].region.consumer.rpartition(".")[2])
+    inner.register_forward_pre_hook(fail)
+    try:
+        model.forward_backward(own_rows(model, batch_of(2, 9, families.VOCABULARY)))
+    except ZeroDivisionError as error:
+        assert str(error) == "True", "inside, the count is this rank's"
+        return before == {key: value for key, value in vars(attention).items() if type(value) is int}
+    return False
+
+
+def test_numbers_are_whole_again_after_an_error(spmd):
+    assert spmd(2, after_an_error, "gpt2") == [True, True]
+
+
+# --- the plan is what is applied
+
+
+def placed(layout: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
+    model = parallelize(UNTIED, layout)
+    return {name: (str(p.placements), tuple(p.to_local().shape)) for name, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def test_ranks_hold_their_parts_alone(spmd):
+    ranks = spmd(4, placed, TP4)
+    assert [r["layers.0.attention.wq.weight"][1] for r in ranks] == [(6, 24)] * 4
+    assert [r["layers.0.attention.wk.weight"][1] for r in ranks] == [(6, 24)] * 4 and "12/2" in ranks[0]["layers.0.attention.wk.weight"][0]
+    assert [r["embedding.weight"][1] for r in ranks] == [(65, 24)] * 3 + [(62, 24)]
+    assert [r["layers.0.attention_norm.weight"][1] for r in ranks] == [(24,)] * 4
+
+
+def user_model(name: str) -> torch.nn.Module:
+    return users.build(name)
+
+
+@pytest.mark.parametrize("name", ["no module of its own", "norms over all heads", "low rank", "tied and scaled"])
+def test_a_model_of_a_user_is_equal_to_one_process(pool, name):
+    batches = RandomBatches(users.VOCABULARY, rows=4, seq_len=7, keys=())
+    report = verify(partial(user_model, name), SHARDED, batches, steps=2, dtypes=("float64",), pool=pool)
+    assert report, report
+
+
+def test_a_plan_that_is_changed_is_another_model(spmd):
+    """The plan is read, and not the wish: without its sequences cut, activations between blocks are whole."""
+    assert spmd(2, shapes_between_blocks, True) == [(2, 6, 24)] * 2
+    assert spmd(2, shapes_between_blocks, False) == [(2, 11, 24)] * 2
+
+
+def shapes_between_blocks(sequence_parallel: bool) -> tuple[int, ...]:
+    model = parallelize(UNTIED, TP2, techniques={"sequence_parallel": sequence_parallel})
+    seen: list[tuple[int, ...]] = []
+    model.parts[0].get_submodule("layers.1").register_forward_hook(lambda m, a, output: seen.append(tuple(output.shape)))
+    model.forward_backward(own_rows(model, batch_of(2, 11, 257)))
+    assert dataclasses.is_dataclass(model.plan.tensor)
+    return seen[0]
