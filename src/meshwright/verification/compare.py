@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from meshwright.comparison.equality import EXACT, FLOORS, bound_of, ratio, relative_errors, sum_floor
+from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors, sum_floor
 from meshwright.comparison.findings import Difference
 
 from .outcome import Outcome, Reference
@@ -68,8 +68,7 @@ class _Judge:
     def bound(self, floor: float, step: int = 1, *, is_stepped: bool = False) -> float:
         if self.rounds and (step > 1 or is_stepped):  # what was rounded to float32 has gone through the optimizer, as in a float32 run
             return bound_of("float32", floor)
-        bound = bound_of(self.dtype, floor, rounds=self.rounds)
-        return max(bound, FLOORS * floor) if is_stepped else bound  # what has no gradient but rounding (a key's bias) AdamW amplifies
+        return bound_of(self.dtype, floor, rounds=self.rounds)
 
     def tensors(self, stage: str, found: Named, reference: Named, floor: Named, step: int = 1) -> Iterator[Difference]:
         """Whole tensors, on the first rank."""

@@ -120,7 +120,8 @@ class Problem:
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         chosen = [p for p in parameters if p.requires_grad]
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(chosen, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+            # eps: a key's bias has no gradient but rounding, which a smaller one would make a step of
+            return torch.optim.AdamW(chosen, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-6)
         return torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
 
 
