@@ -16,7 +16,22 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.local import WorkerDied
 from meshwright.planning.layout import Layout
 from meshwright.verification import matrix, matrix_cache
-from meshwright.verification.matrix import ABSENT, COLUMNS, MAX_NORM, PLAIN, STEPS, WAYS, Cell, Judged, Row, cells, judge, refusal, rows
+from meshwright.verification.matrix import (
+    ABSENT,
+    COLUMNS,
+    MAX_NORM,
+    PLAIN,
+    STEPS,
+    TENSOR_WAYS,
+    WAYS,
+    Cell,
+    Judged,
+    Row,
+    cells,
+    judge,
+    refusal,
+    rows,
+)
 from meshwright.verification.matrix_cache import FOLDERS, HOUSE, Cache, fingerprint, judge_all
 from meshwright.verification.matrix_page import page
 from meshwright.verification.outcome import reference
@@ -30,7 +45,7 @@ PAGE = ROOT / "docs" / "matrix.md"
 SMALL = {cell.name: cell for cell in cells() if cell.row.layout.world <= 4}
 FACTORS = {
     "layout": list(dict.fromkeys(cell.row.layout for cell in SMALL.values() if cell.row.layout not in ABSENT)),
-    "way": [way for way in WAYS if way.name != "compile"],  # test_compiled has it, and all at once
+    "way": [way for way in (*WAYS, *TENSOR_WAYS) if way.name != "compile"],  # test_compiled has it, and all at once
     "column": list(COLUMNS),
 }
 
@@ -71,7 +86,7 @@ def test_a_cell_is_equal(pool, measured, cell):
 def test_the_cover_has_every_layout_column_and_way():
     assert {(cell.row.layout, cell.column) for cell in COVER} == {(a, b) for a in FACTORS["layout"] for b in COLUMNS}
     assert {cell.row.way for cell in COVER} == set(FACTORS["way"])
-    assert len(COVER) < 18
+    assert len(COVER) < 33
 
 
 @pytest.mark.parametrize("way", [PLAIN, next(way for way in WAYS if way.name == "freeze")], ids=lambda way: way.name)
@@ -93,7 +108,7 @@ def test_what_is_legal_only_elsewhere_is_refused_by_name_and_an_axis_that_does_n
     assert said(Layout(dp_shard=8), 'sync_grad_accum = "shard", microbatches')[0] == "refused"
     assert said(Layout(dp_replicate=2, dp_shard=1), "data_parallel = ddp", 2)[0] == "refused", "bf16 is fully_shard's"
     assert {said(layout, "plain")[0] for layout in ABSENT} == {"not yet"}
-    assert said(ABSENT[0], "plain") == ("not yet", "layout.tp = 2: tensor parallelism is not in this version.")
+    assert said(ABSENT[0], "plain") == ("not yet", "layout.cp = 2: context parallelism is not in this version.")
 
 
 # --- what differs

@@ -31,6 +31,8 @@ EVERY_WAY = 4
 # than there are ranks. Three layers: a first, a middle and a last block are treated differently.
 UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
+CUTTABLE = {"dim": 24, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 20}
+"""Sizes of the models where the tensor axis cuts them: heads must divide, but key heads are fewer than four ranks."""
 BATCHES = RandomBatches(UNTIED.vocab_size, rows=2 * max(WORLDS), seq_len=10)
 STEPS = 2
 """The second step shows what the first one left in the optimizer."""
@@ -82,9 +84,15 @@ class Cell:
     def name(self) -> str:
         return f"{self.row.name}: {self.column.name}"
 
+    @property
+    def parts(self) -> tuple[tuple[DecoderConfig, tuple[str, ...]], ...]:
+        """The column's models, as they can be cut, each with its dtypes."""
+        sizes = CUTTABLE if self.row.layout.tp > 1 else {}
+        return tuple((replace(model, **sizes), dtypes) for model, dtypes in self.column.parts)
+
     def problems(self) -> Iterator[Problem]:
         """What is computed, one problem for each of the column's errors."""
-        for model, dtypes in self.column.parts:
+        for model, dtypes in self.parts:
             for dtype in dtypes:
                 yield Problem(model, BATCHES, dtype=dtype, techniques=self.techniques, microbatch_rows=self.row.way.microbatch_rows)
 
@@ -129,6 +137,7 @@ WAYS = (
     Way("compile", COMPILED),
     Way("freeze", FROZEN),
     WHOLE_SHARDS,
+    Way("loss_chunks = 3", (("loss_chunks", 3),)),
     Way("data_parallel = ddp", (("data_parallel", "ddp"),)),
     Way(
         "all at once",
@@ -137,7 +146,20 @@ WAYS = (
     ),
 )
 AT_LARGE = ("plain", "microbatches of one row", "all at once")
-ABSENT = (Layout(dp_shard=1, tp=2), Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
+TENSOR_WAYS = (
+    Way("sequence_parallel = false", (("sequence_parallel", False),)),
+    Way("regather = false", (("regather", False),)),
+)
+"""Said of layouts with a tensor axis."""
+TENSOR = (
+    Layout(dp_shard=2, tp=2),
+    Layout(dp_shard=1, tp=2),
+    Layout(dp_shard=1, tp=4),
+    Layout(dp_replicate=2, dp_shard=1, tp=2),
+    Layout(dp_replicate=2, dp_shard=2, tp=2),
+)
+"""Layouts with a tensor axis; the first in every way, the others in those of AT_LARGE."""
+ABSENT = (Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
 """A layout of each axis that is refused as not being there yet."""
 
 COLUMNS = (
@@ -148,15 +170,19 @@ COLUMNS = (
 
 
 def rows() -> list[Row]:
-    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few, then one of each axis that does not exist yet."""
+    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few; some with a tensor axis; then one of each axis that does
+    not exist yet."""
     layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
-    found = [Row(layout, way) for layout in layouts for way in _ways(layout)]
+    found = [Row(layout, way) for layout in (*layouts, *TENSOR) for way in _ways(layout)]
     return found + [Row(layout, PLAIN) for layout in ABSENT]
 
 
 def _ways(layout: Layout) -> list[Way]:
-    ways = [way for way in WAYS if way is not WHOLE_SHARDS or layout.dp_shard == 1]
-    return ways if layout.world <= EVERY_WAY else [way for way in ways if way.name in AT_LARGE]
+    ways = [way for way in WAYS if way is not WHOLE_SHARDS or (layout.dp_shard == 1 and layout.tp == 1)]
+    if layout.tp > 1:
+        ways += TENSOR_WAYS
+    few = layout.world > EVERY_WAY or layout in TENSOR[1:]
+    return [way for way in ways if way.name in AT_LARGE] if few else ways
 
 
 def cells() -> list[Cell]:
@@ -175,7 +201,7 @@ def judge(cell: Cell, pool: WorkerPool) -> Judged:
         state = "not yet" if isinstance(error, UnsupportedError) and NOT_YET in str(error) else "refused"
         return Judged(state, first_sentence(str(error)), day=today)
     try:
-        reports = [_verified(cell, model, dtypes, pool) for model, dtypes in cell.column.parts]
+        reports = [_verified(cell, model, dtypes, pool) for model, dtypes in cell.parts]
     except MeshwrightError as trouble:
         last = str(trouble).strip().splitlines()[-1:]
         return Judged("DIFFERS", f"{type(trouble).__name__}: {''.join(last)}", seconds=time.monotonic() - begun, day=today)
