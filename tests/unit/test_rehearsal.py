@@ -30,13 +30,13 @@ NOT_ON_FOUR = {"falcon_grouped"}
 
 
 def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice = slice(None)) -> dict[str, float]:
-    """The largest of each tensor, over the kinds of inputs; the loss of the first ones comes from parts of the logits."""
+    """The largest of each tensor, over the kinds of inputs and of losses."""
     plan, _ = cut(facts, ranks, sequence_parallel=cut_sequences)
     assert plan.sequence_parallel == cut_sequences
     sample = measured(facts, ranks).sample
     found: dict[str, float] = {}
-    for number, inputs in list(enumerate(rehearsal._inputs(sample)))[which]:
-        for name, error in rehearsal.rehearse(sample.model, plan.only(sample.blocks), inputs, own_logits=number == 0).items():
+    for inputs, logits in list(rehearsal._performances(sample))[which]:
+        for name, error in rehearsal.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
             found[name] = max(found.get(name, 0.0), torch.inf if error != error else error)
     return found
 
@@ -323,3 +323,12 @@ def test_threads_carry_what_process_groups_carry():
     for rank, (gathered, scattered, features, largest) in enumerate(rehearsal.on_threads(4, job)):
         assert torch.equal(gathered, whole) and torch.equal(scattered, 4 * group.own_share(whole, rank, 4))
         assert torch.equal(features, whole[..., 0].expand(4, 2, 7)) and torch.equal(largest, 3 * whole[0, 0])
+
+
+def test_a_forgotten_soft_cap_is_refused():
+    """A head that computes the loss itself does to its logits what the plan says, and nothing else would notice."""
+    facts = family("gemma2")
+    plan, _ = cut(facts, 2)
+    assert plan.tail.steps
+    with pytest.raises(UnsupportedError, match="is wrong"):
+        rehearsal.prove(facts, replace(plan, tail=Tail()))

@@ -84,6 +84,11 @@ def tensor_fits(case: Case) -> Found:
     if not case.facts.blocks:
         yield ConfigError(_no_blocks(f"layout.tp = {ranks}", case.facts))
         return
+    if case.facts.vocab_size is not None and case.facts.vocab_size < ranks:
+        yield ConfigError(
+            f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to share it out to"
+        )
+        return
     structure = measure_structure(case.facts, ranks).structure
     legal = ", ".join(map(str, legal_degrees(structure)))
     wishes = case.techniques.tensor_plan

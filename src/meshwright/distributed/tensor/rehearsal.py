@@ -9,7 +9,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,7 @@ from .group import by_rank, joined
 from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
 from .objective import logits_of
 from .parallel import wrap_modules
+from .runtime import LossRequest, Runtime
 
 Result = TypeVar("Result")
 PATIENCE_SEC = 60.0
@@ -115,9 +116,9 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
     sample = measure_structure(facts, plan.ranks).sample
     assert model is not None
     small = plan.for_sample(sample, model)
-    for number, inputs in enumerate(_inputs(sample)):
+    for inputs, logits in _performances(sample):
         try:
-            errors = rehearse(sample.model, small, inputs, own_logits=number == 0, sums_at_once=sums_at_once)
+            errors = rehearse(sample.model, small, inputs, logits=logits, sums_at_once=sums_at_once)
         except Exception as error:
             raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
@@ -127,11 +128,16 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
     known.add((plan, sums_at_once))
 
 
-def _inputs(sample: Sample) -> Iterator[dict[str, Any]]:
-    """Those of the sample, and a sequence that does not divide."""
-    yield from sample.inputs
+Logits = Literal["whole", "own", "never"]
+"""How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head itself, in chunks."""
+
+
+def _performances(sample: Sample) -> Iterator[tuple[dict[str, Any], Logits]]:
+    """What is rehearsed: the ways of a loss, with and without a padding mask, and a sequence that does not divide."""
+    yield sample.inputs[0], "own"
+    yield sample.inputs[-1], "whole"
     name, tokens = next(iter(sample.inputs[0].items()))
-    yield sample.inputs[0] | {name: tokens[:, :-1]}
+    yield sample.inputs[0] | {name: tokens[:, :-1]}, "never"
 
 
 def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
@@ -144,7 +150,7 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
 
 
 def rehearse(
-    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, own_logits: bool = False, sums_at_once: bool = False
+    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, logits: Logits = "whole", sums_at_once: bool = False
 ) -> dict[str, float]:
     """The relative error of the loss ("loss"), and of each parameter's gradient, against one process.
 
@@ -152,25 +158,26 @@ def rehearse(
         model: small, with weights, in fp64.
         inputs: of its forward.
         sums_at_once: gradients that are sums over the ranks are summed in the backward itself.
-        own_logits: each rank's loss comes from its part of the logits, where the plan has them cut.
+        logits: how the loss is computed, where the plan has the head cut.
     """
     reference = copy.deepcopy(model)
     expected_loss = _loss(reference, inputs)
     expected_loss.backward()
-    own_logits = own_logits and bool(plan.head) and not plan.tail.obstacle
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, own_logits, sums_at_once))
+    logits = logits if plan.head and not plan.tail.obstacle else "whole"
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
     errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
     expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
-        whole = _whole(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
-        errors[name] = float((whole - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
+        wholes = _wholes(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
+        off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN where one is
+        errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
 
 
 def _on_rank(
-    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, own_logits: bool, sums_at_once: bool
+    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, logits: Logits, sums_at_once: bool
 ) -> tuple[float, dict[str, Tensor]]:
     vocabulary = model.get_submodule(plan.head).get_parameter("weight").shape[0] if plan.head else 0
     runtime = wrap_modules(model, plan, group, sums_at_once=sums_at_once)
@@ -179,13 +186,11 @@ def _on_rank(
         cut = cuts[clean(name)]
         if cut is not None:
             parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
-    if own_logits:
-        runtime.logits = "own"
-        logits = logits_of(model(**inputs))
-        labels = _labels((*logits.shape[:-1], vocabulary))
-        loss = vocabulary_parallel_cross_entropy_sum(logits, labels, VocabularyShard.of(vocabulary, group)) / labels.numel()
-    else:
+    if logits == "whole":
         loss = _loss(model, inputs)
+    else:
+        labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
+        loss = _loss_of_parts(model, plan, inputs, runtime, labels, VocabularyShard.of(vocabulary, group), logits) / labels.numel()
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -196,21 +201,42 @@ def _on_rank(
     return loss.item(), gradients
 
 
-def _whole(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool) -> Tensor:
-    """From the parts of all ranks; copies add up, unless each is the sum already."""
+def _loss_of_parts(
+    model: nn.Module,
+    plan: TensorPlan,
+    inputs: dict[str, Any],
+    runtime: Runtime,
+    labels: Tensor,
+    shard: VocabularyShard,
+    logits: Logits,
+) -> Tensor:
+    """The sum, from this rank's part of the vocabulary."""
+    if logits == "own":
+        runtime.logits = "own"
+        return vocabulary_parallel_cross_entropy_sum(logits_of(model(**inputs)), labels, shard)
+    request = LossRequest(labels, lambda piece, own: vocabulary_parallel_cross_entropy_sum(plan.tail(piece), own, shard), chunks=2)
+    runtime.request = request
+    model(**inputs)
+    runtime.request = None
+    assert request.result is not None
+    return request.result
+
+
+def _wholes(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool) -> list[Tensor]:
+    """Of what is whole, that of every rank; else put together from the parts of all. Copies add up, unless each is the sum already."""
     cut = plan.cut_of(name, shape)
     if cut is None:
-        return gradients[-1]
+        return gradients
     dim, parts = cut
     if is_plain(parts, plan.ranks):
-        return torch.cat(gradients, dim=dim)
+        return [torch.cat(gradients, dim=dim)]
     whole = gradients[0].new_zeros(shape)
     for rank, gradient in enumerate(gradients):
         runs = ranges(parts, rank, plan.ranks)
         for piece, (low, high) in zip(gradient.split([high - low for low, high in runs], dim=dim), runs, strict=True):
             here = whole.narrow(dim, low, high - low)
             here.copy_(piece) if copies_are_sums else here.add_(piece)
-    return whole
+    return [whole]
 
 
 def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
