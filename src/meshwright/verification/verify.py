@@ -167,7 +167,8 @@ def _nature(pool: WorkerPool, problem: Problem) -> Nature:
 
 def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Reference]:
     """The problem's references, computed once for a pool: several layouts and techniques have the same."""
-    are_features_cut = layout.world > layout.dp_replicate * layout.dp_shard
+    # with a loss in chunks too, the products of the head's backward have other shapes, and add up in another order
+    are_features_cut = layout.world > layout.dp_replicate * layout.dp_shard or problem.techniques.get("loss_chunks", 1) > 1
     asked = (problem.of_one_process(), are_features_cut)
     known = _REFERENCES.setdefault(pool, [])
     for other, outcomes in known:
