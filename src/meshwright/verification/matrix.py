@@ -158,7 +158,7 @@ TENSOR = (
     Layout(dp_replicate=2, dp_shard=1, tp=2),
     Layout(dp_replicate=2, dp_shard=2, tp=2),
 )
-"""Layouts with a tensor axis; the first in every way, the others in those of AT_LARGE."""
+"""Layouts with a tensor axis; the first in every way but all at once, the others in those of AT_LARGE."""
 ABSENT = (Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
 """A layout of each axis that is refused as not being there yet."""
 
@@ -179,8 +179,8 @@ def rows() -> list[Row]:
 
 def _ways(layout: Layout) -> list[Way]:
     ways = [way for way in WAYS if way is not WHOLE_SHARDS or (layout.dp_shard == 1 and layout.tp == 1)]
-    if layout.tp > 1:
-        ways += TENSOR_WAYS
+    if layout.tp > 1:  # all at once compiles every block by itself there, which takes a minute
+        ways = [*(way for way in ways if way.name != "all at once"), *TENSOR_WAYS]
     few = layout.world > EVERY_WAY or layout in TENSOR[1:]
     return [way for way in ways if way.name in AT_LARGE] if few else ways
 
