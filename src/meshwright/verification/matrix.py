@@ -137,7 +137,6 @@ WAYS = (
     Way("compile", COMPILED),
     Way("freeze", FROZEN),
     WHOLE_SHARDS,
-    Way("loss_chunks = 3", (("loss_chunks", 3),)),
     Way("data_parallel = ddp", (("data_parallel", "ddp"),)),
     Way(
         "all at once",
