@@ -21,6 +21,7 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.shards import placed_like
+from meshwright.distributed.tensor.sums import Sums
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
@@ -276,12 +277,12 @@ def test_evaluation_generation_clipping_and_ones_own_loss_are_those_of_one_proce
 # --- what several ranks hold is summed, and counted once
 
 
-def without_sums(model: Any, plan: Any) -> tuple[list, list]:
-    return [], []
+def without_sums(model: Any, plan: Any) -> Sums:
+    return Sums([], [], [])
 
 
-def without_sums_of_copies(whole: Any, model: Any, plan: Any) -> tuple[list, list]:
-    return whole(model, plan)[0], []
+def without_sums_of_copies(whole: Any, model: Any, plan: Any) -> Sums:
+    return replace(whole(model, plan), copied=[])
 
 
 def broken(layout: Layout, fault: str) -> dict[str, Any]:
