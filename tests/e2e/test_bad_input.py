@@ -98,7 +98,7 @@ HALF = "techniques.precision.compute"
         (CONFIG, {"layout.dp_shard": 3, "process.count": 4}, ["dp_shard=3", "world size 4", "layout"]),
         (CONFIG, {"layout.tp": -1}, ["dp_shard, tp", "open (-1)"]),
         (CONFIG, {"batch.global_batch": 6, "process.count": 4}, ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"]),
-        (REFUSED, {"layout.tp": 2, "process.count": 2}, ["layout.tp = 2", "not in this version"]),
+        (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),
         (REFUSED, {"layout.pp": 2, "process.count": 2}, ["layout.pp = 2", "not in this version"]),
         (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),
         (REFUSED, {"layout.ep": 2}, ["layout.ep = 2", "not in this version"]),
