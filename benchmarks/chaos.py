@@ -85,6 +85,8 @@ class Weather:
         self.folder, self.run, self.say = folder, folder / "run", say
         self.fired = folder / "fired"
         """There as soon as the disk has failed."""
+        self.step_at_fault: int | None = None
+        """The last step when that was first seen."""
         self.draw = random.Random(seed)
         self.figures = Figures()
         text = random.Random(0)
@@ -155,6 +157,7 @@ class Weather:
         ranks = self.draw.choice((4, 4, 2, 1)) if events[-1].kind != "disk" else 2
         disk = events[-1] if events[-1].kind == "disk" else None
         self.fired.unlink(missing_ok=True)
+        self.step_at_fault = None
         fault = f"{disk.rank % ranks}:{disk.change}:{self.fired}" if disk else ""
         process = self.command(ranks, 1_000_000, self.run, restarts=max(len(events) - 1, 1 if ranks == 1 else 0), fault=fault)
         for number, event in enumerate(events):
@@ -175,7 +178,7 @@ class Weather:
         struck = time.time()
         restarted = False
         while process.poll() is None and not restarted:
-            if event.kind == "disk" and self.fired.exists() and time.time() - self.fired.stat().st_mtime > 5:
+            if event.kind == "disk" and self.is_unnoticed():
                 self.figures.events["disk, unnoticed"] += 1  # torch's mkdir of a folder that is there, or the removal of an old save
                 event = Event("SIGTERM")
                 process.terminate()
@@ -192,6 +195,14 @@ class Weather:
             self.figures.recovery.append(self.goes_on(process, struck, latest))
         else:
             self.check_end(event, process.returncode, taken - latest)
+
+    def is_unnoticed(self) -> bool:
+        """The disk failed, and the run went past two saves since: the first may have begun before, and a run that notices ends at one."""
+        if not self.fired.exists():
+            return False
+        if self.step_at_fault is None:
+            self.step_at_fault = self.steps()
+        return self.steps() > self.step_at_fault + 2 * SAVE_EVERY
 
     def wait_for(self, process: subprocess.Popen, moment: str, rank: int) -> int:
         """Wait for a phase of a rank, or for some seconds at most; returns the rank's process."""

@@ -14,9 +14,18 @@ from meshwright.distributed.local import WorkerPool
 LARGEST_WORLD = 4
 
 
+class Workers(WorkerPool):
+    """A pool whose workers remember how models can be cut (support/remembered)."""
+
+    def run(self, function, *args, **options):
+        from support.remembered import Remembering
+
+        return super().run(Remembering(function), *args, **options)
+
+
 @pytest.fixture(scope="session")
 def pool():
-    with WorkerPool(LARGEST_WORLD, threads=1) as workers:
+    with Workers(LARGEST_WORLD, threads=1) as workers:
         yield workers
 
 

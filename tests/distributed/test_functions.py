@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
+import test_pipeline_doors
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -61,6 +62,7 @@ SIGNATURES = {
     "apply_tensor_parallel": "(model, device_mesh)",
     "apply_fsdp2": "(model, device_mesh, mp_policy=None, reshard_after_forward=True)",
     "apply_ac": "(model, mode)",
+    "apply_expert_parallel": "(model, device_mesh)",
     "clip_grad_norm_": "(model, max_norm, foreach=True)",
     "build_parallel_model": "(model_config, device, device_mesh=None, *, ac_mode='none', mp_policy=None, param_dtype=torch.bfloat16,"
     " compile_model=False, fp8=False)",
@@ -87,7 +89,8 @@ def test_the_config_has_the_published_fields():
 
 
 def test_every_published_name_is_there():
-    assert {*SIGNATURES, "DistributedConfig", "ActivationCheckpointing"} == set(public.__all__) == set(dir(public)) & set(public.__all__)
+    others = {"DistributedConfig", "ActivationCheckpointing", *test_pipeline_doors.SIGNATURES}
+    assert {*SIGNATURES, *others} == set(public.__all__) == set(dir(public)) & set(public.__all__)
     assert all(hasattr(public, name) for name in public.__all__) and not hasattr(public, "apply_everything")
 
 
@@ -251,7 +254,7 @@ def refused_job() -> dict[str, str]:
         "reshard": refusal(lambda: apply_fsdp2(models["reshard"], mesh, KEPT, 3)),
         "names": refusal(lambda: apply_fsdp2(models["names"], other, KEPT)),
         "replicas": refusal(lambda: apply_fsdp2(models["replicas"], replicas, KEPT)),
-        "pipeline": refusal(lambda: apply_fsdp2(models["pipeline"], pipeline, KEPT)),
+        "pipeline": refusal(lambda: build_parallel_model(SMALL, "cpu", pipeline)),
         "half": refusal(lambda: apply_fsdp2(models["half"], mesh, default_mp_policy(torch.float16))),
         "device": refusal(lambda: build_parallel_model(SMALL, "cuda", mesh)),
         "no mesh": refusal(lambda: build_parallel_model(SMALL, "cpu")),
@@ -267,7 +270,9 @@ def test_refusals_leave_the_model_as_it_was(spmd):
         assert "reshard_after_forward = 3: as a number it must divide layout.dp_shard = 4" in found["reshard"]
         assert found["names"].startswith("ConfigError: the mesh has the axes ['data']; legal names are pp, dp_replicate, dp_shard, cp, tp")
         assert found["replicas"].startswith("ConfigError: fully_shard needs a mesh axis named dp_shard (size 1 will do)")
-        assert found["pipeline"].startswith("UnsupportedError: layout.pp = 2: pipeline parallelism is not in this version")
+        assert found["pipeline"].startswith(
+            "UnsupportedError: the mesh has a pp axis of 2 ranks, and build_parallel_model returns one module"
+        )
         assert found["half"].startswith("UnsupportedError: techniques.precision.compute = float16 needs loss scaling")
         assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
         assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan, import_classes_from_paths, to_cpu
 from meshwright.distributed.tensor import parallel
 from meshwright.distributed.tensor.placement import PartsShard, distribute
-from meshwright.distributed.transforms import apply_model_transforms
+from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
 
 KEPT = MixedPrecisionPolicy()
 FP32_INSIDE = 1e-6
@@ -59,8 +61,13 @@ def test_the_signature_is_the_published_one(name):
 # --- one backward against one process
 
 
-def model_of(family: str) -> nn.Module:
+@cache
+def built(family: str) -> nn.Module:
     return on_cpu(config_of(family)).double()
+
+
+def model_of(family: str) -> nn.Module:
+    return copy.deepcopy(built(family))
 
 
 def mean_loss(model: nn.Module, rank: int = 0, ranks: int = 1) -> torch.Tensor:
@@ -73,13 +80,19 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: to_cpu(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+@cache
+def of_one_process(family: str) -> dict[str, torch.Tensor]:
+    """Every gradient, computed once by each worker."""
+    reference = model_of(family)
+    mean_loss(reference).backward()
+    return gradients(reference)
+
+
 def errors(family: str, lay_out, layout: Layout) -> dict[str, float]:
     """Of every gradient after one backward, relative."""
     mesh = init_distributed(layout)
     assert mesh is not None
-    reference = model_of(family)
-    mean_loss(reference).backward()
-    wanted = gradients(reference)
+    wanted = of_one_process(family)
     model = lay_out(model_of(family), mesh)
     mean_loss(model, *data_position(mesh)).backward()
     found = gradients(model)
@@ -96,9 +109,19 @@ def by_its_own_plan(model: nn.Module, mesh) -> nn.Module:
     return fsdp2_strategy_parallelize(model, mesh, KEPT, get_hf_tp_shard_plan(model))
 
 
+FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+CUT = {"plan": {f"model.layers.*.mlp.{name}": style for name, style in FEED_FORWARD.items()}}
+
+
 def by_transforms(model: nn.Module, mesh) -> nn.Module:
-    plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
-    return apply_model_transforms(model, {"fully_shard": {}, "tensor_parallel": {"plan": plan}}, device_mesh=mesh)
+    return apply_model_transforms(model, {"fully_shard": {}, "tensor_parallel": CUT}, device_mesh=mesh)
+
+
+def by_replicas(model: nn.Module, mesh) -> nn.Module:
+    """``ddp`` beside a tensor axis; what it cannot do there it refuses first."""
+    with pytest.raises(ConfigError, match="ddp: static_graph is about DDP's buckets, and beside tp = 2 there are none"):
+        build_model_transform("ddp", {"static_graph": True}, device_mesh=mesh).apply(model_of("qwen3"))
+    return apply_model_transforms(model, {"ddp": {}, "tensor_parallel": CUT}, device_mesh=mesh)
 
 
 def by_attention_alone(model: nn.Module, mesh) -> nn.Module:
@@ -107,13 +130,20 @@ def by_attention_alone(model: nn.Module, mesh) -> nn.Module:
     return fsdp2_strategy_parallelize(model, mesh, KEPT, {**plan, "model.layers.*.self_attn.o_proj": RowwiseParallel()})
 
 
-WAYS = {"call": by_one_call, "own plan": by_its_own_plan, "transforms": by_transforms, "attention": by_attention_alone}
+WAYS = {
+    "call": by_one_call,
+    "own plan": by_its_own_plan,
+    "transforms": by_transforms,
+    "replicas": by_replicas,
+    "attention": by_attention_alone,
+}
 CASES = [
     *(("call", family, layout) for family in NORMS for layout in ("tp2", "tp2 x dp2", "tp2 x replicas")),
     ("call", "qwen3", "tp4"),
     ("own plan", "olmo2", "tp2"),
     ("own plan", "gpt_neox", "tp2"),
     ("transforms", "qwen3", "tp2 x dp2"),
+    ("replicas", "qwen3", "tp2 x replicas"),
     ("attention", "gemma3_text", "tp2"),
 ]
 
@@ -138,8 +168,8 @@ def test_gradients_are_those_of_one_process_after_one_backward(spmd, world):
 def without_sums(family: str) -> dict[str, float]:
     cut = parallel.wrap_modules
 
-    def broken(model, plan, group, *, sums_at_once=False):
-        return cut(model, plan, group)
+    def broken(model, plan, group, **options):
+        return cut(model, plan, group, **{**options, "sums_at_once": False})
 
     with mock.patch.object(parallel, "wrap_modules", broken):
         return errors(family, by_one_call, LAYOUTS["tp2"])

@@ -7,9 +7,6 @@ import logging
 import os
 import random
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright import ConfigError, Layout
 from meshwright.distributed import (
     DistributedConfig,
     agree,
@@ -39,8 +36,10 @@ from meshwright.distributed import (
 )
 from meshwright.distributed import setup as floor
 from meshwright.distributed.mesh import build_mesh, data_position
+from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
 from meshwright.distributed.world import STORE
+from meshwright.models.decoder_config import DecoderConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -173,8 +172,8 @@ def test_one_process_needs_no_group(alone):
         (Layout(dp_shard=2), 1, ConfigError, "dp_shard=2 = 2 does not divide the world size 1. Start 2 processes"),
         (Layout(dp_shard=3), 2, ConfigError, "dp_shard=3 = 3 does not divide the world size 2. Start 3 processes, or change the layout"),
         (Layout(tp=4), 6, ConfigError, "tp=4 = 4 does not divide the world size 6. Start a multiple of 4 processes"),
-        (Layout(ep=2), 2, UnsupportedError, "layout.ep = 2: expert parallelism is not in this version. Set layout.ep = 1"),
-        (DistributedConfig(dp_shard=2, ep=2), 2, UnsupportedError, "layout.ep = 2"),
+        (Layout(ep=3), 2, ConfigError, "layout.ep = 3 does not divide the 2 ranks of dp_shard * cp * tp"),
+        (DistributedConfig(dp_replicate=2, dp_shard=1, ep=2), 2, ConfigError, "layout.ep = 2 does not divide the 1 ranks"),
         (
             DistributedConfig(backend="nccl"),
             2,
@@ -307,36 +306,29 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
     assert spmd(4, meshes_job, 3) == spmd(4, meshes_job, 1) == [4.0] * 4
 
 
-ELASTIC = """
-    import os, signal
-    import torch
-    import torch.distributed as dist
-    from meshwright.distributed import DistributedConfig, destroy_distributed, init_distributed
+def threads_left() -> tuple[int, int]:
+    """Threads of gloo while a model trains, and after the end."""
 
-    mesh = init_distributed(DistributedConfig(startup_timeout_sec=60))
-    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
-    total = torch.tensor(rank + 1)
-    dist.all_reduce(total, group=mesh["dp_shard"].get_group())
-    if attempt == "0" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-    os.write(1, f"attempt {attempt} rank {rank} total {int(total)}\\n".encode())
+    def listening() -> int:
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum("gloo" in name for name in names)
+
+    model = parallelize(DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8), Layout(dp_shard=2, tp=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.ones(2, 5, dtype=torch.int64)
+    model.forward_backward({"tokens": tokens, "labels": tokens})
+    model.optimizer_step(optimizer, 1.0)
+    meanwhile = listening()
+    del model, optimizer
     destroy_distributed()
-"""
+    return meanwhile, listening()
 
 
-def test_elastic_restart_after_a_rank_was_killed(tmp_path):
-    """The one slow test of this file: a real torchrun, of which rank 1 kills itself with -9; the second attempt must come up."""
-    script = tmp_path / "elastic.py"
-    script.write_text(textwrap.dedent(ELASTIC))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, "--monitor-interval", "0.1", str(script)], env=env, capture_output=True, text=True, timeout=120, cwd=Path(tmp_path)
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert sorted(ended.stdout.splitlines()) == [f"attempt 1 rank {rank} total 3" for rank in range(2)]
-    assert "exitcode  : -9" in ended.stderr or "SIGKILL" in ended.stderr or "-9" in ended.stderr, "rank 1 was killed once"
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
+def test_the_end_leaves_no_thread(spmd):
+    """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down many times."""
+    for meanwhile, after in spmd(4, threads_left):
+        assert meanwhile > 0 and after == 0
 
 
 # --- agreement

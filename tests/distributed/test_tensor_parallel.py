@@ -16,11 +16,12 @@ from support import families, users
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import parallel_model
+from meshwright.distributed import whole_model
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.shards import placed_like
+from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.tensor.sums import Sums
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
@@ -76,6 +77,10 @@ WAYS = {
     "first block frozen": Way(TP2, (("freeze", (r"layers\.0",)),)),
     "start frozen": Way(SHARDED, (("freeze", ("embedding", r"layers\.0")),), 1),
     "norms frozen": Way(TP4, (("freeze", ("norm",)),)),
+    "norms trained": Way(SHARDED, (("freeze", (r"^(?!.*norm)",)),), 1),
+    "norms trained, whole sequences": Way(TP4, (("freeze", (r"^(?!.*norm)",)), ("sequence_parallel", False))),
+    "last block trained": Way(SHARDED, (("freeze", (r"^(?!layers\.2\.)",)),)),
+    "feed-forwards trained": Way(TP2, (("freeze", (r"^(?!.*feed_forward\.)",)), ("activation_checkpointing", "full")), 2),
     "all at once": Way(SHARDED, ALL_AT_ONCE, 1),
 }
 
@@ -132,12 +137,29 @@ def gpt_oss() -> torch.nn.Module:
     return family("gpt_oss", use_cache=False, experts_implementation="eager")
 
 
+def gpt_neox() -> torch.nn.Module:
+    return family("gpt_neox", use_cache=False)
+
+
+def falcon_two_norms() -> torch.nn.Module:
+    return family("falcon_grouped", use_cache=False, num_kv_heads=4)
+
+
 SOFTCAPPED = {"loss_chunks": 3}
 
 
 @pytest.mark.parametrize(
     ("factory", "layout", "techniques"),
-    [(gpt2, SHARDED, {}), (phi3, SHARDED, {}), (olmo2, TP4, {}), (falcon, TP4, {}), (gemma2, SHARDED, SOFTCAPPED)],
+    [
+        (gpt2, SHARDED, {}),
+        (phi3, SHARDED, {}),
+        (olmo2, TP4, {}),
+        (falcon, TP4, {}),
+        (gemma2, SHARDED, SOFTCAPPED),
+        *((factory, layout, {}) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
+        (gpt_neox, SHARDED, {"activation_checkpointing": "full", "regather": False}),
+        *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_family_is_equal_to_one_process(pool, factory, layout, techniques):
@@ -212,11 +234,31 @@ def test_the_plan_foresees_every_byte(spmd, name):
 
 @pytest.mark.parametrize(
     ("factory", "way"),
-    [(gpt2, Way(TP2)), (phi3, Way(SHARDED, rows=1)), (olmo2, Way(TP4)), (falcon, Way(TP4)), (gemma2, Way(TP2, tuple(SOFTCAPPED.items())))],
+    [
+        (gpt2, Way(TP2)),
+        (phi3, Way(SHARDED, rows=1)),
+        (olmo2, Way(TP4)),
+        (falcon, Way(TP4)),
+        (gemma2, Way(TP2, tuple(SOFTCAPPED.items()))),
+        *((factory, Way(layout)) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
+        (gpt_neox, Way(TP2, (("regather", False),))),
+        (gpt_neox, Way(TP2, (("sequence_parallel", False),))),
+        (gpt_neox, Way(SHARDED, (("activation_checkpointing", "full"),), 1)),
+        (falcon_two_norms, Way(TP2, (("activation_checkpointing", "selective"),))),
+        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
+        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", "norm")),))),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_plan_foresees_every_byte_of_a_family(spmd, factory, way):
     assert_all_foreseen(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
+
+
+def test_branches_behind_two_norms_gather_their_input_once(spmd):
+    """Forward 1 all-gather and 1 reduce-scatter in each of two blocks, backward 2 and 1; one more of each for embedding and head, and the
+    head gathers again."""
+    for _, counted in spmd(2, one_warm_step, gpt_neox, Way(TP2), families.VOCABULARY):
+        assert (counted["all_gather", 2][0], counted["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
 
 
 def test_a_collective_that_is_not_in_the_plan_is_seen(spmd):
@@ -286,8 +328,8 @@ def without_sums_of_copies(whole: Any, model: Any, plan: Any) -> Sums:
 
 
 def broken(layout: Layout, fault: str) -> dict[str, Any]:
-    real = parallel_model.sums_of
-    with patch.object(parallel_model, "sums_of", {"none": without_sums, "no copies": partial(without_sums_of_copies, real)}[fault]):
+    real = whole_model.sums_of
+    with patch.object(whole_model, "sums_of", {"none": without_sums, "no copies": partial(without_sums_of_copies, real)}[fault]):
         return with_own_loss(layout)
 
 
@@ -295,6 +337,25 @@ def broken(layout: Layout, fault: str) -> dict[str, Any]:
 def test_gradients_that_are_not_summed_are_caught(spmd, by_one_process, fault):
     said = spmd(4, broken, TP4, fault)[0]
     assert max(relative_errors(said["gradients"], by_one_process["gradients"]).values()) > 1e-2
+
+
+def gradients_of_parts(layout: Layout) -> list[tuple[str, bool]]:
+    """Of each parameter: whether the gradient that comes back through ``local`` is the one that comes back through ``to_local``."""
+    model = parallelize(UNTIED, layout, seed=3)
+    found = []
+    for name, parameter in model.named_parameters():
+        summand = torch.randn_like(parameter._local_tensor)
+        for gradient in (summand, summand.T.contiguous().T):
+            (theirs,) = torch.autograd.grad(parameter.to_local(), parameter, gradient)
+            (ours,) = torch.autograd.grad(local(parameter), parameter, gradient)
+            same = torch.equal(ours._local_tensor, theirs._local_tensor) and ours.placements == parameter.placements
+            found.append((name, same and (ours.shape, ours.stride()) == (parameter.shape, parameter.stride())))
+    return found
+
+
+def test_a_part_has_the_gradient_that_torch_would_give_it(spmd):
+    for found in spmd(4, gradients_of_parts, TP4):  # four ranks: key heads lie on two
+        assert len(found) > 50 and [name for name, same in found if not same] == []
 
 
 # --- checkpoints
@@ -330,25 +391,30 @@ def trained(kind: str, layout: Layout, folder: str) -> Held:
     return held(model, optimizer)
 
 
-def loaded(kind: str, layout: Layout, folder: str) -> Held:
-    model = BUILDERS[kind][0](layout, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    load(model, folder, optimizer=optimizer)
-    return held(model, optimizer)
+def passed_on(kind: str, layout: Layout, folders: list[str], onto: str = "") -> list[Held]:
+    """What a new model holds that has read each of the folders; the last one is saved ``onto`` another."""
+    found = []
+    for folder in folders:
+        model = BUILDERS[kind][0](layout, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        load(model, folder, optimizer=optimizer)
+        found.append(held(model, optimizer))
+    if onto:
+        save(model, onto, optimizer=optimizer)
+    return found
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
-@pytest.mark.parametrize(
-    ("wrote", "reads"), [(SHARDED, (DATA4, TP4)), (DATA4, (SHARDED,)), (TP4, (SHARDED,))], ids=["sharded", "data", "tp4"]
-)
-def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, kind, wrote, reads):
-    written = spmd(wrote.world, trained, kind, wrote, str(tmp_path / "checkpoint"))[0]
+def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, kind):
+    """Tensor-parallel shards to data-parallel ones and to another tensor axis, and what those save back again."""
+    sharded, data, tp4 = (str(tmp_path / name) for name in ("sharded", "data", "tp4"))
+    written = spmd(4, trained, kind, SHARDED, sharded)[0]
     assert len(written[0]) > 5 and len(written[1]) == 3 * len(written[0])
-    for layout in reads:
-        read = spmd(layout.world, loaded, kind, layout, str(tmp_path / "checkpoint"))[0]
-        for mine, theirs in zip(read, written, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], layout
+    for layout, folders, onto in ((DATA4, [sharded], data), (TP4, [sharded], tp4), (SHARDED, [data, tp4], "")):
+        for folder, read in zip(folders, spmd(4, passed_on, kind, layout, folders, onto)[0], strict=True):
+            for mine, theirs in zip(read, written, strict=True):
+                assert mine.keys() == theirs.keys()
+                assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], (layout, folder)
 
 
 # --- nothing is changed that others can see

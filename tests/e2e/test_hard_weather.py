@@ -17,7 +17,7 @@ from test_signals import ENDLESS, wait_until
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.distributed.local import WorkerFailed
-from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.whole_model import WholeModel
 from meshwright.training.monitoring.heartbeat import Heartbeat, file_of, read_record
 from meshwright.training.monitoring.peers import RankStalled
 from meshwright.training.trainer import Trainer
@@ -31,7 +31,7 @@ class AtStep(Job):
         self.rank, self.step, self.what = rank, step, what
 
     def __call__(self) -> Result:
-        forward, taken = ParallelModel._loss_sum, 0
+        forward, taken = WholeModel._loss_sum, 0
 
         def disturbed(model, piece):
             nonlocal taken
@@ -45,11 +45,11 @@ class AtStep(Job):
                 os.kill(os.getpid(), signal.SIGSTOP)
             return loss
 
-        ParallelModel._loss_sum = disturbed  # pyright: ignore[reportAttributeAccessIssue]
+        WholeModel._loss_sum = disturbed  # pyright: ignore[reportAttributeAccessIssue]
         try:
             return super().__call__() if self.what == "nan" else Result(Trainer(self.config()).run(), "")
         finally:
-            ParallelModel._loss_sum = forward
+            WholeModel._loss_sum = forward
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(train, small):

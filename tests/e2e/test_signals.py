@@ -198,15 +198,20 @@ def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tm
     assert again.status == 0 and [row["step"] for row in metrics(run)] == list(range(1, step + 2))
 
 
-def test_a_killed_worker_ends_the_run_with_its_rank(begin, flags, tmp_path):
-    command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 2, "checkpoint.every": 2}))
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [({}, ""), ({"layout.pp": 2, "layout.dp_shard": 1}, r", stage [01] of 2: layers\.\d( to layers\.\d)?")],
+    ids=["dp_shard", "pp"],
+)
+def test_a_killed_worker_ends_the_run_with_its_rank_and_its_part_of_the_model(begin, flags, tmp_path, layout, part):
+    command = begin(*flags(ENDLESS | layout | {"out": "runs", "process.count": 2, "checkpoint.every": 2}))
     command.steps_taken(tmp_path / "runs", more_than=3)
     victim = max(command.workers(), key=lambda child: child.pid)
     begun = time.monotonic()
     victim.kill()
     done = command.ended()
     assert time.monotonic() - begun < 30
-    said = rf"meshwright: rank [01] \(host {os.uname().nodename}, pid {victim.pid}\) was killed by SIGKILL at step \d+, in \w+.*; the other"
+    said = rf"meshwright: rank [01] \(host {os.uname().nodename}, pid {victim.pid}{part}\) was killed by SIGKILL at step \d+, in \w+.*; the"
     assert done.status == 1 and re.match(said, done.err) and len(done.err.splitlines()) == 1, done.err
     run = only_run(tmp_path / "runs")
     before = tree(run)

@@ -104,6 +104,7 @@ def known():
         pytest.param(4, FSDP, id="fsdp4"),
         pytest.param(1, {"batch.microbatch": 3, "data.workers": 0}, id="one-microbatches-of-3"),
         pytest.param(4, HSDP | {"batch.microbatch": 1, "data.workers": 2}, id="hsdp2x2-microbatches-of-1"),
+        pytest.param(4, {"layout.pp": 2, "layout.dp_shard": 2}, id="pp2-fsdp2"),
     ],
 )
 def test_every_layout_takes_the_steps_of_one_process(both, known, world, changes):

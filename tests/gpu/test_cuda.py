@@ -73,6 +73,24 @@ def test_bf16_stays_near_fp32(spmd, extra):
         assert loss == pytest.approx(wanted_loss, rel=1e-2) and norm == pytest.approx(wanted_norm, rel=5e-2)
 
 
+def job_async_tensor(asynchronous):
+    """Loss and gradient norm of two steps on two GPUs that share out the weights."""
+    from meshwright import Layout, parallelize
+    from meshwright.models.decoder_config import SIZES
+
+    techniques = {"async_tensor_parallel": asynchronous, "precision": {"compute": "float32"}}
+    model = parallelize(SIZES["debug"], Layout(tp=2), techniques=techniques)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [(float(model.forward_backward(batch_of())), model.optimizer_step(optimizer).grad_norm) for _ in range(2)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="asynchronous tensor parallelism needs two GPUs joined by NVLink")
+def test_asynchronous_tensor_parallelism_gives_the_numbers_of_the_plain_form(spmd):
+    found, expected = spmd(2, job_async_tensor, True)[0], spmd(2, job_async_tensor, False)[0]
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5) and norm == pytest.approx(wanted_norm, rel=1e-4)
+
+
 def job_checkpoint(path):
     from meshwright import Layout, load, parallelize, save
     from meshwright.models.decoder_config import SIZES

@@ -69,12 +69,35 @@ MORE: dict[str, dict[str, Any]] = {
     "stablelm_parallel": {"of": "stablelm", "use_parallel_residual": True},
 }
 """Families that compute otherwise than those do; "of": the name under which transformers knows them."""
+LATENT = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "topk_group": 1,
+    "v_head_dim": 8,
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | EXPERTS,
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 4, "pad_token_id": 0, "topk_group": 1, **EXPERTS},
+    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "hunyuan_v1_moe": {"num_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS},
+}
+"""Families with experts, besides ``gpt_oss``, ``mixtral`` and ``qwen3_moe``."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    sizes = {key: value for key, value in (SIZES | (OWN | MORE)[family] | changes).items() if value is not None}
+    sizes = {key: value for key, value in (SIZES | (OWN | MORE | SPARSE)[family] | changes).items() if value is not None}
     config = AutoConfig.for_model(sizes.pop("of", family)).__class__(**sizes)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= VOCABULARY:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.distributed import fully_sharded, recompute, setup, step_batch
+from meshwright.distributed import accumulation, fully_sharded, recompute, setup, step_batch
 from meshwright.distributed.grad_clip import local_gradients
 from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.parallel_model import ParallelModel
@@ -217,16 +217,16 @@ def clipped_twice():
 
 def first_microbatch_forgotten():
     """Gradients are cleared before the last microbatch instead of before the first."""
-    whole = ParallelModel.accumulation_context
+    whole = accumulation.context
 
-    def context(self, is_last):
+    def context(module, plan, is_last):
         if is_last:
-            for parameter in self.parameters():
+            for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-        return whole(self, is_last)
+        return whole(module, plan, is_last)
 
-    return patch.object(ParallelModel, "accumulation_context", context)
+    return patch.object(accumulation, "context", context)
 
 
 def replicas_not_summed():

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import accumulation, agree, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.whole_model import WholeModel
 from meshwright.models import decoder
 
 
@@ -22,8 +23,8 @@ def per_rank_mean():
     whole = ParallelModel._open_step
 
     def opened(self, batch):
-        found, _ = whole(self, batch)
-        return found, step_batch.count(found) * self.plan.data_ranks
+        found, _, routed = whole(self, batch)
+        return found, step_batch.count(found) * self.plan.data_ranks, routed
 
     return patch.object(ParallelModel, "_open_step", opened)
 
@@ -31,16 +32,16 @@ def per_rank_mean():
 @contextmanager
 def mean_of_microbatch_means():
     """Every microbatch divides by its own tokens; accumulation takes the mean of the means."""
-    whole_open, whole_sum = ParallelModel._open_step, ParallelModel._loss_sum
+    whole_open, whole_sum = ParallelModel._open_step, WholeModel._loss_sum
 
     def opened(self, batch):
-        found, _ = whole_open(self, batch)
-        return found, len(found) * self.plan.data_ranks
+        found, _, routed = whole_open(self, batch)
+        return found, len(found) * self.plan.data_ranks, routed
 
     def mean(self, piece):
         return whole_sum(self, piece) / max(step_batch.count([piece]), 1)
 
-    with patch.object(ParallelModel, "_open_step", opened), patch.object(ParallelModel, "_loss_sum", mean):
+    with patch.object(ParallelModel, "_open_step", opened), patch.object(WholeModel, "_loss_sum", mean):
         yield
 
 
@@ -161,7 +162,7 @@ def stale_after_evaluation():
 @contextmanager
 def skip_not_agreed():
     """Every rank decides by its own loss; what it reports is right."""
-    reduced, stepped = ParallelModel._sum_over_data_ranks, ParallelModel.optimizer_step
+    reduced, stepped = ParallelModel._sum_of_losses, ParallelModel.optimizer_step
     own = {}
 
     def remember(self, value):
@@ -172,7 +173,7 @@ def skip_not_agreed():
         self._last_loss = own["loss"]
         return stepped(self, *args)
 
-    with patch.object(ParallelModel, "_sum_over_data_ranks", remember), patch.object(ParallelModel, "optimizer_step", step):
+    with patch.object(ParallelModel, "_sum_of_losses", remember), patch.object(ParallelModel, "optimizer_step", step):
         yield
 
 

@@ -245,6 +245,38 @@ class Parallel(Block):
         return x + self.attention(h) + self.feed_forward(h)
 
 
+class TwoNorms(Block):
+    """Both branches in parallel, each behind a norm of its own, of another class than the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm_1(x)) + self.feed_forward(self.norm_2(x))
+
+
+class OneNormRead(TwoNorms):
+    """What one of them gives is added too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm_2(x)
+        return x + self.attention(self.norm_1(x)) + self.feed_forward(h) + h
+
+
+class Dropping(nn.LayerNorm):
+    """A norm that draws in training: computed once more, it would be another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class OneNormDrops(TwoNorms):
+    def __init__(self):
+        super().__init__()
+        self.norm_2 = Dropping(DIM)
+
+
 class ParallelAndNormed(Block):
     """Both branches in parallel, each through a norm before they are added: they may not be summed first."""
 
@@ -456,6 +488,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tuple": with_block(GivesTuple),
     "scaled": with_block(Scaled),
     "parallel": with_block(Parallel),
+    "two norms": with_block(TwoNorms),
+    "two norms, one read": with_block(OneNormRead),
+    "two norms, one draws": with_block(OneNormDrops),
     "parallel, normed": with_block(ParallelAndNormed),
     "convolved": with_block(Convolved),
     "placed": with_block(Placed),

@@ -136,7 +136,7 @@ def made(rows: int = 4) -> Trace:
     sketches |= {stage: Sketches(["w"], torch.randn(1, 16, generator=g)) for stage in ("gradient", "parameter")}
     floors = [{"forward": {"b": 1e-7, "a": 2e-7}, "loss": {"": 3e-7}}]
     step = TracedStep(torch.arange(rows), 1.5, 2.5, sketches)
-    return Trace({"seed": 0}, "cpu", Sketches(["w"], torch.randn(1, 16, generator=g)), [step], {"float32": floors})
+    return Trace({"seed": 0}, "cpu", Sketches(["w"], torch.randn(1, 16, generator=g)), [step], {"a": (4,), "b": (4,)}, {"float32": floors})
 
 
 def test_a_trace_is_read_as_it_was_written_and_by_rows(tmp_path):
@@ -144,7 +144,7 @@ def test_a_trace_is_read_as_it_was_written_and_by_rows(tmp_path):
     trace.write(tmp_path / "t")
     file = TraceFile(tmp_path / "t")
     assert (file.facts, file.drawn_on, file.n_steps, file.dtypes) == ({"seed": 0}, "cpu", 1, ("float32",))
-    assert file.floors("float32", 1) == trace.floors["float32"][0] and file.initial.names == ["w"]
+    assert file.shapes == trace.shapes and file.floors("float32", 1) == trace.floors["float32"][0] and file.initial.names == ["w"]
     step = file.step(1, slice(1, 3))
     assert (step.loss, step.norm, step.batch.tolist()) == (1.5, 2.5, [1, 2])
     assert step.sketches["forward"].names == ["b", "a"]
@@ -155,7 +155,7 @@ def test_a_trace_is_read_as_it_was_written_and_by_rows(tmp_path):
 def test_a_broken_trace_is_refused(tmp_path):
     made().write(tmp_path / "t")
     whole = (tmp_path / "t").read_bytes()
-    for broken in (whole[:50], whole[:-9], b"", whole.replace(b"meshwright trace 1", b"meshwright trace 9")):
+    for broken in (whole[:50], whole[:-9], b"", whole.replace(b"meshwright trace 2", b"meshwright trace 9")):
         (tmp_path / "t").write_bytes(broken)
         with pytest.raises(ConfigError, match="check_trace = .*t: .*|check_trace = .*no trace that this version reads"):
             TraceFile(tmp_path / "t")

@@ -304,7 +304,7 @@ def flags_of(config: Any, prefix: str = "") -> list[str]:
             inline = [", ".join(to_toml(row).rstrip("\n").split("\n")) for row in getattr(config, name)]
             words.append(f"{flag}=[{', '.join('{' + row + '}' for row in inline)}]")
         elif isinstance(value, list):
-            words += [flag, *value]
+            words += [flag, *map(str, value)]
         elif isinstance(value, bool):
             words += [flag, str(value).lower()]
         elif value is not None:

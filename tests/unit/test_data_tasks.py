@@ -176,7 +176,7 @@ def test_padding_is_a_document_of_its_own_without_labels():
     rows = split.rows(np.array([0]), 7)
     assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 9, 9]]
     assert rows["labels"].tolist() == [[2, 3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
-    assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1]]
 
 
 def test_a_special_token_of_the_template_decides_the_corpus(tmp_path, chat_folder):

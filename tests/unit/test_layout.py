@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(layout, world, is_open):
         assert (f"{axis}={layout.wish(axis)} " in str(caught.value)) == (wished.wish(axis) > 1)
 
 
-@pytest.mark.parametrize("axis", Axis)
+@pytest.mark.parametrize("axis", (*WORLD_AXES, Axis.EP))
 @pytest.mark.parametrize("size", [0, -2, -100])
 def test_a_size_below_one_is_refused_by_name(axis, size):
     with pytest.raises(ConfigError, match=rf"layout\.{axis} = {size}: a mesh axis has size 1 or more, or -1 for what is left"):
@@ -89,6 +89,8 @@ def test_experts_do_not_fill_the_world_and_never_multiply_it():
         Layout(ep=-1).resolve(4)
     assert Layout(ep=2).resolve(4) == Layout(dp_shard=4, ep=2)
     assert Layout(dp_shard=4, ep=2).world == 4
+    with pytest.raises(ConfigError, match=r"dp_shard=4 = 4 and ep = 2 for 8 processes: ep never multiplies .* Set layout\.dp_shard = 8\."):
+        Layout(dp_shard=4, ep=2).resolve(8)
 
 
 def test_no_world_is_no_world():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import Part
-from meshwright.distributed.tensor import ends, functions, group, layers, loss, rehearsal
+from meshwright.distributed.tensor import ends, functions, group, layers, loss, normed, rehearsal
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.tensor_plan import BlocksPlan, RegionPlan, TensorPlan
@@ -148,6 +148,12 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
     "an input that stands for nothing": (lambda: family("llama"), 2, True, on_form(hidden=())),
     "tokens mixed outside": (lambda: user("convolved"), 2, False, lambda plan: replace(plan, sequence_parallel=True)),
     "summed before their norms": (lambda: user("parallel, normed"), 2, True, on_kinds(summed_together)),
+    "norms that somebody else reads": (
+        lambda: user("two norms, one read"),
+        2,
+        True,
+        on_kinds(lambda kind: replace(kind, norms=("norm_1", "norm_2"))),
+    ),
     "more added to the embedding": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, embedding_is_hidden=True)),
     "tokens counted behind the blocks": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, gathers_after_blocks=False)),
 }
@@ -184,22 +190,23 @@ def slices_of_the_next_rank() -> AbstractContextManager:
     return patch.object(layers, "share_of", share)
 
 
-def in_backward(kind: type[functions.Sequence]) -> AbstractContextManager:
+def in_backward(kind: type[functions.Sequence], node: Any = functions._ColumnParallel) -> AbstractContextManager:
     """Column-parallel layers whose backward works on another kind of sequence."""
-    whole = functions._ColumnParallel.backward
+    whole = node.backward
 
     def backward(ctx: Any, *gradients: Tensor):
         ctx.sequence = kind(ctx.sequence.group, ctx.sequence.cut, ctx.sequence.regather)
         return whole(ctx, *gradients)
 
-    return patch.object(functions._ColumnParallel, "backward", staticmethod(backward))
+    return patch.object(node, "backward", staticmethod(backward))
+
+
+class Unreduced(functions.Sequence):
+    def reduced(self, x: Tensor) -> Tensor:
+        return group.own_share(x, self.group.rank, self.group.size)
 
 
 def gathered_but_not_reduced() -> AbstractContextManager:
-    class Unreduced(functions.Sequence):
-        def reduced(self, x: Tensor) -> Tensor:
-            return group.own_share(x, self.group.rank, self.group.size)
-
     return in_backward(Unreduced)
 
 
@@ -222,6 +229,21 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 def norm_of_own_features() -> AbstractContextManager:
     return patch.object(functions, "whole_features", lambda x, copies, group: torch.cat([x] * (group.size // copies), dim=-1))
+
+
+def norms_side_by_side_not_summed() -> AbstractContextManager:
+    """With whole sequences, norms are alike on all ranks, but not where each ends in a rank's own features."""
+    whole = TensorPlan.is_summed
+    return patch.object(TensorPlan, "is_summed", lambda self, name: whole(self, name) and "layernorm" not in name)
+
+
+def normed_input_not_reduced() -> AbstractContextManager:
+    return in_backward(Unreduced, normed._NormedColumnParallel)
+
+
+def gradient_of_one_branch_dropped() -> AbstractContextManager:
+    whole = torch.autograd.grad
+    return patch.object(torch.autograd, "grad", lambda *args, **options: (None, *whole(*args, **options)[1:]))
 
 
 def rows_of_another_rank() -> AbstractContextManager:
@@ -247,12 +269,17 @@ def maxima_of_own_logits() -> AbstractContextManager:
     return patch.object(rehearsal.Thread, "largest", lambda self, x: x)
 
 
-def regathered_in_another_order() -> AbstractContextManager:
-    class Flipped(functions.Sequence):
-        def whole(self, x: Tensor) -> Tensor:
-            return super().whole(x).flip(0)
+class Flipped(functions.Sequence):
+    def whole(self, x: Tensor) -> Tensor:
+        return super().whole(x).flip(0)
 
+
+def regathered_in_another_order() -> AbstractContextManager:
     return in_backward(Flipped)
+
+
+def normed_again_in_another_order() -> AbstractContextManager:
+    return in_backward(Flipped, normed._NormedColumnParallel)
 
 
 def deferred_summands_dropped() -> AbstractContextManager:
@@ -270,6 +297,10 @@ FAULTS: dict[Callable[[], AbstractContextManager], tuple[Callable[[], ModelFacts
     filled_up_at_the_front: (lambda: family("llama"), 4),
     bias_on_every_rank: (lambda: family("gpt2"), 2),
     norm_of_own_features: (lambda: family("olmo2"), 2),
+    norms_side_by_side_not_summed: (lambda: family("gpt_neox"), 2),
+    normed_input_not_reduced: (lambda: family("gpt_neox"), 2),
+    normed_again_in_another_order: (lambda: family("gpt_neox"), 2),
+    gradient_of_one_branch_dropped: (lambda: user("two norms"), 2),
     rows_of_another_rank: (lambda: user("plain"), 2),
     mask_inverted: (lambda: user("plain"), 2),
     embedding_not_reduced: (lambda: family("llama"), 2),

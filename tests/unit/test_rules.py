@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from meshwright import ConfigError, Layout, Plan, Precision, Techniques, UnsupportedError, plan
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
-from meshwright.models.decoder_config import SIZES
+from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning import rules
 from meshwright.planning.batch import Batch
 
@@ -68,6 +69,13 @@ def frozen() -> nn.Module:
     return plain().requires_grad_(False)
 
 
+def with_own_loss() -> nn.Module:
+    made = Model(Block())
+    made.config = SimpleNamespace(output_router_logits=True)  # type: ignore[assignment]
+    return made
+
+
+SPARSE = replace(DEBUG, moe=MoEConfig())
 FSDP2, FSDP4, DDP2, ONE = Layout(dp_shard=2), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=1)
 
 
@@ -100,8 +108,43 @@ def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str
     return rule, model, layout, techniques, kind, " ".join(words)
 
 
+PP2 = Layout(pp=2, dp_shard=1)
+FOUR = replace(DEBUG, n_layers=4)
+PIPELINES = [
+    ({"pipeline_cuts": (2,)}, "techniques.pipeline_cuts cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set"),
+    ({"layers_per_stage": 2}, "techniques.layers_per_stage cuts the model into pipeline stages, but layout.pp = 1."),
+]
+
 CASES = [
-    *(absent(*axis) for axis in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert"))),
+    absent("cp", "context"),
+    refuse(
+        *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError), "layout.ep = 2 shares experts out, and Decoder has no module"
+    ),
+    refuse(
+        *("experts_companions", SPARSE, Layout(dp_shard=2, ep=2), {"cpu_offload": True}, UnsupportedError),
+        "techniques.cpu_offload does not go with layout.ep > 1",
+    ),
+    refuse(*("own_loss_of_experts", with_own_loss, FSDP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
+    *(refuse("pipeline_wishes", DEBUG, ONE, wishes, ConfigError, words) for wishes, words in PIPELINES),
+    refuse(
+        *("pipeline_wishes", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),
+        "layout.pp = 8 with 1f1b makes 8 stages, but Decoder has 2 blocks, and each stage needs one. Legal here: layout.pp = 1 to 2.",
+    ),
+    refuse(*("pipeline_wishes", plain, PP2, {}, ConfigError), "layout.pp = 2 acts on repeated blocks, and none was found in Linear"),
+    refuse(
+        *("pipeline_companions", DEBUG, Layout(pp=2, dp_replicate=2, dp_shard=1), {"data_parallel": "ddp"}, UnsupportedError),
+        "techniques.data_parallel = ddp does not go with layout.pp = 2: it reduces its buckets in the first backward that it sees.",
+        "Set techniques.data_parallel = fully_shard",
+    ),
+    refuse(
+        *("pipeline_companions", DEBUG, PP2, {"sync_grad_accum": True}, UnsupportedError),
+        "techniques.sync_grad_accum = true does not go with layout.pp = 2",
+    ),
+    refuse(
+        *("pipeline_companions", FOUR, PP2, {"compile": True, "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
+        "techniques.compile does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input and weight",
+        "gradients apart",
+    ),
     *(
         tensor(n, f"layers.*.attention has 4 heads (and 2 of keys and values), which {n} ranks cannot share. Legal: 1, 2, 4.")
         for n in (3, 8)
@@ -146,6 +189,19 @@ CASES = [
     refuse(
         *("ddp_fits", DEBUG, ONE, {"data_parallel": "ddp", "cpu_offload": True}, UnsupportedError),
         "techniques.cpu_offload does not go with techniques.data_parallel = ddp",
+    ),
+    refuse(
+        *("async_tensor_fits", DEBUG, Layout(dp_shard=1, tp=2), {"async_tensor_parallel": True}, UnsupportedError),
+        "techniques.async_tensor_parallel = true needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for cpu.",
+        "Set techniques.async_tensor_parallel = false: the numbers are the same.",
+    ),
+    refuse(
+        *("async_tensor_fits", DEBUG, FSDP2, {"async_tensor_parallel": True}, ConfigError),
+        "techniques.async_tensor_parallel = true acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.",
+    ),
+    refuse(
+        *("async_tensor_fits", DEBUG, Layout(dp_shard=1, tp=2), {"async_tensor_parallel": True, "sequence_parallel": False}, ConfigError),
+        "techniques.async_tensor_parallel = true needs cut sequences. Set techniques.sequence_parallel = true",
     ),
     refuse(
         *("postponed_all_reduce", DEBUG, FSDP2, {"sync_grad_accum": "shard"}, ConfigError),

@@ -1,163 +1,196 @@
-"""Learning-rate schedules: exact at their ends, monotone between them, continuous, and refused where they cannot be met."""
+"""Pipeline schedules as data: whole, free of deadlocks, as torch orders them, and as good as their papers promise."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torchs
 
-from meshwright.core.errors import ConfigError
-from meshwright.training.optim.schedules import KINDS, Schedule, learning_rate
+from meshwright import ConfigError
+from meshwright.planning.schedules.action import Action, Schedule, Work, actions_in
+from meshwright.planning.schedules.orders import KINDS, forwards, schedule_kind
+from meshwright.planning.schedules.program import Content, Message, Receive, Send, message_after, message_before, programs
+from meshwright.planning.schedules.simulate import check_whole, peak_live, simulate
+from meshwright.planning.schedules.table import read_schedule, write_schedule
 
-relaxed = settings(deadline=None)  # a shared machine's pauses are not failures
+RANKS = st.integers(2, 6)
+MICROBATCHES = st.integers(1, 20)
 
 
-@st.composite
-def schedules(draw, kinds=KINDS, min_steps=1) -> Schedule:
-    kind = draw(st.sampled_from(kinds))
-    total = draw(st.integers(min_steps, 400))
-    # Half at most: a wsd decay that leaves no step for the peak is refused, see below.
-    fraction = draw(st.floats(0.01, 0.5))
-    most = total - max(1, round(fraction * total)) if kind == "wsd" else total - 1
-    return Schedule(
-        peak=draw(st.floats(1e-6, 10.0)),
-        total_steps=total,
-        kind=kind,
-        warmup_steps=draw(st.integers(0, max(most, 0))),
-        final_ratio=draw(st.floats(0.0, 1.0)),
-        decay_fraction=fraction,
+def build(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Schedule:
+    kind = KINDS[name]
+    return kind.build(ranks, kind.legal(microbatches, ranks), per_rank or kind.per_rank(99, ranks))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(ranks=RANKS, microbatches=MICROBATCHES, data=st.data())
+def test_every_stage_does_every_microbatch_once_and_nobody_waits_for_ever(name, ranks, microbatches, data):
+    per_rank = data.draw(st.integers(1, 4)) if KINDS[name].loops else 0
+    check_whole(build(name, ranks, microbatches, per_rank))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(ranks=RANKS, microbatches=MICROBATCHES)
+def test_messages_meet_even_where_a_send_waits_for_its_receive(name, ranks, microbatches):
+    """The worst back end: both sides of a message wait for each other, and a pair's messages go in one order."""
+    schedule = build(name, ranks, microbatches)
+    played_with_rendezvous(programs(schedule))
+    given = [step.message for program in programs(schedule) for step in program if isinstance(step, Send)]
+    needed = [m for actions in schedule.ranks for a in actions if (m := message_before(a, schedule.stages)) is not None]
+    across = [
+        m for m in needed if schedule.rank_of[m.stage] != schedule.rank_of[m.stage - 1 if m.content is Content.ACTIVATION else m.stage + 1]
+    ]
+    assert sorted(given) == sorted(across)
+
+
+def played_with_rendezvous(steps: tuple) -> None:
+    places, moved = [0] * len(steps), True
+    arrived: set[tuple[int, Message]] = set()
+    while moved:
+        moved = False
+        for rank, program in enumerate(steps):
+            while places[rank] < len(program):
+                step = program[places[rank]]
+                if isinstance(step, Action):
+                    places[rank] += 1
+                elif isinstance(step, Send):
+                    other = steps[step.peer][places[step.peer]] if places[step.peer] < len(steps[step.peer]) else None
+                    if not (isinstance(other, Receive) and other.message == step.message and other.peer == rank):
+                        break
+                    arrived.add((step.peer, step.message))
+                    places[rank] += 1
+                    places[step.peer] += 1
+                else:
+                    break
+                moved = True
+    assert all(place == len(program) for place, program in zip(places, steps, strict=True))
+
+
+TORCHS = {
+    "looped_bfs": torchs.ScheduleLoopedBFS,
+    "interleaved_1f1b": torchs.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": torchs.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": torchs.ScheduleZBVZeroBubble,
+    "dualpipe_v": torchs.ScheduleDualPipeV,
+}
+
+
+def of_torch(name: str, ranks: int, microbatches: int) -> Schedule:
+    """What torch itself orders, without process groups."""
+    kind = KINDS[name]
+    per_rank = kind.per_rank(99, ranks)
+    rounds = max(1, microbatches // ranks)
+    stub: Any = SimpleNamespace(
+        pp_group_size=ranks,
+        n_local_stages=per_rank,
+        _stages=[None] * per_rank,
+        _num_stages=ranks * per_rank,
+        num_stages=ranks * per_rank,
+        _n_microbatches=microbatches,
+        n_microbatches=microbatches,
+        number_of_rounds=rounds,
+        microbatches_per_round=microbatches // rounds,
+        stage_index_to_group_rank=dict(enumerate(kind.rank_of(ranks, per_rank))),
     )
+    orders = []
+    for rank in range(ranks):
+        actions = TORCHS[name]._calculate_single_rank_operations(stub, rank)
+        orders.append(tuple(a for action in actions if action is not None for a in _flat(action)))
+    return Schedule(name, tuple(orders), kind.rank_of(ranks, per_rank), microbatches)
 
 
-def rates(schedule: Schedule) -> list[float]:
-    return [schedule(step) for step in range(schedule.total_steps)]
+def _flat(action: Any) -> Iterator[Action]:
+    for one in action.sub_actions or (action,):
+        yield from actions_in(str(one))
 
 
-@relaxed
-@given(schedules())
-def test_warm_up_is_linear_learns_at_step_zero_and_ends_at_the_peak(schedule):
-    warmup = schedule.warmup_steps
-    for step in range(warmup):
-        assert schedule(step) == pytest.approx(schedule.peak * (step + 1) / warmup, rel=1e-12)
-    assert schedule(max(warmup, 1) - 1) == schedule.peak
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize("name", TORCHS)
+def test_no_order_takes_longer_or_keeps_more_than_torchs(name, ranks, microbatches):
+    ours, theirs = build(name, ranks, microbatches), of_torch(name, ranks, microbatches)
+    check_whole(theirs)
+    assert simulate(ours).makespan <= simulate(theirs).makespan
+    assert max(peak_live(ours)) <= max(peak_live(theirs))
 
 
-@relaxed
-@given(schedules(kinds=("cosine", "linear", "wsd"), min_steps=2))
-def test_the_last_step_and_those_beyond_have_the_final_rate(schedule):
-    final = schedule.final_ratio * schedule.peak
-    for step in (schedule.total_steps - 1, schedule.total_steps, 10 * schedule.total_steps):
-        assert schedule(step) == pytest.approx(final, rel=1e-12, abs=0.0 if final else 1e-300)
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv_zero_bubble"])
+def test_where_nothing_is_left_to_choose_the_order_is_torchs(name):
+    assert build(name, 4, 8).ranks == of_torch(name, 4, 8).ranks
 
 
-@relaxed
-@given(schedules())
-def test_rates_are_bounded_and_never_rise_after_the_peak(schedule):
-    values = rates(schedule)
-    after_peak = values[max(schedule.warmup_steps, 1) - 1 :]
-    room = 1e-12 * schedule.peak
-    assert all(0 < value <= schedule.peak + room for value in values[: schedule.warmup_steps])
-    assert all(schedule.final_ratio * schedule.peak - room <= value <= schedule.peak + room for value in after_peak)
-    assert all(later <= earlier + room for earlier, later in zip(after_peak, after_peak[1:], strict=False))
+@settings(max_examples=40, deadline=None)
+@given(ranks=RANKS, microbatches=st.integers(1, 30))
+def test_1f1b_keeps_what_the_stages_behind_it_need(ranks, microbatches):
+    """arXiv 2104.04473: at most as many microbatches as stages are left; the bubble is that of GPipe."""
+    schedule = build("1f1b", ranks, microbatches)
+    assert peak_live(schedule) == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
+    expected = (ranks - 1) / (microbatches + ranks - 1)
+    assert simulate(schedule).bubble == pytest.approx(expected) == simulate(build("gpipe", ranks, microbatches)).bubble
 
 
-@relaxed
-@given(schedules(min_steps=2))
-def test_no_jump_is_larger_than_the_slope_of_its_part(schedule):
-    fall = schedule.peak * (1 - schedule.final_ratio)
-    span = schedule.total_steps - max(schedule.warmup_steps, 1)
-    steepest = {
-        "cosine": fall * math.pi / 2 / span,
-        "linear": fall / span,
-        "wsd": fall / max(1, round(schedule.decay_fraction * schedule.total_steps)),
-        "constant": 0.0,
-    }[schedule.kind]
-    values = rates(schedule)
-    for step, (earlier, later) in enumerate(zip(values, values[1:], strict=False), start=1):
-        limit = schedule.peak / schedule.warmup_steps if step < schedule.warmup_steps else steepest
-        assert abs(later - earlier) <= limit + 1e-12 * schedule.peak
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_bubble_v_waits_only_at_its_ends_and_keeps_no_more_than_1f1b(ranks):
+    """arXiv 2405.15362: in half-size stages 2 · ranks microbatches at most, and with enough of them nearly no bubble."""
+    schedule = build("zbv_zero_bubble", ranks, 4 * ranks)
+    assert max(peak_live(schedule)) <= 2 * ranks
+    assert simulate(schedule).makespan <= 6 * 4 * ranks + ranks  # six units of work for each microbatch
 
 
-@relaxed
-@given(schedules(kinds=("wsd",), min_steps=2))
-def test_wsd_holds_the_peak_until_the_decaying_part(schedule):
-    decay = max(1, round(schedule.decay_fraction * schedule.total_steps))
-    start = max(schedule.warmup_steps, 1) - 1
-    assert {schedule(step) for step in range(start, schedule.total_steps - decay)} == {schedule.peak}
-    for position in range(1, decay + 1):
-        expected = schedule.peak * (1 - (1 - schedule.final_ratio) * position / decay)
-        assert schedule(schedule.total_steps - decay - 1 + position) == pytest.approx(expected, rel=1e-9, abs=1e-12 * schedule.peak)
+def test_names_are_ours_or_torchs():
+    for ours, torchs_name in (("1f1b", "1F1B"), ("interleaved_1f1b", "Interleaved1F1B"), ("zbv_zero_bubble", "ScheduleZBVZeroBubble")):
+        assert schedule_kind(torchs_name) is KINDS[ours]
+    with pytest.raises(ConfigError, match=r"'1f2b': legal are gpipe, 1f1b, .* or a \.csv file of actions\. Did you mean '1f1b'"):
+        schedule_kind("1f2b")
 
 
-@relaxed
-@given(st.integers(2, 300), st.floats(0.0, 1.0))
-def test_cosine_without_warm_up_is_torchs(total, final_ratio):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - 1, eta_min=0.5 * final_ratio)
-    for step in (0, 1, total // 2, total - 1):
-        theirs.last_epoch = step
-        expected = theirs._get_closed_form_lr()[0]
-        assert learning_rate(step, peak=0.5, total_steps=total, final_ratio=final_ratio) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+def test_forwards_alone_go_stage_by_stage():
+    schedule = forwards((0, 1, 1, 0), 2)
+    assert [str(a) for a in schedule.ranks[0]] == ["0F0", "0F1", "3F0", "3F1"]
+    simulate(schedule)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_warm_up_and_one_step_of_it_are_the_same_and_one_step_has_the_peak(kind):
-    given_settings = {"peak": 1.0, "total_steps": 20, "kind": kind}
-    assert rates(Schedule(**given_settings, warmup_steps=0)) == rates(Schedule(**given_settings, warmup_steps=1))
-    assert [learning_rate(0, peak=1.0, total_steps=1, kind=kind, warmup_steps=w) for w in (0, 1)] == [1.0, 1.0]
-
-
-def test_constant_stays_at_the_peak_whatever_the_final_ratio():
-    assert set(rates(Schedule(peak=2.0, total_steps=9, kind="constant", final_ratio=0.0))) == {2.0}
+@pytest.mark.parametrize("name", KINDS)
+def test_a_table_is_read_as_it_was_written(tmp_path, name):
+    made = build(name, 2, 4)
+    write_schedule(made, tmp_path / "s.csv")
+    read = read_schedule(tmp_path / "s.csv")
+    assert (read.ranks, read.rank_of, read.microbatches) == (made.ranks, made.rank_of, made.microbatches)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("text", "words"),
     [
-        ({"kind": "cosin"}, "Did you mean 'cosine'"),
-        ({"warmup_steps": 100}, "at most 99"),
-        ({"warmup_steps": -1}, "0 steps or more"),
-        ({"final_ratio": 1.5}, "between 0 and 1"),
-        ({"peak": math.nan}, "finite"),
-        ({"total_steps": 0}, "1 step or more"),
-        ({"kind": "wsd", "decay_fraction": 0.0}, "above 0"),
-        ({"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 60}, "decay_fraction to at most 0.4"),
+        ("0F0,0X0\n1F0,1B0\n", "row 1: '0X0' is no action: write stage, one of F B I W, and microbatch"),
+        ("0F0,0B0\n1F0\n", "stage 1 needs 1F0 and either 1B0 or both 1I0 and 1W0; rank 1 has 1F0"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "0B0 stands there twice"),
+        ("0B0,0F0\n1F0,1B0\n", "the ranks would wait for each other for ever: rank 0 at 0B0, rank 1 at 1F0"),
+        ("0F0,0B0\n2F0,2B0\n", "it has stages up to 2, but no action of stage 1"),
+        ("", "it has 0 rows"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused_with_the_repair(change, words):
-    asked = {"peak": 1e-3, "total_steps": 100, **change}
-    with pytest.raises(ConfigError, match=words):
-        Schedule(**asked)
-    with pytest.raises(ConfigError, match=words):
-        learning_rate(0, **asked)
+def test_a_table_that_cannot_be_done_is_refused(tmp_path, text, words):
+    (tmp_path / "s.csv").write_text(text)
+    with pytest.raises(ConfigError) as found:
+        read_schedule(tmp_path / "s.csv")
+    assert words in str(found.value)
 
 
-def test_a_negative_step_is_refused():
-    with pytest.raises(ConfigError, match="counted from 0"):
-        learning_rate(-1, peak=1.0, total_steps=10)
+def test_torchs_overlapped_actions_are_two():
+    assert actions_in("(0F3;1B0)OVERLAP_F_B") == [Action(0, Work.FORWARD, 3), Action(1, Work.BACKWARD, 0)]
 
 
-def test_apply_scales_groups_and_depends_on_the_step_alone():
-    weight, head, table = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    groups = [{"params": [weight]}, {"params": [head], "lr_scale": 0.1}, {"params": [table], "lr": torch.tensor(7.0), "lr_scale": 2.0}]
-    optimizer = torch.optim.AdamW(groups, lr=9.0, foreach=False)
-    in_place = optimizer.param_groups[2]["lr"]
-    schedule = Schedule(peak=1.0, total_steps=10, kind="linear", final_ratio=0.0)
-    for step in (7, 0, 9, 4):  # in any order: a resume is a jump
-        rate = schedule.apply(optimizer, step)
-        assert rate == learning_rate(step, peak=1.0, total_steps=10, kind="linear", final_ratio=0.0)
-        lrs = [group["lr"] for group in optimizer.param_groups]
-        assert lrs[:2] == [rate, 0.1 * rate]
-        assert lrs[2] is in_place and in_place.item() == pytest.approx(2 * rate)
-
-
-def test_describe_names_what_happens_when():
-    assert (
-        Schedule(peak=3e-4, total_steps=2000, warmup_steps=100).describe()
-        == "cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"
-    )
-    assert "held until step 1,800" in Schedule(peak=1.0, total_steps=2000, kind="wsd").describe()
-    assert Schedule(peak=1.0, total_steps=5, kind="constant").describe() == "constant: 1 from the first step, held to the end"
+def test_what_an_action_gives_another_needs():
+    schedule = build("zbv_zero_bubble", 2, 4)
+    for actions in schedule.ranks:
+        for action in actions:
+            message = message_after(action, schedule.stages)
+            if message is not None:
+                takers = [a for others in schedule.ranks for a in others if message_before(a, schedule.stages) == message]
+                assert len(takers) == 1

@@ -135,9 +135,22 @@ def test_parallel_branches_share_one_gathered_input(name):
     assert kind(family(name)).gathers == (attention.producers + feed_forward.producers,)
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "falcon_grouped"])
-def test_parallel_branches_with_norms_of_their_own_do_not(name):
-    assert len(kind(family(name)).gathers) == 2
+@pytest.mark.parametrize(
+    ("facts", "norms"),
+    [
+        (lambda: family("gpt_neox"), ("input_layernorm", "post_attention_layernorm")),
+        (lambda: family("falcon_grouped"), ("ln_attn", "ln_mlp")),
+        (lambda: user("two norms"), ("norm_1", "norm_2")),
+    ],
+    ids=["gpt_neox", "falcon_grouped", "two norms"],
+)
+def test_parallel_branches_with_norms_of_their_own_share_what_those_norm(facts, norms):
+    assert len(kind(facts()).gathers) == 2 and kind(facts()).norms == norms
+
+
+@pytest.mark.parametrize("name", ["two norms, one read", "two norms, one draws", "plain", "parallel, normed"])
+def test_norms_that_somebody_else_reads_or_that_draw_or_of_several_inputs_do_not(name):
+    assert kind(user(name)).norms == ()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "olmo2", "bloom", "stablelm", "falcon_alibi"])

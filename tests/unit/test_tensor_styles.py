@@ -94,10 +94,10 @@ def test_the_rehearsal_sums_as_it_will_be_applied(at_once):
     """A tied weight has two names, and the plan must know both: found wrong in either way."""
     facts = family("llama", tie_word_embeddings=True)
     tensor = planned(facts, ATTENTION, Layout(dp_shard=1, tp=4)).tensor
-    assert tensor is not None and {"lm_head.weight", "model.norm.weight"} == set(tensor.behind)
+    assert tensor is not None and {"lm_head.weight", "model.norm.weight"} == set(tensor.alike_behind)
     prove(facts, tensor, sums_at_once=at_once)
     with pytest.raises(UnsupportedError, match="the gradient of model.* is wrong"):
-        prove(facts, replace(tensor, behind=("lm_head.weight",) if not at_once else ("model.norm.weight",)), sums_at_once=at_once)
+        prove(facts, replace(tensor, alike_behind=("lm_head.weight",) if not at_once else ("model.norm.weight",)), sums_at_once=at_once)
 
 
 def test_heads_that_ranks_cannot_share_may_stay_whole():

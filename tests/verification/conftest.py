@@ -5,7 +5,7 @@ from support import broken
 
 from meshwright.comparison.findings import Comparison
 from meshwright.verification.compare import differences
-from meshwright.verification.outcome import references
+from meshwright.verification.floors import references
 from meshwright.verification.problem import Problem
 
 

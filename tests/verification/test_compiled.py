@@ -11,7 +11,8 @@ from test_verify import BATCHES, FSDP
 from meshwright.comparison.findings import Comparison
 from meshwright.comparison.observe import is_inside, observing
 from meshwright.verification.compare import differences
-from meshwright.verification.outcome import Outcome, candidate, references
+from meshwright.verification.floors import references
+from meshwright.verification.outcome import Outcome, candidate
 from meshwright.verification.problem import Problem
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, is_within
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.pipeline.split import SHARED
 from meshwright.distributed.shards import pieces
 
 from .stored_names import Source, sources
@@ -60,7 +61,7 @@ class Pretrained:
         assert files is not None and match is not None
         agree.together(lambda: self._write(match))
         self.bytes_read += files.bytes_read
-        return set(match.sources)
+        return set(match.sources) | _shared(module)
 
     def _matched(self, module: nn.Module) -> tuple[TensorFiles, _Match]:
         files = TensorFiles(self.folder)
@@ -99,6 +100,8 @@ class _Match:
     @classmethod
     def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
         tensors, aliases, derived = _names(model)
+        shared = _shared(model)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in shared}
         found = sources(model, [*tensors, *aliases], files)
         chosen, twice = {}, {}
         for alias, first in aliases.items():
@@ -107,7 +110,9 @@ class _Match:
                 target[first] = found.pop(alias)
         chosen |= {name: found.pop(name) for name in tensors if name in found}
         problems = [f"they lack {name}" for name in tensors if name not in chosen]
-        left = [source.names[0] for name, source in found.items() if not _is_derived(name, model, derived)]
+        absent = [clean(path) for path, module in model.named_modules() if getattr(module, "is_absent", False)]
+        elsewhere = {name for name in found if any(is_within(name, path) for path in absent)}
+        left = [source.names[0] for name, source in found.items() if name not in elsewhere and not _is_derived(name, model, derived)]
         problems += [f"they hold {name}, which the model lacks" for name in left]
         problems += [text for rows in (chosen, twice) for name, source in rows.items() if (text := _misfit(name, tensors[name], source))]
         if problems:
@@ -121,6 +126,11 @@ class _Match:
     def in_order(self) -> Iterator[tuple[str, Source]]:
         """As they lie in the files."""
         yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+
+
+def _shared(model: nn.Module) -> set[str]:
+    """What a pipeline's last stage is given by its first."""
+    return set(model.__dict__.get(SHARED, ()))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,28 @@ def load(
     manifest = open_manifest(path)
     verify_files(path, manifest)
     wanted = model_tensors(parallel_model)
-    _check_model(wanted, manifest, path)
+    agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=_all_names(parallel_model)))
     state: dict[str, Tensor] = {}
     options: list[dict[str, Any]] = []
     if optimizer is not None:
-        _check_optimizer(parallel_model, optimizer, manifest, path)
+        agree.together(lambda: _check_optimizer(parallel_model, optimizer, manifest, path))
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
-        options = _options(parallel_model, optimizer, manifest, path) if restore_options else []
+        if restore_options:
+            options = agree.together(lambda: _options(parallel_model, optimizer, manifest, path)) or []
     random_state = _own_random_state(manifest)
     read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state)
         for group, saved in zip(optimizer.param_groups, options, strict=False):
             put_options(group, saved)
+    parallel_model.copy_shared()
     _put_random_state(random_state)
     return manifest.extra
+
+
+def _all_names(model: ParallelModel) -> set[str]:
+    """Of the whole model: a pipeline's rank has some."""
+    return {f"model.{fact.name}" for fact in (*model.facts.parameters, *model.facts.buffers)}
 
 
 def open_manifest(path: Path) -> Manifest:
@@ -91,10 +99,12 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         raise IntegrityError(f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again.")
 
 
-def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path) -> None:
+def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, elsewhere: Collection[str] = ()) -> None:
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     problems = [f"it lacks {key.removeprefix('model.')}" for key in wanted if key not in stored]
-    problems += [f"it has {key.removeprefix('model.')}, which the model lacks" for key in stored if key not in wanted]
+    problems += [
+        f"it has {key.removeprefix('model.')}, which the model lacks" for key in stored if key not in wanted and key not in elsewhere
+    ]
     for key in wanted.keys() & stored.keys():
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:

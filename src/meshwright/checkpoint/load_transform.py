@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError
 from meshwright.distributed import order
-from meshwright.distributed.builtin_transforms import LoadWeightsTransformConfig
-from meshwright.distributed.mesh import axis_sizes
+from meshwright.distributed.mesh import sizes_of_stage
+from meshwright.distributed.transform_options import LoadWeightsTransformConfig
 from meshwright.distributed.transform_registry import ModelTransform, register_model_transform
 from meshwright.distributed.weights import Weights
 from meshwright.introspection.facts import model_facts
@@ -45,7 +45,7 @@ class LoadWeightsTransform(ModelTransform):
             weights(model.module if isinstance(model, DistributedDataParallel) else model)
             return model
         mesh = self.context.get("device_mesh")
-        plan = plan_for_mesh_sizes(facts, axis_sizes(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean")
+        plan = plan_for_mesh_sizes(facts, sizes_of_stage(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean")
         return order.apply(model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",))
 
     def _is_restart(self) -> bool:

@@ -24,7 +24,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
 from .pieces import Writer, in_pieces
 from .replacing import PARTIAL, beside, put_in_place
-from .state import group_records, model_tensors, optimizer_tensors, shape_and_dtype
+from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,10 @@ def save(
     own = _together(lambda: _describe_own(partial), what=f"cannot read back {partial}")
     files = {name: entry for said in agree.everybody_says(own) for name, entry in said.items()}
     kind = type(optimizer).__name__ if optimizer is not None else ""
-    manifest = Manifest(_entries(tensors), files, kind, groups, extra or {}, parallel_model.plan.to_json())
+    if parallel_model.plan.pipeline is not None:
+        groups = merged_groups(agree.everybody_says(groups))
+    entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
+    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json())
     _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 
@@ -74,11 +77,11 @@ def _random_state() -> dict[str, Tensor]:
     return found
 
 
-def _entries(tensors: dict[str, Tensor]) -> dict[str, TensorEntry]:
-    """Shapes and dtypes by key; only the random streams differ from rank to rank."""
+def _entries(tensors: dict[str, Tensor], *, differ: bool) -> dict[str, TensorEntry]:
+    """Shapes and dtypes by key of what all ranks have; but for random streams they have the same, unless they ``differ``."""
     mine = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
-    streams = {key: entry for key, entry in mine.items() if key.startswith("random.")}
-    return mine | {key: entry for said in agree.everybody_says(streams) for key, entry in said.items()}
+    told = {key: entry for key, entry in mine.items() if differ or key.startswith("random.")}
+    return mine | {key: entry for said in agree.everybody_says(told) for key, entry in said.items()}
 
 
 def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:

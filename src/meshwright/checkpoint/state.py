@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
@@ -21,7 +21,7 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     """ "model.<name>" -> parameter or persistent buffer. Tied parameters once."""
-    found: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
 
 
@@ -32,7 +32,7 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
         UnsupportedError: the optimizer keeps a parameter's state in something else than tensors.
     """
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, (parameter, *_) in _by_name(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{key}.{name}"] = placed_like(value, parameter)
@@ -50,7 +50,7 @@ def empty_optimizer_tensors(
     Step counts (0-dim) lie on the CPU, or beside the parameter where a fused or capturable optimizer wants them.
     """
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {name: p for name, p in model.named_parameters() if p in group_of}
+    parameters = {name: copies[0] for name, copies in _by_name(model).items() if copies[0] in group_of}
     found = {}
     for key, entry in entries.items():
         kind, _, rest = key.partition(".")
@@ -74,12 +74,29 @@ def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Make the loaded state the optimizer's own: a parameter without loaded state has none afterwards."""
-    parameters = dict(model.named_parameters())
-    for parameter in parameters.values():
-        optimizer.state.pop(parameter, None)
+    parameters = _by_name(model)
+    for copies in parameters.values():
+        for parameter in copies:
+            optimizer.state.pop(parameter, None)
     for key, value in tensors.items():
         _, state, name = key.split(".", 2)
-        optimizer.state[parameters[name]][state] = value
+        first, *others = parameters[name]
+        optimizer.state[first][state] = value
+        for other in others:
+            optimizer.state[other][state] = value.clone() if value.dim() == 0 or not isinstance(other, DTensor) else _copied(value, other)
+
+
+def _copied(value: Tensor, like: DTensor) -> Tensor:
+    assert isinstance(value, DTensor)
+    return with_local(like, value._local_tensor.clone())
+
+
+def _by_name(model: ParallelModel) -> dict[str, list[nn.Parameter]]:
+    """Several where a rank has both ends of a pipeline, and each its own copy of what they share; the first end's first."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(name, []).append(parameter)
+    return found
 
 
 def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -102,8 +119,20 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
             for key, value in plain.items()
             if isinstance(value, (int, float, str, bool, list, tuple)) and key not in ("params", *IMPLEMENTATION)
         }
-        records.append({"params": [names[p] for p in group["params"]], "options": options})
+        records.append({"params": list(dict.fromkeys(names[p] for p in group["params"])), "options": options})
     return records
+
+
+def merged_groups(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of ranks that hold different parameters: those with the same options are one."""
+    merged: list[dict[str, Any]] = []
+    for record in (record for records in by_rank for record in records):
+        same = next((other for other in merged if other["options"] == record["options"]), None)
+        if same is None:
+            merged.append({"params": list(record["params"]), "options": record["options"]})
+        else:
+            same["params"] += [name for name in record["params"] if name not in set(same["params"])]
+    return merged
 
 
 def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to a model.
+``meshwright inspect --schedule NAME|FILE.csv|RUN``: what the ranks of a pipeline do, and when.
 
 RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
 MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json), or "package.module:factory" for a
 function or class that returns your own nn.Module.
 DATA is a file or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
 --data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[ ]].
+``--schedule`` takes --pp N (default 4), --microbatches N (default 8), --stages-per-rank N and --svg FILE; with a run it shows the run's
+last step as it was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ def run(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\nSizes: {', '.join(SIZES)}")
         return 0 if argv else 2
+    if argv[0] == "--schedule":
+        return _schedule(argv)
     name = argv[0]
     path = Path(name).expanduser()
     if any((path / file).is_file() for file in ("config.toml", "identity.json", "plan.json")):
@@ -53,6 +58,29 @@ def run(argv: list[str]) -> int:
     from meshwright.introspection.source import as_module
 
     _model(as_module(import_object(name) if ":" in name else SIZES[name]))
+    return 0
+
+
+def _schedule(argv: list[str]) -> int:
+    from meshwright.core.files import replace_text
+    from meshwright.training.schedule_view import TIMES, drawn, drawn_run, schedule_of
+
+    numbers: dict[str, int | None] = {}
+    name, words = take_option(argv, "--schedule", str)
+    target, words = take_option(words, "--svg", Path)
+    for flag in ("--pp", "--microbatches", "--stages-per-rank"):
+        numbers[flag], words = take_option(words, flag, int)
+    refuse_rest(words, "meshwright inspect --schedule", "--pp N, --microbatches N, --stages-per-rank N, --svg FILE")
+    folder = Path(str(name)).expanduser()
+    if folder.is_dir() or (folder / TIMES).is_file():
+        text, picture = drawn_run(folder)
+    else:
+        made = schedule_of(str(name), numbers["--pp"] or 4, numbers["--microbatches"] or 8, numbers["--stages-per-rank"])
+        text, picture = drawn(made)
+    print(text)
+    if target is not None:
+        replace_text(target.expanduser(), picture)
+        print(f"wrote {target}: open it in a browser")
     return 0
 
 

@@ -7,12 +7,14 @@ nothing: the true gradient of a key bias is zero.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Named = Mapping[str, Tensor]
+Key = TypeVar("Key")
 
 EXACT = 1e-10
 """Bound in float64."""
@@ -55,8 +57,8 @@ def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
     """The largest error that is still equality.
 
     Args:
-        floor: the error of the same thing between two runs of one process: in float32 two that order their sums differently, in bfloat16
-            one that computes in float32. float64 has none.
+        floor: the error of the same thing between runs of one process: in float32 the farthest of some that order their sums differently,
+            in bfloat16 the farthest of some from one that computes in float32. float64 has none.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
     if dtype == "float64":
@@ -72,6 +74,14 @@ def traced_bound(dtype: str, floor: float) -> float:
         floor: the error of the same thing in a run of one process that was perturbed by as much as that dtype rounds.
     """
     return max(EXACT if dtype == "float64" else ROUNDED, FLOORS * floor)
+
+
+def farthest(runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> dict[Key, dict[str, float]]:
+    """Of each thing the largest error of several runs."""
+    return {
+        what: {name: max(run[what].get(name, 0.0) for run in runs) for name in dict.fromkeys(name for run in runs for name in run[what])}
+        for what in runs[0]
+    }
 
 
 def sum_floor(parts: Tensor, reference: Tensor) -> float:

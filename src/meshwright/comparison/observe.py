@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from meshwright.core.names import clean
+from meshwright.core.names import clean, is_within
 
 from .sketch import sketch_rows
 
@@ -40,6 +40,7 @@ class Observed:
     """By module: the largest relative error of what the backward recomputed of it."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each output, without its rows; the forward's first."""
+    _homes: dict[str, int] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _computed: dict[str, list[Tensor]] = field(default_factory=dict)
     _without_graph: set[str] = field(default_factory=set)
@@ -57,10 +58,17 @@ class Observed:
             self._calls.clear()
             self._n_rows = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
-    def note(self, name: str, output: Any) -> None:
-        """A module ended."""
+    def note(self, name: str, output: Any, part: PartOfModel | None = None) -> None:
+        """A module ended.
+
+        Args:
+            part: of a module without parameters, in a part of a model: which part. What has no values there is another's, and what
+                several parts compute is the first one's.
+        """
         tensor = _tensor_of(output)
         if tensor is None or len(tensor) != self._n_rows:
+            return
+        if part is not None and (part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number):
             return
         if _is_recomputing():
             if not is_stand_in(tensor):
@@ -99,6 +107,25 @@ class Observed:
             self.backward.setdefault(call, []).append(found)
 
 
+@dataclass(frozen=True)
+class PartOfModel:
+    """One of several parts that a process has of a model.
+
+    Attributes:
+        number: which.
+        begins: its first blocks are given what another process computed.
+        ends: what its last blocks give goes to another process.
+    """
+
+    number: int
+    begins: bool
+    ends: bool
+
+    def is_without_values(self, tensor: Tensor) -> bool:
+        """Whether what a module without parameters gave is nothing, or follows from nothing: another part has it."""
+        return self.ends if tensor.numel() == 0 else self.begins and bool(tensor.flatten()[:1].isnan())
+
+
 @dataclass
 class _Seen:
     """A tensor that the modules of ``calls`` returned."""
@@ -132,31 +159,45 @@ def _is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _noted(observed: Observed, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    observed.note(name, output)
+def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
+    computes = any(parameter is not None for parameter in module._parameters.values())
+    observed.note(name, output, None if computes else part)
 
 
 @contextmanager
-def observing(model: nn.Module) -> Iterator[Observed]:
-    """Sketch what ``model`` computes inside the block.
+def observing(*models: nn.Module, opaque: Collection[str] = ()) -> Iterator[Observed]:
+    """Sketch what ``models`` compute inside the block: a model, or parts of one.
+
+    Args:
+        opaque: modules of which nothing inside is observed.
 
     A compiled module is observed from outside: hooks on it or in it would become a part of what is compiled, and cut it into pieces.
     """
     observed = Observed()
     with ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
-        if not _is_compiled(model):
-            stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
-        for raw, module in model.named_modules():
-            name = clean(raw)
-            if is_inside(name, observed.compiled) or isinstance(module, nn.ModuleList | nn.ModuleDict):
-                continue
-            if _is_compiled(module):
-                observed.compiled.append(name)
-                stack.enter_context(_observed_outside(observed, name, module, module is model))
-            else:
-                stack.callback(module.register_forward_hook(partial(_noted, observed, name)).remove)
+        for part, model in enumerate(models):
+            _observe(model, observed, stack, part, opaque)
         yield observed
+
+
+def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int, opaque: Collection[str]) -> None:
+    if not _is_compiled(model):
+        stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
+    ended = [clean(raw) for raw, module in model.named_modules() if getattr(module, "ends_part", False)]
+    begins = any(getattr(module, "begins_part", False) for module in model.modules())
+    part = PartOfModel(number, begins, bool(ended)) if begins or ended else None
+    for raw, module in model.named_modules():
+        name = clean(raw)
+        if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
+            continue  # another part has it, or what it would return
+        if _is_compiled(module):
+            observed.compiled.append(name)
+            stack.enter_context(_observed_outside(observed, name, module, module is model))
+        else:
+            stack.callback(module.register_forward_hook(partial(_noted, observed, name, part)).remove)
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:

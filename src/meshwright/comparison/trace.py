@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import replacing
 
-FORMAT = "meshwright trace 1"
+FORMAT = "meshwright trace 2"
 
 BY_ROW = ("forward", "backward")
 """Stages whose sketches have a row for each row of the batch."""
@@ -67,6 +67,7 @@ class Trace:
         facts: what a run must have in common with it, by dotted key of the config; plain JSON values.
         drawn_on: device type on which the initial weights were drawn.
         initial: sketches of the initial weights.
+        shapes: of each module's output, without its rows.
         floors: compute dtype → per step, stage and name ("" for loss and norm): how far rounding to that dtype moves it.
     """
 
@@ -74,6 +75,7 @@ class Trace:
     drawn_on: str
     initial: Sketches
     steps: list[TracedStep]
+    shapes: dict[str, tuple[int, ...]]
     floors: dict[str, list[dict[str, dict[str, float]]]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
@@ -85,7 +87,14 @@ class Trace:
             tensors |= {f"{number}/{stage}": sketches.values.contiguous() for stage, sketches in step.sketches.items()}
             names = {stage: sketches.names for stage, sketches in step.sketches.items()}
             rows.append({"loss": step.loss, "norm": step.norm, "names": names})
-        said = {"format": FORMAT, "facts": self.facts, "drawn_on": self.drawn_on, "steps": rows, "floors": self.floors}
+        said = {
+            "format": FORMAT,
+            "facts": self.facts,
+            "drawn_on": self.drawn_on,
+            "steps": rows,
+            "shapes": self.shapes,
+            "floors": self.floors,
+        }
         with replacing(path) as beside:
             save_file(tensors, beside, {"trace": json.dumps(said)})
 
@@ -113,6 +122,11 @@ class TraceFile:
     @property
     def drawn_on(self) -> str:
         return self._said["drawn_on"]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each module's output, without its rows."""
+        return {name: tuple(shape) for name, shape in self._said["shapes"].items()}
 
     @property
     def n_steps(self) -> int:

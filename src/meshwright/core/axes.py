@@ -6,7 +6,10 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """One word per mesh axis, outermost first; ``ep`` is folded into the others and never multiplies the world."""
+    """One word per mesh axis, outermost first; ``ep`` is folded into the others and never multiplies the world.
+
+    Experts have a mesh of their own, of the same ranks: ``pp, dp_replicate, efsdp, ep``.
+    """
 
     PP = "pp"
     DP_REPLICATE = "dp_replicate"
@@ -14,6 +17,7 @@ class Axis(StrEnum):
     CP = "cp"
     TP = "tp"
     EP = "ep"
+    EFSDP = "efsdp"
 
 
 WORLD_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)

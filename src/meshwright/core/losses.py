@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that has no loss."""
 
+PADDING = -1
+"""The document id of a token that belongs to no document."""
+
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross entropies of all tokens whose label is not ``IGNORED``, in nats, inside at least fp32.

@@ -22,7 +22,7 @@ Rows = dict[str, np.ndarray]
 - ``tokens``
 - ``labels``: the next token, or IGNORE_INDEX
 - ``positions``: from 0 within each document as the row shows it, so 0 again at the row's own start
-- ``document_ids``: 0 for the row's first document, one more for each that begins further on
+- ``document_ids``: 0 for the row's first document, one more for each that begins further on; -1 for padding
 """
 
 

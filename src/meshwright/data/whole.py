@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.core.errors import ConfigError
+from meshwright.core.losses import PADDING
 from meshwright.data.packing import IGNORE_INDEX, Rows, check_length, checked, number_documents
 
 
@@ -75,7 +76,7 @@ class Whole:
         tokens, labels, documents, positions = np.empty((4, len(indexes), seq_len), dtype=np.int64)
         tokens.fill(self.padding)
         learnt = np.zeros((len(indexes), seq_len), dtype=np.uint8)
-        row_of, starts = [], []
+        row_of, starts, ends = [], [], []
         for row, index in enumerate(indexes.tolist()):
             at = 0
             chosen = members[bounds[index] : bounds[index + 1]]
@@ -87,9 +88,11 @@ class Whole:
                 if at < seq_len:  # the next document, or the padding, which is a document of its own: nothing attends to it
                     row_of.append(row)
                     starts.append(at)
+            ends.append(at)
         labels[:, :-1] = tokens[:, 1:]
         labels[learnt == 0] = IGNORE_INDEX
         number_documents(np.array(row_of, dtype=np.int64), np.array(starts, dtype=np.int64), documents, positions)
+        documents[np.arange(seq_len) >= np.array(ends)[:, None]] = PADDING
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ _HOME = {
     "functions": (
         "ActivationCheckpointing",
         "apply_ac",
+        "apply_expert_parallel",
         "apply_fsdp2",
         "apply_tensor_parallel",
         "build_parallel_model",
@@ -30,6 +31,8 @@ _HOME = {
         "get_tp_mesh",
         "has_dp_mesh",
     ),
+    "pipeline.stage_module": ("PipelineStageModule", "build_stage_module", "compute_layer_assignment"),
+    "pipeline.torch_schedules": ("build_pipeline_schedule", "build_pipeline_stage"),
     "setup": ("DistributedConfig", "destroy_distributed", "init_distributed"),
     "world": ("get_world_info", "is_rank_zero"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,29 +17,26 @@ from meshwright.planning.plan import Plan
 
 from . import agree
 from .describe import placement_of
+from .part import Part
 
 CHUNK = 2**20
 
 
-def audit(
-    model: nn.Module,
-    facts: ModelFacts,
-    plan: Plan,
-    data_groups: list[dist.ProcessGroup],
-    optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Compare the model with its facts and plan, and an optimizer with the model. Collective over the data groups.
+def audit(parts: Sequence[Part], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Compare each part with its facts and plan, and an optimizer with all of them. Collective over the data groups.
 
     Raises:
         IntegrityError: naming the first parameters that are wrong, and how.
     """
-    found = {clean(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    buffers = {clean(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-    held = _optimized(found, optimizer) if optimizer is not None else ()
-    _refuse(
-        "the model is not what the plan says",
-        [*_structure(found, facts, plan), *_buffers(buffers, facts), *held, *_replicas(model, data_groups)],
-    )
+    problems: list[str] = []
+    trained: list[tuple[str, nn.Parameter]] = []
+    for part in parts:
+        found = {clean(name): parameter for name, parameter in part.model.named_parameters(remove_duplicate=False)}
+        buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
+        trained += found.items()
+        problems += [*_structure(found, part.facts, part.plan), *_buffers(buffers, part.facts), *_replicas(part.model, data_groups)]
+    held = _optimized(trained, optimizer) if optimizer is not None else ()
+    _refuse("the model is not what the plan says", [*problems, *held])
 
 
 def refuse_unequal(model: nn.Module, data_groups: list[dist.ProcessGroup]) -> None:
@@ -94,12 +92,12 @@ def _buffers(found: dict[str, Tensor], facts: ModelFacts):
             yield f"the buffer {fact.name} was never given values"
 
 
-def _optimized(found: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer):
+def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):
     """What an optimizer holds that it should not, or holds not or twice."""
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    known = {id(parameter): name for name, parameter in reversed(found.items())}
-    for key, name in known.items():
-        times, trained = held.pop(key, 0), found[name].requires_grad
+    known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(found)}
+    for key, (name, trained) in known.items():
+        times = held.pop(key, 0)
         if trained and times != 1:
             yield f"{name} is trained, and the optimizer holds it {times} times"
         elif times and not trained:

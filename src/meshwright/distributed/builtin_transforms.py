@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.axes import Axis
-from meshwright.core.dtypes import canonical_dtype, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
@@ -24,107 +22,22 @@ from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import audit, order
 from .functions import averaging_plan, proven_tensor_plan
-from .mesh import axis_sizes, build_mesh, data_groups
+from .mesh import axis_sizes, build_mesh, data_groups, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
+from .part import Part
 from .setup import DEFAULT_BACKEND, choose_backend
+from .transform_options import (
+    ActivationCheckpointTransformConfig,
+    CompileTransformConfig,
+    DDPTransformConfig,
+    ExpertParallelTransformConfig,
+    FullyShardTransformConfig,
+    TensorParallelTransformConfig,
+)
 from .transform_registry import ModelTransform, equip, register_model_transform
 from .world import get_world_info, ranks_per_node
 
 log = logging.getLogger("meshwright")
-
-
-@dataclass(frozen=True)
-class DDPTransformConfig:
-    """torch's DistributedDataParallel options of the same names."""
-
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
-    static_graph: bool = False
-
-
-@dataclass(frozen=True)
-class MixedPrecisionConfig:
-    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double."""
-
-    param_dtype: str
-    reduce_dtype: str
-    output_dtype: str | None = None
-    cast_forward_inputs: bool = True
-
-    def __post_init__(self) -> None:
-        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
-            if getattr(self, key) is not None:
-                canonical_dtype(getattr(self, key), where=f"mixed_precision.{key}")
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        output = None if self.output_dtype is None else torch_dtype(self.output_dtype)
-        return MixedPrecisionPolicy(torch_dtype(self.param_dtype), torch_dtype(self.reduce_dtype), output, self.cast_forward_inputs)
-
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` where there is a GPU to copy to."""
-
-    cpu_offload: bool = False
-    pin_memory: bool = True
-
-
-@dataclass(frozen=True)
-class FullyShardTransformConfig:
-    """FSDP2 / HSDP.
-
-    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open; false shards
-    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones only the
-    all-reduce over replicas.
-    """
-
-    reshard_after_forward: bool | int = False
-    mixed_precision: MixedPrecisionConfig | None = None
-    offload: OffloadConfig | None = None
-    use_hybrid_sharding: bool = True
-    sync_grad_accum: bool | Literal["shard"] = False
-
-
-@dataclass(frozen=True)
-class TensorParallelTransformConfig:
-    """Weights cut over the mesh's tp axis.
-
-    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations are gathered again in
-    backward, and not kept. ``plan``: module pattern -> style in the words of transformers; empty: as measured.
-    """
-
-    sequence_parallel: bool = True
-    regather: bool = True
-    plan: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ActivationCheckpointTransformConfig:
-    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block."""
-
-    layer_classes: tuple[str, ...] = ()
-    use_reentrant: bool = False
-    ops_to_save: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CompileTransformConfig:
-    """Options of torch.compile, applied to each repeated block."""
-
-    compile_kwargs: dict[str, Any] = field(default_factory=dict)
-    activation_memory_budget: float | None = None
-
-
-@dataclass(frozen=True)
-class LoadWeightsTransformConfig:
-    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the model is read).
-
-    ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.
-    """
-
-    checkpoint_path: str
-    skip_on_restart: bool = False
 
 
 class _Planned(ModelTransform):
@@ -151,7 +64,7 @@ class _Planned(ModelTransform):
 
     def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
         device = device_mesh.device_type if device_mesh is not None else "cpu"
-        return plan_for_mesh_sizes(facts, axis_sizes(device_mesh), device, wishes, "mean")
+        return plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device, wishes, "mean")
 
 
 def mesh_of_world(layout: Layout) -> DeviceMesh:
@@ -173,13 +86,32 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
 
 @register_model_transform("ddp", DDPTransformConfig)
 class DDPTransform(_Planned):
-    """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first."""
+    """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first.
 
-    rows = ("weights", "ddp")
+    Beside tensor or pipeline parallelism, where torch's DDP knows neither parts of parameters nor several backwards at a time, the same
+    is done by fully_shard over a shard axis of one rank.
+    """
+
+    rows = ("weights", "ddp", "fully_shard")
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        sizes = axis_sizes(device_mesh)
+        if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
+            return self._replicated(facts, device_mesh, sizes)
         plan = self.wished(facts, device_mesh, Techniques(data_parallel="ddp"))
         return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
+
+    def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
+        where = " and ".join(f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1)
+        changed = [name for name, value in vars(self.config).items() if value != getattr(DDPTransformConfig(), name)]
+        if changed:
+            raise ConfigError(f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out.")
+        if (shards := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
+            raise ConfigError(
+                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard, or put those ranks"
+                f" into dp_replicate"
+            )
+        return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques())
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
@@ -192,8 +124,8 @@ class DDPTransform(_Planned):
         if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
             for tensor in (*model.parameters(), *model.buffers()):
                 for group in groups:
-                    dist.broadcast(tensor.detach(), group=group, group_src=0)
-        audit.audit(model, facts, plan, groups)
+                    dist.broadcast(getattr(tensor, "_local_tensor", tensor).detach(), group=group, group_src=0)
+        audit.audit([Part(model, plan, facts)], groups)
         return model
 
 
@@ -226,7 +158,7 @@ class FullyShardTransform(_Planned):
         return mesh_of_world(layout)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
-        audit.audit(model, facts, plan, data_groups(device_mesh))
+        audit.audit([Part(model, plan, facts)], data_groups(device_mesh))
         return model
 
 
@@ -243,6 +175,22 @@ class TensorParallelTransform(_Planned):
         rows = tuple(TensorStyleWish(pattern, style) for pattern, style in c.plan.items())
         wishes = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
         return proven_tensor_plan(facts, device_mesh, wishes)
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+
+
+@register_model_transform("expert_parallel", ExpertParallelTransformConfig)
+class ExpertParallelTransform(_Planned):
+    """Experts shared out over the expert axis; tokens travel to theirs and back."""
+
+    rows = ("expert_parallel",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
+            log.info("expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+        return self.wished(facts, device_mesh, Techniques())
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()

@@ -33,8 +33,14 @@ def write_constructed(model: nn.Module, device: torch.device, seed: int) -> tupl
     for path, part in _outermost(model):
         kinds = [kind for kind in type(part).__mro__ if not issubclass(kind, FSDPModule)]
         twin = build_again(kinds[0], part.config, seed)  # type: ignore[arg-type]
+        known = {clean(raw) for raw, _ in twin.named_modules()}
         for raw, module in part.named_modules():
             place = ".".join(word for word in (path, clean(raw)) if word)
+            if clean(raw) not in known:
+                raise UnsupportedError(
+                    f"{place} was put into {kinds[0].__name__} behind its constructor, as adapters are, and has no values on meta: how it"
+                    f" begins is not known. Build the model on the CPU with its weights, adapters included"
+                )
             _fill(module, twin.get_submodule(clean(raw)), place, device)
             written |= {_join(place, name) for name, buffer in module._buffers.items() if buffer is not None}
         for name, parameter in twin.named_parameters():

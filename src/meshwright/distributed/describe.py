@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.core.axes import Axis
 from meshwright.core.names import clean, pattern
 from meshwright.core.units import bytes_text, count_text
 from meshwright.planning.explain import columns
@@ -19,12 +20,15 @@ from .shards import SHARDS
 
 
 def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes it."""
-    places = {}
+    """(axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes it; what a pipeline stage
+    has is not placed on its axis."""
+    places, mesh = {}, plan.mesh
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         places = dict(zip(names, parameter.placements, strict=True))
-    return tuple((axis, _words(places.get(axis, Replicate()))) for axis, size in plan.mesh if size > 1)
+        if Axis.EP in names and plan.experts is not None:
+            mesh = plan.experts.mesh
+    return tuple((axis, _words(places.get(axis, Replicate()))) for axis, size in mesh if size > 1 and axis != Axis.PP)
 
 
 def _words(place: Any) -> str:
@@ -33,11 +37,11 @@ def _words(place: Any) -> str:
     return str(place) if hasattr(place, "parts") or not isinstance(place, SHARDS) else f"Shard({place.dim})"
 
 
-def describe(model: nn.Module, plan: Plan) -> str:
+def describe(models: Sequence[nn.Module], plan: Plan) -> str:
     """The parameters by what they are called in all blocks: number, shape, dtype at rest, placement, bytes on this rank; and what was
     applied to which modules."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (named for model in models for named in model.named_parameters()):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         key = (
             pattern(clean(name)) + ("" if parameter.requires_grad else " (frozen)"),
@@ -59,10 +63,10 @@ def describe(model: nn.Module, plan: Plan) -> str:
     head = f"{plan.model}: {count_text(total)} parameters, {bytes_text(here)} of them on this rank"
     lines = [f"{head}; {plan.data.technique} over {mesh}; compute {p.compute}, reduce {p.reduce}"]
     lines.append(columns(rows, ("name", "count", "shape", "at rest", "placement", "device", "bytes here")))
-    return "\n".join([*lines, *(f"  {what}: {', '.join(names)}" for what, names in _applied(model) if names)])
+    return "\n".join([*lines, *(f"  {what}: {', '.join(names)}" for what, names in _applied(models) if names)])
 
 
-def _applied(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
     """What was done to modules, by their names in all blocks, with how many there are."""
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
@@ -70,5 +74,5 @@ def _applied(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         "compiled": lambda module: module._compiled_call_impl is not None,
     }
     for what, is_one in kinds.items():
-        found = Counter(pattern(clean(name)) or "the root" for name, module in model.named_modules() if is_one(module))
+        found = Counter(pattern(clean(name)) or "the root" for model in models for name, module in model.named_modules() if is_one(module))
         yield what, [f"{name} ({count})" for name, count in found.items()]

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.planning.plan import Plan, PrecisionPlan
+from meshwright.core.names import clean
+from meshwright.planning.plan import Plan, PrecisionPlan, Unit
 
-from .mesh import axis_sizes
+from .mesh import axis_sizes, get_expert_mesh
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
@@ -27,7 +29,10 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     whole = policy(plan.precision)
     inner = replace(whole, output_dtype=None)  # what a block hands to the next one is no output of the model
     for unit in plan.units:
-        if unit.name:
+        if unit.experts:
+            _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh, inner)
+    for unit in plan.units:
+        if unit.name and not unit.experts:
             block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, mp_policy=inner, **shared)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
@@ -41,6 +46,25 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     if plan.device == "cuda":
         _prefetch(sharded_modules(model)[1:])  # the root comes first
     return model
+
+
+def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """A stack of experts, of which each rank of the expert axis has a share already; what it is given has its dtypes."""
+    experts, mesh = plan.experts, get_expert_mesh(device_mesh)
+    assert experts is not None and mesh is not None
+    replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
+    made = fully_shard(
+        stack,
+        mesh=mesh[(*replicas, Axis.EFSDP.value)],
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=replace(policy, cast_forward_inputs=False),
+        offload_policy=_offload(plan),
+        shard_placement_fn=lambda parameter: Shard(experts.sharded_dim(tuple(parameter.shape))),
+    )
+    if unit.reshard_after_forward and not unit.gathers_in_backward:
+        made.set_unshard_in_backward(False)
+    made.set_force_sum_reduction_for_comms(True)  # of a mean, each rank finds its part already
+    made.set_gradient_divide_factor(1.0)
 
 
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
@@ -95,6 +119,49 @@ def accumulation(model: nn.Module, sync: bool | str, is_last: bool) -> Iterator[
                 module.set_requires_gradient_sync(True, recurse=False)
 
 
+@contextmanager
+def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for ``reduce_gradients``,
+    and what the plan keeps gathered after a forward is kept until then."""
+    modules = sharded_modules(model)
+    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
+            module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    except BaseException:
+        recover(model)
+        raise
+    finally:
+        for module in modules:
+            module.set_is_last_backward(True)
+            module.set_reshard_after_backward(True, recurse=False)
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce what was postponed, last blocks first; what torch would do behind a last backward."""
+    modules = sharded_modules(model)
+    for module in modules:
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    for module in (*reversed(modules[1:]), *modules[:1]):
+        for group in _groups(module):
+            group.post_backward()
+    for module in modules[:1]:
+        module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """torch keeps them under another name since 2.12."""
+    state: Any = module._get_fsdp_state()
+    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+
+
 def recover(model: nn.Module) -> None:
     """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:
@@ -102,8 +169,7 @@ def recover(model: nn.Module) -> None:
         if begun and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
     for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        for group in _groups(module):
             for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):

@@ -21,7 +21,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 
 from . import agree, order
-from .mesh import axis_sizes, has_dp_mesh
+from .mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
 from .tensor.rehearsal import prove
 
@@ -61,7 +61,7 @@ def apply_fsdp2(
 
     Raises:
         ConfigError: the model is sharded already, a later technique came first, or the number does not divide dp_shard.
-        UnsupportedError: the mesh has axes without a technique in this version.
+        UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is one stage's module.)
     """
     if not has_dp_mesh(device_mesh) and mp_policy is None:
         log.info("apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard", axis_sizes(device_mesh))
@@ -95,7 +95,9 @@ def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes
     """A plan that cuts over the tensor axis of a mesh alone, rehearsed; it cuts nothing where there is no such axis."""
     ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
-    plan = plan_for_mesh_sizes(facts, {Axis.TP.value: ranks}, device, wishes, "mean")
+    shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
+    sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
+    plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
     if plan.tensor is not None and facts.tensor_plan is None:
         prove(facts, plan.tensor, sums_at_once=True)
     return plan
@@ -104,7 +106,7 @@ def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes
 def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:
     """A plan that shards over the data axes of a mesh, with torch's averaging and torch's policy."""
     wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
-    plan = plan_for_mesh_sizes(facts, axis_sizes(device_mesh), device_mesh.device_type, wishes, "mean")
+    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
 
 
@@ -117,6 +119,30 @@ def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
     compute = name(policy.param_dtype, model_dtype)
     output = name(policy.output_dtype, "") or None
     return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
+
+
+def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Share the experts of ``model`` out over the expert axis, in place: each rank has its part of every layer's, and tokens travel to
+    theirs and back (arXiv 2006.16668). Returns it.
+
+    Experts are found by what they are, stacked in tensors with one row for each, in any model; that they compute alone is tried on a
+    small copy first. Ranks of the axis have other rows (or, beside ``tp``, other parts of the sequence). Behind ``apply_fsdp2`` their
+    gradients are averaged as those of dense parameters are. Apply it behind ``apply_tensor_parallel`` and before ``apply_ac`` and
+    ``apply_fsdp2``.
+
+    Args:
+        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, there is nothing to do, which is logged.
+
+    Raises:
+        ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later technique came first.
+        UnsupportedError: the experts do not compute alone.
+    """
+    if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
+        log.info("apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
+    return order.apply(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
@@ -172,6 +198,11 @@ def build_parallel_model(
     Raises:
         ConfigError, UnsupportedError: refused before anything is built; fp8 is not in this version.
     """
+    if get_pp_size(device_mesh) > 1:
+        raise UnsupportedError(
+            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module: use parallelize,"
+            f" which runs the whole pipeline, or build_stage_module for a loop of your own"
+        )
     if fp8:
         raise UnsupportedError("fp8 = True: float8 is not in this version. Use param_dtype = torch.bfloat16.")
     kind = torch.device(device).type

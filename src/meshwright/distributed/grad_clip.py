@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .shards import SHARDS, pieces
+from .shards import SHARDS, gradient_of, pieces
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils does."""
@@ -35,7 +35,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
     """This rank's part of every gradient; together they cover its gradients once."""
     found = []
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = gradient_of(parameter)
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
@@ -51,11 +51,24 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
     return found
 
 
-def total_norm(parts: list[GradientPart]) -> Tensor:
+def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
     """The 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
 
     Each part's sum of squares is reduced over exactly the groups that shard it, so replicas count once.
+
+    Args:
+        over: groups whose ranks have other parameters (pipeline stages).
     """
+    norm = _norm_of_stage(parts)
+    if not over:
+        return norm
+    square = norm.double().square()
+    for group in over:
+        square = _summed(square, group)
+    return square.sqrt()
+
+
+def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
     for part in parts:
         by_groups.setdefault((part.groups, part.copies), []).append(part.tensor)

@@ -8,6 +8,7 @@ meet in a file store of the job's own, so that no port can clash.
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import math
 import multiprocessing as mp
@@ -216,6 +217,7 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # what was imported stays: the collections between jobs need not look at it
     while True:
         try:
             path, store, world, job = pipe.recv()
@@ -254,12 +256,13 @@ def _told(error: BaseException) -> bytes:
         carried = pickle.dumps(error)
     except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
         carried = None
-    is_echo = getattr(error, "is_echo", False) or is_broken_collective(error)
-    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, is_echo)))
+    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, is_broken_collective(error))))
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether torch says that a collective failed, which another rank is the cause of."""
+    """Whether it says that a collective or a message failed, which another rank is the cause of."""
+    if getattr(error, "is_echo", False):
+        return True
     words = str(error).lower()
     said = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
     return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and said

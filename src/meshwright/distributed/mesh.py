@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.planning.expert_plan import expert_mesh_of
 from meshwright.planning.layout import Layout
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of a resolved layout; all groups are made at once. Needs a process group of ``layout.world`` ranks."""
     shape = tuple(layout.wish(axis) for axis in WORLD_AXES)
-    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
+    made: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
+    if layout.ep > 1:
+        sizes = dict(expert_mesh_of(layout))
+        made._meshwright_experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return made
+
+
+def get_expert_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The same ranks as experts see them (pp, dp_replicate, efsdp, ep), of a mesh that was built for a layout with ep > 1; else None."""
+    return getattr(device_mesh, "_meshwright_experts", None)
 
 
 def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
@@ -21,6 +33,17 @@ def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
         return {}
     names = device_mesh.mesh_dim_names or ()
     return dict(zip(names, device_mesh.shape, strict=False))
+
+
+def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
+    """Axis name to size, with ep where the mesh was built for it: of what a plan is made for."""
+    experts = get_expert_mesh(device_mesh)
+    return axis_sizes(device_mesh) | ({} if experts is None else {Axis.EP.value: experts[Axis.EP.value].size()})
+
+
+def sizes_of_stage(device_mesh: DeviceMesh | None) -> dict[str, int]:
+    """Axis name to size, without the pipeline's: of what a function does to the module of one stage."""
+    return {name: size for name, size in plan_sizes(device_mesh).items() if name != Axis.PP.value}
 
 
 def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
@@ -80,8 +103,9 @@ def get_cp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The expert-parallel axis, or None where the mesh has none of that name."""
-    return _one_axis(device_mesh, Axis.EP)
+    """The expert-parallel axis, or None where the mesh has none of that name and was not built for a layout with ep > 1."""
+    experts = get_expert_mesh(device_mesh)
+    return experts[Axis.EP.value] if experts is not None else _one_axis(device_mesh, Axis.EP)
 
 
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
@@ -94,11 +118,21 @@ def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     return axis_sizes(device_mesh).get(Axis.PP.value, 1)
 
 
+def groups_of(device_mesh: DeviceMesh | None, *axes: Axis) -> list[ProcessGroup]:
+    """The process groups of those axes that are larger than 1, in the order given."""
+    sizes = axis_sizes(device_mesh)
+    large = [axis.value for axis in axes if sizes.get(axis.value, 1) > 1]
+    return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
+
+
 def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
     """The process groups of the data axes that are larger than 1, replicas first."""
-    sizes = axis_sizes(device_mesh)
-    large = [axis.value for axis in DATA_AXES if sizes.get(axis.value, 1) > 1]
-    return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
+    return groups_of(device_mesh, *DATA_AXES)
+
+
+def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
+    """Whether this process is the first of those with its rank on the pipeline axis."""
+    return all(device_mesh.get_local_rank(name) == 0 for name in axis_sizes(device_mesh) if name != Axis.PP.value)
 
 
 def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:

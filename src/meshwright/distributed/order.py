@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,10 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.facts import CUT_BY, ModelFacts
 from meshwright.planning.plan import Plan
 
-from . import compilation, freezing, fully_sharded, recompute, replicated
+from . import compilation, expert_parallel, freezing, fully_sharded, recompute, replicated
+from .mesh import get_expert_mesh
+from .part import Part
+from .pipeline.split import split
+from .shards import apply_to_tensors
 from .tensor import fused_loss
 from .tensor import parallel as tensor_parallel
 from .weights import Weights, materialise
@@ -48,7 +52,9 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
         ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
         materialise(model, device, site.seed, ties, site.draw_on, site.weights)
         return model
-    return model if plan.data.technique == "fully_shard" else model.to(device)
+    if plan.data.technique != "fully_shard":
+        apply_to_tensors(model, lambda tensor: tensor.to(device))
+    return model
 
 
 def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
@@ -62,6 +68,11 @@ ORDER: tuple[Technique, ...] = (
         "tensor_parallel",
         lambda plan, site: plan.tensor is not None,
         lambda model, plan, site: tensor_parallel.apply(model, plan, _mesh(site)[Axis.TP.value]),
+    ),
+    Technique(
+        "expert_parallel",
+        lambda plan, site: plan.experts is not None,
+        lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
     ),
     Technique("fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)),
     Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
@@ -100,9 +111,22 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             if row.name != "weights":
                 refuse_misorder(row.name, done, type(model).__name__)
             before, model = model, row.apply(model, plan, site)
+            if (cut := model.__dict__.get(CUT_BY)) is not None:
+                tensor_parallel.place_parameters(model, cut, _mesh(site))
             for module in (before, model):  # two where the technique wraps: neither may be laid out again
                 module.__dict__["_meshwright_applied"] = (*done, row.name)
     return model
+
+
+def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[Part]:
+    """The parts that this process has, laid out. A pipeline is cut first: every technique then sees a stage's part as it sees a model."""
+    if plan.pipeline is None:
+        return [Part(apply(model, plan, site), plan, site.facts)]
+    rank = _mesh(site).get_local_rank(Axis.PP.value)
+    parts = split(model, plan, site.facts, rank)
+    for part in parts:
+        part.module = apply(part.module, part.plan, replace(site, facts=part.facts))
+    return [*parts]
 
 
 def applied(model: nn.Module) -> tuple[str, ...]:
@@ -117,6 +141,13 @@ def refuse_misorder(name: str, done: tuple[str, ...], kind: str) -> None:
     if later:
         order = ", ".join(n for n in NAMES if n != "weights")
         raise ConfigError(f"{name} must come before {later[0]}, which is on this {kind} already. The order is: {order}.")
+
+
+def _expert_mesh(site: Site) -> DeviceMesh:
+    found = get_expert_mesh(_mesh(site))
+    if found is None:
+        raise ConfigError("expert parallelism needs a mesh that was built for it: init_distributed(Layout(..., ep=...))")
+    return found
 
 
 def _mesh(site: Site) -> DeviceMesh:

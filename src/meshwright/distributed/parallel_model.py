@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,22 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.plan import Plan
+from meshwright.planning.schedules.action import Action
 
-from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, step_batch
+from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, routing, step_batch
+from .expert_load import ExpertLoad, LayerLoad
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
-from .mesh import data_groups
+from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
 from .parameter_groups import make_parameter_groups
-from .tensor.objective import LossFunction, Objective
-from .tensor.parallel import sums_of
-from .tensor.runtime import runtime_of
-from .tensor.sums import summing
+from .part import Part
+from .runner import runner_of
+from .tensor.objective import LossFunction
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: Sequence[Part],
         plan: Plan,
         facts: ModelFacts,
         mesh: DeviceMesh | None,
@@ -70,21 +71,26 @@ class ParallelModel:
         loss_fn: LossFunction | None = None,
         microbatch_rows: int = 0,
     ):
-        self.module, self.plan, self.facts, self.mesh = module, plan, facts, mesh
+        self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
         self.skipped_steps = 0
-        self._model = module.module if isinstance(module, DistributedDataParallel) else module
-        self._signature = Signature.of(self._model)
+        self._parts = tuple(parts)
+        self._signature = Signature.of(parts[0].model)
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
-        self._objective = Objective(self._model, plan, loss_fn, lambda loss: fully_sharded.begin_backward_at(self._model, loss))
+        self._pipeline_groups = groups_of(mesh, Axis.PP)
+        cuts_sequences = plan.tensor is not None and plan.tensor.sequence_parallel
+        self._token_groups = groups_of(mesh, *DATA_AXES, *((Axis.TP,) if cuts_sequences else ()))
+        self._routers = routing.routers_of(self.parts)
+        self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
+        self._runner = runner_of(self._parts, plan, mesh, loss_fn, lambda batch: self._signature.inputs(batch, self.device), self.device)
 
     # --- what it consists of
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The local modules (one; pipeline layouts will have several)."""
-        return [self._model]
+        """The local modules: one for each pipeline stage that is here."""
+        return [part.model for part in self._parts]
 
     @property
     def device(self) -> torch.device:
@@ -92,9 +98,15 @@ class ParallelModel:
         return torch.device("cuda", torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, parameter), tied ones once. Sharded parameters are DTensors."""
-        for name, parameter in self._model.named_parameters():
-            yield clean(name), parameter
+        """(global name, parameter) of this rank, tied ones once. Sharded parameters are DTensors.
+
+        What a pipeline's first and last stage share has one name; a rank that has both stages holds it twice, equal to the last bit.
+        """
+        first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
+        for model in self.parts:
+            for raw, parameter in model.named_parameters():
+                name = clean(raw)
+                yield first.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():
@@ -103,9 +115,10 @@ class ParallelModel:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(global name, buffer) of the buffers that belong to a checkpoint."""
         persistent = {fact.name for fact in self.facts.buffers if fact.persistent}
-        for name, buffer in self._model.named_buffers():
-            if clean(name) in persistent:
-                yield clean(name), buffer
+        for model in self.parts:
+            for name, buffer in model.named_buffers():
+                if clean(name) in persistent:
+                    yield clean(name), buffer
 
     def make_parameter_groups(
         self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
@@ -117,12 +130,8 @@ class ParallelModel:
         """Find out whether packed documents stay apart in a model that takes positions and no document_ids. Collective: a small forward."""
         if self._signature.takes["document_ids"] is None and self._signature.takes["positions"] is not None:
             with self._evaluating():
-                apart = not agree.any_rank(not documents.stay_apart(self._logits))
+                apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
             self._signature = replace(self._signature, positions_part_documents=apart)
-
-    def _logits(self, batch: step_batch.Batch) -> Tensor:
-        output = self._model(**self._signature.inputs(batch, self.device))
-        return output if isinstance(output, Tensor) else output.logits
 
     # --- the step
 
@@ -144,15 +153,10 @@ class ParallelModel:
         Raises:
             ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
-        pieces, tokens = self._open_step(batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._summing_over_tensor_ranks():
-            for number, piece in enumerate(pieces):
-                with self.accumulation_context(number == len(pieces) - 1):
-                    loss = self._loss_sum(piece) / max(tokens, 1)
-                    loss.backward()
-                total += loss.detach()
-        self._last_loss = self._sum_over_data_ranks(total)
+        pieces, tokens, routed = self._open_step(batch)
+        routing.begin_step(self._routers, routed, self.device)
+        total = self._runner.forward_backward(pieces, tokens)
+        self._last_loss = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
@@ -163,35 +167,42 @@ class ParallelModel:
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
         """
-        parts = local_gradients(self._model.parameters())
-        norm = float(total_norm(parts))
-        skipped = not math.isfinite(norm) or not parts or (self._last_loss is not None and not math.isfinite(float(self._last_loss)))
+        parts = local_gradients(self._counted_once())
+        norm = float(total_norm(parts, self._pipeline_groups))
+        skipped = (
+            not math.isfinite(norm)
+            or not (parts or self._pipeline_groups)
+            or (self._last_loss is not None and not math.isfinite(float(self._last_loss)))
+        )
         if skipped:
             self.skipped_steps += 1
         else:
             if max_norm and norm > max_norm:
-                scale_gradients(parts, max_norm / (norm + EPSILON))
+                scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
             optimizer.step()
+        routing.end_step(self._routers, self._token_groups, skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 
-    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> tuple[list[step_batch.Batch], int]:
-        """Check on every rank, agree, and count the real tokens of the whole step: one small all-reduce per data axis."""
+    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> tuple[list[step_batch.Batch], int, int]:
+        """Check on every rank, agree, and count the tokens of the whole step that have a loss, and those that are no padding: one small
+        all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        tokens = 0
+        tokens = routed = 0
         try:
             if isinstance(batch, Exception):
                 raise batch
-            pieces = step_batch.microbatches(batch, self.microbatch_rows)
+            pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             tokens = step_batch.count(pieces)
+            routed = routing.count_routed(pieces) if self._routers else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        words = torch.tensor([tokens, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
+        words = torch.tensor([tokens, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
         words = agree.total(words, self._data_groups)
-        tokens, number, squares, refused = words.tolist()
+        tokens, routed, number, squares, refused = words.tolist()
         if refused:
             agree.raise_first(refusal, self._data_groups)
         ranks = self.plan.data_ranks
@@ -199,19 +210,22 @@ class ParallelModel:
             raise ConfigError(
                 f"ranks brought different numbers of microbatches ({number} on {ranks} data ranks, here {len(pieces)}): give all as many"
             )
-        return pieces, tokens
+        return pieces, tokens, routed
 
-    def _loss_sum(self, piece: step_batch.Batch) -> Tensor:
-        labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
-        return self._objective(lambda: self.module(**self._signature.inputs(piece, self.device)), labels)
+    def _suggested_rows(self, batch: Any) -> int:
+        """Per microbatch, where the user says nothing: all, but in a pipeline as many as keep its ranks busy."""
+        tokens = batch.get("tokens") if isinstance(batch, dict) else None
+        if self.plan.pipeline is None or not isinstance(tokens, Tensor) or not tokens.shape[:1].numel():
+            return 0
+        return self.plan.pipeline.rows_per_microbatch(len(tokens))
 
-    def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
-        """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
-        runtime = runtime_of(self._model)
-        return nullcontext() if runtime is None else summing(sums_of(self._model, self.plan), runtime.group)
+    def _counted_once(self) -> list[nn.Parameter]:
+        """The parameters without the copies that a pipeline's last stage has of the first's."""
+        copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
+        return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
 
-    def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
-        for group in self._data_groups:
+    def _sum_of_losses(self, value: Tensor) -> Tensor:
+        for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(value, group=group)
         return value
 
@@ -220,24 +234,24 @@ class ParallelModel:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Evaluation mode without gradients; afterwards every module is in the mode it was in, and nothing gathered goes stale."""
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
+        modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
+        for part in self._parts:
+            part.module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             for module, training in modes:
                 module.training = training
-            fully_sharded.reshard(self._model)
+            for model in self.parts:
+                fully_sharded.reshard(model)
 
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
         """The loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
-        pieces, tokens = self._open_step(batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        pieces, tokens, _ = self._open_step(batch)
         with self._evaluating():
-            for piece in pieces:
-                total += self._loss_sum(piece)
-        return StepLoss(self._sum_over_data_ranks(total) / max(tokens, 1), tokens)
+            total = self._runner.evaluate(pieces)
+        return StepLoss(self._sum_of_losses(total) / max(tokens, 1), tokens)
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
@@ -248,11 +262,26 @@ class ParallelModel:
             return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
 
     def _next_logits(self, window: Tensor) -> Tensor:
-        return self._logits({"tokens": window})[0, -1]
+        return self._runner.logits({"tokens": window})[0, -1]
+
+    def expert_load(self) -> list[LayerLoad]:
+        """How the tokens of training spread over each layer's experts since the last call; empty without experts. Collective."""
+        return self._expert_load.take(self._token_groups, self._pipeline_groups) if self._expert_load is not None else []
+
+    def action_times(self) -> tuple[int, list[tuple[Action, float, float]]] | None:
+        """What this rank did in the last step of a pipeline and when it began and ended (seconds since the epoch), with its rank on that
+        axis; None without a pipeline, and on the ranks that are not the first of their stage."""
+        if self.plan.pipeline is None or self.mesh is None or not is_first_of_stage(self.mesh):
+            return None
+        return get_pp_rank(self.mesh), self._runner.action_times()
+
+    def copy_shared(self) -> None:
+        """Give what a pipeline's last stage shares with the first the first's values. Collective over the pipeline axis."""
+        self._runner.copy_shared()
 
     def __str__(self) -> str:
         """What IS on this rank, read off the model: placements, dtypes, bytes, what was applied where. ``plan`` says what was wished."""
-        return describe.describe(self._model, self.plan)
+        return describe.describe(self.parts, self.plan)
 
     def audit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Check that the model is what the plan says: written, placed, tied, frozen, and equal on replicas; and that an optimizer, where
@@ -261,4 +290,5 @@ class ParallelModel:
         Raises:
             IntegrityError: it is not; the text names the parameters.
         """
-        audit.audit(self._model, self.facts, self.plan, self._data_groups, optimizer)
+        parts = self._parts if self.plan.pipeline is not None else [replace(part, plan=self.plan) for part in self._parts]
+        audit.audit(parts, self._data_groups, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -22,9 +24,10 @@ from meshwright.planning.techniques import Techniques
 
 from . import order
 from .audit import refuse_unequal
-from .mesh import axis_sizes, build_mesh, data_groups
+from .mesh import build_mesh, data_groups, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
-from .setup import DEFAULT_BACKEND, choose_backend, init_distributed
+from .pipeline.rehearsal import prove as prove_stages
+from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_distributed
 from .tensor.rehearsal import prove
 from .weights import Weights
 from .world import get_world_info, ranks_per_node
@@ -47,7 +50,8 @@ def parallelize(
 
     Args:
         model: a module (on meta preferred: then each rank makes only its share), a function that returns one, or a model config.
-        mesh: a DeviceMesh with our axis names, or a Layout, for which process group and mesh are brought up where needed.
+        mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh are brought up where
+            needed.
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
@@ -70,20 +74,24 @@ def parallelize(
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
     wishes = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
-        plan = plan or plan_for_mesh_sizes(facts, axis_sizes(mesh), mesh.device_type, wishes, "sum")
+        plan = plan or plan_for_mesh_sizes(facts, plan_sizes(mesh), mesh.device_type, wishes, "sum")
     else:
-        layout = mesh or Layout()
+        config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
-            world, device = get_world_info()[2], choose_backend(DEFAULT_BACKEND)[1]
-            plan = make_plan(facts, layout, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
+            world, device = get_world_info()[2], choose_backend(config.backend)[1]
+            plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
+        elif mesh is not None:
+            wished = config.resolve(plan.world)
+            _refuse_other_sizes(plan, {axis.value: wished.wish(axis) for axis in (*WORLD_AXES, Axis.EP)})
         _prove(facts, plan)
-        mesh = _bring_up(plan, seed)
+        mesh = _bring_up(plan, config, seed)
     _prove(facts, plan)
     _refuse_other_mesh(plan, mesh)
     if not facts.on_meta:
         refuse_unequal(module, data_groups(mesh))
-    module = order.apply(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
-    made = ParallelModel(module, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
+    parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
+    made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
+    made.copy_shared()
     if audit:
         made.audit()
     return made
@@ -93,27 +101,36 @@ def _prove(facts: ModelFacts, plan: Plan) -> None:
     """What was only measured is rehearsed before its first use."""
     if plan.tensor is not None:
         prove(facts, plan.tensor)
+    if plan.pipeline is not None:
+        prove_stages(facts, plan.pipeline, plan.size(Axis.TP))
 
 
-def _bring_up(plan: Plan, seed: int) -> DeviceMesh | None:
-    sizes = dict(plan.mesh)
-    layout = Layout(**sizes)
+def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | None:
+    layout = replace(config, **dict(plan.mesh), ep=plan.experts.ranks if plan.experts is not None else 1)
     if layout.world > 1:
         return build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
-    return single_process_mesh(plan.device) if plan.data.technique == "fully_shard" else None
+    return single_process_mesh(plan.device, config.backend) if plan.data.technique == "fully_shard" else None
 
 
-def single_process_mesh(device_type: str) -> DeviceMesh:
+def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
     """A mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
     if not dist.is_initialized():
         device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
-        dist.init_process_group(choose_backend(DEFAULT_BACKEND)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        dist.init_process_group(choose_backend(backend)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     return build_mesh(Layout(dp_shard=1), device_type)
 
 
 def _refuse_other_mesh(plan: Plan, mesh: DeviceMesh | None) -> None:
-    here = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
-    there = {axis: size for axis, size in plan.mesh if size > 1}
+    _refuse_other_sizes(plan, plan_sizes(mesh))
+
+
+def _expert_axis(plan: Plan) -> tuple[tuple[str, int], ...]:
+    return () if plan.experts is None else ((Axis.EP.value, plan.experts.ranks),)
+
+
+def _refuse_other_sizes(plan: Plan, sizes: dict[str, int]) -> None:
+    here = {axis: size for axis, size in sizes.items() if size > 1}
+    there = {axis: size for axis, size in (*plan.mesh, *_expert_axis(plan)) if size > 1}
     if here != there:
         raise ConfigError(
             f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a plan for this mesh"

@@ -29,7 +29,7 @@ from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import order
 from .functions import averaging_plan, default_mp_policy
-from .mesh import axis_sizes, has_dp_mesh
+from .mesh import has_dp_mesh, sizes_of_stage
 from .tensor.rehearsal import prove
 from .tensor.styles import translate_to_torch_parallel_style, word_of
 from .wholes import whole_everywhere
@@ -74,7 +74,7 @@ def fsdp2_strategy_parallelize(
         ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and legal values.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
-    sizes = axis_sizes(device_mesh)
+    sizes = sizes_of_stage(device_mesh)
     wishes = Techniques(tensor_plan=_wishes(tp_shard_plan), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
     shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload

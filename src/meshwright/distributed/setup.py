@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -12,13 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 
 from . import agree
-from .mesh import axis_sizes, build_mesh, data_position
+from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
 from .world import STORE, get_world_info, ranks_per_node
 
 log = logging.getLogger("meshwright")
@@ -31,11 +32,16 @@ class DistributedConfig(Layout):
     """A layout, and how its processes talk. Times are seconds; ``backend`` is torch's device:backend list."""
 
     pp_schedule: str = "1f1b"
+    """``techniques.pipeline_schedule`` under another name: read by ``plan`` and ``parallelize`` where they are given this config."""
     nccl_timeout_sec: int = 1800
     """Longest that a collective of a step may take (any back end); it holds once ``begin_steps`` was called."""
     backend: str = DEFAULT_BACKEND
     startup_timeout_sec: int = 300
     """Longest that a collective may take before the first step is done."""
+
+    @property
+    def said_schedule(self) -> str:
+        return "" if self.pp_schedule == DistributedConfig.pp_schedule else self.pp_schedule
 
 
 def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None) -> DeviceMesh | None:
@@ -47,7 +53,6 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
 
     Raises:
         ConfigError: sizes that do not fit the world, or a back end that this build of torch lacks.
-        UnsupportedError: ep > 1, which has no technique yet.
     """
     if not isinstance(config, DistributedConfig):
         config = DistributedConfig(**vars(config))
@@ -55,8 +60,6 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     layout = config.resolve(world, ranks_per_node=ranks_per_node() or None)
-    if layout.ep > 1:
-        raise UnsupportedError(f"layout.ep = {layout.ep}: expert parallelism is not in this version. Set layout.ep = 1.")
     backend, device_type = choose_backend(config.backend)
     if world == 1:
         seed_streams(seed, None)
@@ -84,7 +87,8 @@ def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None
     """Replace the start-up time limit of all groups of the mesh by the step's. Call it after the first step."""
     if device_mesh is None:
         return
-    groups = [device_mesh.get_group(name) for name, size in axis_sizes(device_mesh).items() if size > 1]
+    meshes = [mesh for mesh in (device_mesh, get_expert_mesh(device_mesh)) if mesh is not None]
+    groups = [mesh.get_group(name) for mesh in meshes for name, size in axis_sizes(mesh).items() if size > 1]
     agree.set_timeout(step_timeout_sec, groups)
 
 
@@ -98,13 +102,21 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
     _forget_meshes()
+    gc.collect()  # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until they go
 
 
 def _forget_meshes() -> None:
-    """Empty torch's caches of DTensor operations: they hand out equal meshes of this process group to tensors of the next one."""
-    with suppress(AttributeError):  # another torch may keep them elsewhere
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+    """Empty torch's caches of DTensor operations: they hand out equal meshes of this process group to tensors of the next one, and keep
+    its threads."""
+    for forget in (
+        lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
+        lambda: torch._C._clear_DTensor_sharding_propagator_cache(),  # type: ignore[attr-defined]
+        lambda: _redistribute.clear_redistribute_planner_cache(),
+        lambda: _redistribute._gen_transform_infos.cache_clear(),
+        lambda: _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear(),  # type: ignore[attr-defined]
+    ):
+        with suppress(AttributeError):  # another torch may keep them elsewhere
+            forget()
 
 
 def _destroy() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -83,6 +84,27 @@ def pieces(tensor: Tensor) -> list[Piece]:
 def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor that torch made of a parameter (optimizer state), in the parameter's own placements: torch knows its own kinds only."""
     return with_local(like, tensor.to_local()) if isinstance(tensor, DTensor) and isinstance(like, DTensor) else tensor
+
+
+def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
+    held = [(module._parameters, name, getattr(p, "_spec", None)) for module in model.modules() for name, p in module._parameters.items()]
+    model._apply(lambda tensor: with_local(tensor, change(tensor._local_tensor)) if isinstance(tensor, DTensor) else change(tensor))
+    for parameters, name, spec in held:
+        if spec is not None:
+            made: Any = parameters[name]
+            made._spec = spec  # making a parameter of it copied it, and torch placed the copy
+            made._post_accumulate_grad_hooks = None  # they are still listed, and no longer called
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, placed as the parameter is where one of them lies in parts: torch, which adds up gradients, takes a placement
+    that is not its own for a plain Shard, and the other way round."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    lies_in_parts = any(hasattr(place, "parts") for place in (*gradient.placements, *parameter.placements))
+    return with_local(parameter, gradient._local_tensor) if lies_in_parts else gradient
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:

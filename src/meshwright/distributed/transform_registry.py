@@ -41,8 +41,12 @@ class _Entry:
 
 
 _REGISTRY: dict[str, _Entry] = {}
-_ELSEWHERE = {"load_weights": "meshwright.checkpoint.load_transform"}
-"""Transforms that need a floor above this one; their modules are imported when they are asked for, and register them."""
+BUILT_IN = ("ddp", "fully_shard", "tensor_parallel", "expert_parallel", "activation_checkpoint", "compile")
+_ELSEWHERE = {
+    **dict.fromkeys(BUILT_IN, "meshwright.distributed.builtin_transforms"),
+    "load_weights": "meshwright.checkpoint.load_transform",
+}
+"""Transforms whose modules are imported when they are asked for, and register them: some need a floor above this one."""
 
 
 def register_model_transform(
@@ -62,6 +66,8 @@ def register_model_transform(
         _known(other)
 
     def register(transform: type[ModelTransform]) -> type[ModelTransform]:
+        if transform.__module__ != _ELSEWHERE.get(name, transform.__module__):
+            _known(name)
         taken = _REGISTRY.get(name)
         if taken is not None and _path(taken.transform) != _path(transform):
             raise ConfigError(f"the transform name '{name}' is taken by {_path(taken.transform)}; choose another")

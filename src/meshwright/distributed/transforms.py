@@ -3,10 +3,11 @@
 Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
 """
 
-from .builtin_transforms import (
+from .transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
     DDPTransformConfig,
+    ExpertParallelTransformConfig,
     FullyShardTransformConfig,
     LoadWeightsTransformConfig,
     MixedPrecisionConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "ActivationCheckpointTransformConfig",
     "CompileTransformConfig",
     "DDPTransformConfig",
+    "ExpertParallelTransformConfig",
     "FullyShardTransformConfig",
     "LoadWeightsTransformConfig",
     "MixedPrecisionConfig",

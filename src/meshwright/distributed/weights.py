@@ -13,13 +13,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 
 from .module_weights import initialise_by_modules
-from .shards import pieces, seed_of, with_local
+from .shards import apply_to_tensors, pieces, seed_of
 
 BLOCK_ELEMENTS = 2**20
 
@@ -46,7 +45,7 @@ def materialise(
         UnsupportedError: a module has parameters or buffers and no way to initialise them.
         ConfigError: a ``weight_law`` that says neither "normal" nor "constant", or ``weights`` that are not all.
     """
-    model._apply(lambda tensor: _empty_like(tensor, device))
+    apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     _tie(model, ties)
     with torch.no_grad():
         if weights is not None:
@@ -55,12 +54,6 @@ def materialise(
                 raise ConfigError(f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one")
             return written
         return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else initialise_by_modules(model, seed)
-
-
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    if isinstance(tensor, DTensor):  # torch's own way would forget a placement that is not its own
-        return with_local(tensor, torch.empty_like(tensor.to_local(), device=device))
-    return torch.empty_like(tensor, device=device)
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from . import agree
 from .shards import SHARDS, first_copies
 from .world import get_world_info
 
@@ -16,8 +18,8 @@ PACK_ELEMENTS = 2**20
 """Shards travel together until they are so many elements of whole tensors."""
 
 
-def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: every rank brings the same names.
+def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> dict[str, Tensor]:
+    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: ranks that share a tensor out bring the same names.
 
     Of small shards the time goes into the number of collectives and not into bytes. So each rank writes its parts of many tensors into
     zeros, and one sum puts them together.
@@ -28,11 +30,25 @@ def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(tensor, DTensor) and _can_be_packed(tensor):
             packed[name] = tensor
         else:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = whole_everywhere(tensor) if isinstance(tensor, DTensor) else tensor
             found[name] = whole.detach().to("cpu", copy=True)
     for pack in _packs(packed):
         found |= _sum_of_parts(pack)
-    return {name: found[name] for name in tensors} if get_world_info()[0] == 0 else {}
+    found = {name: found[name] for name in tensors}
+    if differ:
+        return _on_first(found)
+    return found if get_world_info()[0] == 0 else {}
+
+
+def _on_first(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What any rank has, on rank 0."""
+    said = agree.everybody_says(list(found))
+    home = {name: rank for rank in reversed(range(len(said))) for name in said[rank]}
+    rank = get_world_info()[0]
+    mine = {name: found[name] for name, where in home.items() if where == rank}
+    brought: list[Any] = [{}] * len(said)
+    dist.gather_object(mine, brought if rank == 0 else None)
+    return {name: tensor for named in brought for name, tensor in named.items()}
 
 
 def whole_everywhere(tensor: DTensor) -> Tensor:

@@ -22,21 +22,27 @@ KINDS = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
 }
 """torch's operation names -> ours; any other c10d operation keeps torch's name, so that nothing goes uncounted."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks."""
+    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks; ``kept``: how much of it goes to this
+    rank itself, where ranks are given unequal parts."""
 
     op: str
     ranks: int
     tensor_bytes: int
+    kept: int | None = None
 
     @property
     def bytes(self) -> float:
         """Bytes that this rank sends (see ``planning.collectives``)."""
+        if self.kept is not None:
+            return self.tensor_bytes - self.kept
         return wire_bytes(self.op, self.tensor_bytes, self.ranks)
 
 
@@ -55,11 +61,16 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple) -> None:
-        if name in ("wait_tensor", "barrier"):
+        if name in ("wait_tensor", "barrier", "recv_"):  # who receives sends nothing
             return
         group = next((g for a in args if (g := _group(a)) is not None), None)
-        ranks = group.size() if group is not None else dist.get_world_size()
+        ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
         sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
+        if name == "alltoall_base_":
+            _, given, _, _, splits, *_ = args
+            rank, row = dist.get_rank(group), given[:1].numel() * given.element_size()
+            self.sent.append(Sent(KINDS[name], ranks, sides[1], splits[rank] * row if splits else None))
+            return
         self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
 
     def totals(self) -> dict[tuple[str, int], float]:

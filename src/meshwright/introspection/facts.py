@@ -12,13 +12,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
+from meshwright.models.moe import Router
 
 from .blocks import attention_modules, repeated_blocks
 from .signature import Signature
 from .structure import Measured, measured
+from .structure.experts import Stack, find_stacks, measure_stacks
 
 CUT_BY = "_meshwright_tensor_plan"
 """Under this name a model that was cut for tensor parallelism remembers the plan."""
+SHARED_OUT_BY = "_meshwright_expert_plan"
+"""Under this name a model whose experts were shared out remembers the plan."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class BufferFact:
 
 
 @dataclass(frozen=True)
+class RouterFact:
+    """A router of ours. ``balances``: its bias follows its experts' load. ``sums_sequences``: its loss needs sums over whole sequences."""
+
+    path: str
+    experts: int
+    balances: bool
+    sums_sequences: bool
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts about one model. Names are global: free of wrapper prefixes.
 
@@ -68,11 +82,17 @@ class ModelFacts:
     running_statistics: tuple[str, ...] = ()
     max_seq_len: int | None = None
     vocab_size: int | None = None
+    has_experts: bool = False
+    """Whether some module inside its blocks looks like a stack of experts."""
+    routers: tuple[RouterFact, ...] = ()
+    """Those of our own mixtures of experts."""
     on_meta: bool = False
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     """The model itself, for what is only measured when it is asked for."""
     tensor_plan: Any = field(default=None, repr=False, compare=False)
     """The TensorPlan that the model is cut by already."""
+    expert_plan: Any = field(default=None, repr=False, compare=False)
+    """The ExpertPlan by which its experts are shared out already."""
 
     @property
     def numel(self) -> int:
@@ -104,6 +124,22 @@ def measure_structure(facts: ModelFacts, ranks: int) -> Measured:
 _MEASURED: WeakKeyDictionary[nn.Module, dict[int, Measured]] = WeakKeyDictionary()
 
 
+def measure_experts(facts: ModelFacts, ranks: int) -> tuple[Stack, ...]:
+    """The model's stacks of experts, proven on a small copy of it to be what ``ranks`` can share out. Remembered as long as the model is.
+
+    Raises:
+        UnsupportedError: they cannot, or there are none.
+    """
+    assert facts.module is not None
+    known = _STACKS.setdefault(facts.module, {})
+    if ranks not in known:
+        known[ranks] = measure_stacks(facts.module, Signature.of(facts.module).takes, ranks)
+    return known[ranks]
+
+
+_STACKS: WeakKeyDictionary[nn.Module, dict[int, tuple[Stack, ...]]] = WeakKeyDictionary()
+
+
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the facts off a module (meta preferred: then it costs nothing but the walk).
 
@@ -131,9 +167,16 @@ def model_facts(model: nn.Module) -> ModelFacts:
         running_statistics=tuple(clean(n) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
         max_seq_len=_stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
         vocab_size=_stated(model, "vocab_size"),
+        has_experts=bool(find_stacks(model)),
+        routers=tuple(
+            RouterFact(clean(name), m.config.n_experts, m.bias is not None, m.config.sequence_loss > 0)
+            for name, m in model.named_modules()
+            if isinstance(m, Router)
+        ),
         on_meta=any(t.is_meta for t in tensors.values()),
         module=model,
         tensor_plan=model.__dict__.get(CUT_BY),
+        expert_plan=model.__dict__.get(SHARED_OUT_BY),
     )
 
 

@@ -149,7 +149,8 @@ def import_transformers(what: str = KEY) -> Any:
 
 def brings_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises others as a pretrained model of transformers does, and can be built again from its config."""
-    return all(callable(getattr(module, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
+    kind = type(module)  # wrappers show the methods of what is inside as their own
+    return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
 
 
 SMALL = 2**16

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A decoder-only transformer in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of such experts.
 
 Shapes in comments: ``rows`` sequences of ``seq`` tokens, ``dim`` features, ``heads`` of ``head`` features.
 "Inside at least fp32" means: fp32 for narrower dtypes, and fp64 stays fp64.
@@ -13,23 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim (arXiv 1910.07467), inside at least fp32."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+from .layers import FeedForward, RMSNorm, at_least_fp32
+from .moe import MixtureOfExperts
 
 
 def rotary_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -89,32 +74,28 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        self.w_gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w_up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
-
-
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, config: DecoderConfig):
+    Args:
+        layer: its number; the first layers of a mixture of experts may be dense.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int = 0):
         super().__init__()
+        moe = config.moe if config.moe is not None and layer >= config.moe.first_dense else None
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        if moe is None:
+            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+        else:
+            self.feed_forward = MixtureOfExperts(config.dim, config.expert_dim, moe)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, routed: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)  # (rows, seq, dim)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        more = (routed,) if isinstance(self.feed_forward, MixtureOfExperts) else ()
+        return x + self.feed_forward(self.feed_forward_norm(x), *more)
 
 
 class Decoder(nn.Module):
@@ -124,7 +105,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -136,7 +117,8 @@ class Decoder(nn.Module):
         Args:
             tokens: (rows, seq) int64.
             positions: (rows, seq) int64; by default 0, 1, 2 … in each row.
-            document_ids: (rows, seq) int64; tokens attend only within their document. By default a row is one document.
+            document_ids: (rows, seq) int64; tokens attend only within their document. By default a row is one document. -1 is padding:
+                no expert is given it.
 
         Raises:
             ValueError: seq is longer than the config's ``max_seq_len``.
@@ -149,8 +131,9 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         cos, sin = rotary_tables(self.config, positions, x.dtype)
         mask = None if document_ids is None else document_mask(document_ids)
+        routed = () if self.config.moe is None else (None if document_ids is None else document_ids >= 0,)
         for block in self.layers.values():
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin, mask, *routed)
         return self.head(self.norm(x))
 
     def weight_law(self, name: str) -> tuple[str, float]:
@@ -161,7 +144,7 @@ class Decoder(nn.Module):
         """
         if "norm" in name:
             return "constant", 1.0
-        into_residual = name.endswith(("attention.wo.weight", "feed_forward.w_down.weight"))
+        into_residual = name.endswith(("attention.wo.weight", "w_down.weight", "experts.w_down"))
         return "normal", 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
 
 

@@ -19,6 +19,62 @@ class RopeScaling:
     """Sequence length, in tokens, that the unscaled frequencies were made for."""
 
 
+ROUTERS = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Feed-forwards as a mixture of experts; off until one of its keys is set."""
+
+    n_experts: int = 8
+    """Experts of each layer."""
+    top_k: int = 2
+    """Experts that each token goes to."""
+    hidden_dim: int = 0
+    """Width inside an expert; 0: model.hidden_dim."""
+    n_shared: int = 0
+    """Experts that every token goes to besides."""
+    first_dense: int = 0
+    """So many first layers have a feed-forward without experts."""
+    router: str = "softmax"
+    """Scores of experts: softmax (arXiv 2401.04088), or sigmoid (arXiv 2412.19437)."""
+    n_groups: int = 1
+    """Groups of experts; a token's experts come from its best groups."""
+    top_groups: int = 1
+    """How many groups those are."""
+    normalise: bool = True
+    """The weights of a token's experts are scaled to sum to one."""
+    scale: float = 1.0
+    """Factor on the weights of the experts."""
+    bias_rate: float = 0.0
+    """Step of the bias that balances experts without a loss, moved once per optimizer step; 0: none."""
+    sequence_loss: float = 0.0
+    """Weight of the loss that balances experts within each sequence; 0: none."""
+    z_loss: float = 0.0
+    """Weight of the loss on the size of the router's logits; 0: none."""
+    capacity_factor: float = 0.0
+    """A sequence's tokens beyond so many times an expert's even share skip that expert; 0: no token is dropped."""
+
+    def check(self) -> None:
+        """Raises ValueError for sizes that do not fit together; the text names them."""
+        for name in ("n_experts", "top_k", "n_groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 1")
+        for name in ("hidden_dim", "n_shared", "first_dense", "bias_rate", "sequence_loss", "z_loss", "capacity_factor"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 0")
+        if self.router not in ROUTERS:
+            raise ValueError(f"model.moe.router = {self.router!r}: legal are {' and '.join(ROUTERS)}")
+        if self.n_experts % self.n_groups:
+            raise ValueError(f"model.moe.n_groups = {self.n_groups} does not divide model.moe.n_experts = {self.n_experts}")
+        if self.top_groups > self.n_groups:
+            raise ValueError(f"model.moe.top_groups = {self.top_groups} is more than model.moe.n_groups = {self.n_groups}")
+        reached = self.n_experts // self.n_groups * self.top_groups
+        if self.top_k > reached:
+            where = "" if self.n_groups == 1 else f" of {self.top_groups} of {self.n_groups} groups"
+            raise ValueError(f"model.moe.top_k = {self.top_k} is more than the {reached} experts{where} that a token can choose from")
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a decoder-only transformer.
@@ -39,6 +95,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     tied_embeddings: bool = False
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
@@ -50,10 +107,19 @@ class DecoderConfig:
             raise ValueError(f"model.dim / model.n_heads = {self.head_dim}: rotary embeddings need an even head size")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_heads = {self.n_kv_heads}")
+        if self.moe is not None:
+            self.moe.check()
+        if self.moe is not None and self.moe.first_dense >= self.n_layers:
+            raise ValueError(f"model.moe.first_dense = {self.moe.first_dense} leaves no layer of {self.n_layers} for experts")
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def expert_dim(self) -> int:
+        """Width inside an expert."""
+        return (self.moe.hidden_dim if self.moe is not None else 0) or self.hidden_dim
 
 
 SIZES: dict[str, DecoderConfig] = {
@@ -76,6 +142,15 @@ def parameter_count(config: DecoderConfig) -> int:
     """Number of distinct parameters (tied ones once), from the shapes alone."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads) + (2 * c.head_dim if c.qk_norm else 0)
-    block = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
+    sparse = 0 if c.moe is None else c.n_layers - c.moe.first_dense
+    expert = 3 * c.dim * c.expert_dim
+    mixture = 0 if c.moe is None else (c.moe.n_experts + c.moe.n_shared) * expert + c.moe.n_experts * c.dim
     embeddings = c.vocab_size * c.dim * (1 if c.tied_embeddings else 2)
-    return embeddings + c.n_layers * block + c.dim
+    feed_forwards = (c.n_layers - sparse) * 3 * c.dim * c.hidden_dim + sparse * mixture
+    return embeddings + c.n_layers * (attention + 2 * c.dim) + feed_forwards + c.dim
+
+
+def idle_parameters(config: DecoderConfig) -> int:
+    """Parameters of the experts that a token does not go to."""
+    c = config
+    return 0 if c.moe is None else (c.n_layers - c.moe.first_dense) * (c.moe.n_experts - c.moe.top_k) * 3 * c.dim * c.expert_dim

@@ -9,21 +9,28 @@ from typing import Any
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
 from meshwright.core.dtypes import dtype_bytes
-from meshwright.core.errors import ConfigError
-from meshwright.core.names import is_within, matching, pattern
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import matching, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
-from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_structure, model_facts
+from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts
 
 from .batch import Batch
 from .collectives import step_collectives
+from .expert_collectives import expert_collectives, router_collectives
+from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
 from .layout import Layout
-from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan, Unit
+from .pipeline import make_pipeline_plan
+from .pipeline_parts import pipeline_collectives, recomputed_in
+from .pipeline_plan import PipelinePlan
+from .pipeline_rules import check_trained
+from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan
 from .rules import Case, check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
 from .tensor_collectives import tensor_collectives
 from .tensor_plan import TensorPlan, make_tensor_plan, placement_words
 from .tensor_words import words_for
+from .units import trained_cuts, units_of
 
 
 def plan(
@@ -56,6 +63,9 @@ def plan(
     wishes = as_techniques(techniques)
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
+    wishes = _with_schedule_of(layout, wishes)
+    if wishes.reshard_after_forward == "auto":
+        wishes = replace(wishes, reshard_after_forward=layout.pp == 1)
     precision = resolve_precision(wishes, facts.parameters[0].dtype, cluster.device)
     technique = _data_technique(wishes, layout, precision)
     check(Case(facts, layout, wishes, precision, technique, cluster.device))
@@ -73,11 +83,20 @@ def as_techniques(techniques: Techniques | dict | None) -> Techniques:
     return techniques if isinstance(techniques, Techniques) else from_dict(Techniques, techniques, where="techniques")
 
 
+def _with_schedule_of(layout: Layout, wishes: Techniques) -> Techniques:
+    said = layout.said_schedule
+    if said and wishes.pipeline_schedule not in (Techniques.pipeline_schedule, said):
+        raise ConfigError(
+            f"pp_schedule = {said}, but techniques.pipeline_schedule = {wishes.pipeline_schedule}: they are one thing; leave one out"
+        )
+    return replace(wishes, pipeline_schedule=said) if said else wishes
+
+
 def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
     ranks = layout.dp_replicate * layout.dp_shard
     if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
         return "fully_shard"
-    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload or (layout.tp > 1 and ranks > 1)):
+    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload or (layout.tp * layout.pp > 1 and ranks > 1)):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
 
@@ -91,15 +110,32 @@ def _assemble(
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
     data = DataParallel(technique, reduction, wishes.sync_grad_accum, wishes.cpu_offload, pin_memory=device == "cuda")  # type: ignore[arg-type]
     tensor, said = _tensor_plan(facts, layout, wishes)
-    units = _units(facts, layout.dp_shard if technique == "fully_shard" else 1, wishes.reshard_after_forward, tensor)
+    pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
+    if pipeline is not None:
+        check_trained(facts, pipeline)
+    experts = facts.expert_plan
+    if experts is None and layout.ep > 1:
+        experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
+    reshard = wishes.reshard_after_forward
+    assert reshard != "auto"  # resolved above
+    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts)
     loss = _loss_plan(facts, layout, wishes)
-    parameters = _parameters(facts.parameters, precision, layout, technique, tensor)
+    parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
     checkpointed = {"none": (), "full": facts.blocks, "selective": facts.attentions}[mode]
     shards = layout.dp_shard if technique == "fully_shard" else 1
-    recomputed = _inside_blocks(facts, checkpointed)
-    activations = tensor_collectives(facts, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
-    return Plan(
+    recomputed = recomputed_in(facts.blocks, checkpointed)
+    dense = without_experts(facts, experts)
+    activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
+    activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed))
+    if experts is not None:
+        if tensor is not None and not tensor.sequence_parallel:
+            raise UnsupportedError(
+                f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
+                f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
+            )
+        activations += tuple(expert_collectives(experts, precision, recomputed))
+    made = Plan(
         model=facts.kind,
         device=device,
         mesh=tuple(mesh.items()),
@@ -112,20 +148,23 @@ def _assemble(
         checkpointed=checkpointed,
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
-        collectives=step_collectives(mesh, units, data, precision, activations),
+        collectives=step_collectives(mesh, units, data, precision, activations, trained_cuts(dense, tensor), experts),
         tensor=tensor,
+        pipeline=pipeline,
+        experts=experts,
         loss=loss,
-        notes=(*said, *_notes(facts, layout, technique, parameters)),
+        notes=(*said, *_uncompiled(wishes, tensor), *_notes(facts, layout, technique, parameters)),
     )
+    return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 
 
-def _inside_blocks(facts: ModelFacts, modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Block -> the paths of those of ``modules`` that it is or has, within it."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path in modules:
-        block = next(block for block in facts.blocks if is_within(path, block))
-        found[block] = (*found.get(block, ()), path[len(block) + 1 :])
-    return found
+def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:
+    """Those of the rank that sends most, for a token of a microbatch; others send the same kinds."""
+    tried = [pipeline_collectives(facts, plan, rank) for rank in range(pipeline.ranks)]
+    sizes = [sum(c.elements * (c.calls or 1) for c in found) for found in tried]
+    busiest = sizes.index(max(sizes))
+    note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
+    return replace(plan, collectives=tried[busiest], notes=(*plan.notes, note))
 
 
 def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
@@ -135,7 +174,13 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple
         return facts.tensor_plan, ()
     measured = measure_structure(facts, layout.tp)
     words = words_for(facts, wishes.tensor_plan)
-    return make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather, words=words)
+    made, said = make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather, words=words)
+    if wishes.async_tensor_parallel and not made.sequence_parallel:
+        raise UnsupportedError(
+            f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of {facts.kind} stay whole:"
+            f" {'; '.join(said)}. Set techniques.async_tensor_parallel = false."
+        )
+    return replace(made, async_tensor_parallel=wishes.async_tensor_parallel), said
 
 
 def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPlan | None:
@@ -146,54 +191,36 @@ def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPla
     return LossPlan(structure.head, structure.tail, wishes.loss_chunks)
 
 
-def _units(facts: ModelFacts, shards: int, reshard: bool | int, tensor: TensorPlan | None) -> tuple[Unit, ...]:
-    """Communication units in forward order, the root ("") first: it is gathered first and stays."""
-    early = _trains_before_blocks(facts)
-    units = [_unit(facts, "", shards, False, False, tensor)]
-    flows = early
-    for block in facts.blocks:
-        flows = flows or any(p.trainable for p in facts.of_unit(block))
-        keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
-        units.append(_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor))
-    return tuple(unit for unit in units if unit.elements)
-
-
-def _unit(facts: ModelFacts, name: str, shards: int, reshard: bool | int, gathers: bool, tensor: TensorPlan | None) -> Unit:
-    parameters = facts.of_unit(name)
-    total = sum(_padded(p, shards, tensor) for p in parameters)
-    return Unit(name, total, sum(_padded(p, shards, tensor) for p in parameters if p.trainable), reshard, gathers)
-
-
-def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
-    """Elements of the parameter (of the first tensor-parallel rank's part of it) when dim 0 is filled up to a multiple of ``shards``, as
-    FSDP2 sends it."""
-    shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
-    rows = shape[0] if shape else 1
-    return -(-rows // shards) * shards * math.prod(shape[1:])
-
-
-def _trains_before_blocks(facts: ModelFacts) -> bool:
-    """Whether gradients flow into the first block: a trainable parameter is registered before it."""
-    names = [p.name for p in facts.parameters]
-    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
-    return any(p.trainable for p in facts.parameters[:first])
-
-
 def _parameters(
-    parameters: tuple[ParameterFact, ...], precision: PrecisionPlan, layout: Layout, technique: str, tensor: TensorPlan | None
+    parameters: tuple[ParameterFact, ...],
+    precision: PrecisionPlan,
+    layout: Layout,
+    technique: str,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None,
 ) -> tuple[ParameterPlan, ...]:
     sharded = {Axis.DP_SHARD: "Shard(0)"} if technique == "fully_shard" else {}
     rows: dict[tuple, ParameterPlan] = {}
     for p in parameters:
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
         places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
-        placements = tuple((axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.wish(axis) > 1)
+        placements = tuple(
+            (axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.wish(axis) > 1 and axis is not Axis.PP
+        )
+        if experts is not None and experts.has(p.name):
+            placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         key = (pattern(p.name), p.shape, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
         rows[key] = ParameterPlan(key[0], count, p.shape, precision.master, p.trainable, placements, summed)
     return tuple(rows.values())
+
+
+def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
+    if tensor is not None and wishes.compile and wishes.activation_checkpointing != "none":
+        what = "blocks" if wishes.activation_checkpointing == "full" else "attentions"
+        yield f"{what} that are recomputed run uncompiled on the tensor axis: torch finds no graph for them"
 
 
 def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[ParameterPlan, ...]):
@@ -216,13 +243,13 @@ def _whole_on_tensor_ranks(parameters: tuple[ParameterPlan, ...]):
 
 
 def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:
-    """A plan for a mesh that exists already (``sizes``: axis name to size; other axes count as 1).
+    """A plan for a mesh that exists already (``sizes``: axis name to size, ep among them where it has an expert mesh; others count as 1).
 
     Raises:
         ConfigError: a mesh axis has a name that is not ours.
     """
-    unknown = set(sizes) - {axis.value for axis in WORLD_AXES}
+    unknown = set(sizes) - {axis.value for axis in (*WORLD_AXES, Axis.EP)}
     if unknown:
         raise ConfigError(f"the mesh has the axes {sorted(unknown)}; legal names are {', '.join(a.value for a in WORLD_AXES)}")
-    layout = Layout(**{axis.value: sizes.get(axis.value, 1) for axis in WORLD_AXES})
+    layout = Layout(**{axis.value: sizes.get(axis.value, 1) for axis in (*WORLD_AXES, Axis.EP)})
     return plan(facts, layout, cluster=Cluster(layout.world, 0, device), techniques=techniques, reduction=reduction)

@@ -42,6 +42,7 @@ def _header(plan: Plan) -> str:
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}" + (f", output {p.output}" if p.output else ""),
         *_tensor(plan),
+        *_experts(plan),
         f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed),
         f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
@@ -55,10 +56,20 @@ def _tensor(plan: Plan) -> list[str]:
     if tensor is not None:
         way = "sequences cut between blocks" if tensor.sequence_parallel else "whole sequences between blocks"
         again = ", gathered again in backward" if tensor.sequence_parallel and tensor.regather else ""
-        lines.append(f"  tensor parallel {tensor.ranks} ranks, {way}{again}; the plan is {tensor.source}")
+        beside = ", products overlap with messages" if tensor.async_tensor_parallel else ""
+        lines.append(f"  tensor parallel {tensor.ranks} ranks, {way}{again}{beside}; the plan is {tensor.source}")
     if loss is not None:
         lines.append(f"  loss            by {loss.head}, in {loss.chunks} chunks of a microbatch's tokens")
     return lines
+
+
+def _experts(plan: Plan) -> list[str]:
+    if plan.experts is None:
+        return []
+    e = plan.experts
+    numbers = " and ".join(str(n) for n in sorted({stack.experts for stack in e.stacks}))
+    what = f"{e.ranks} ranks share {numbers} experts of {len(e.stacks)} layers out"
+    return [f"  expert parallel {what}; each share is sharded over efsdp={e.shards}"]
 
 
 def _reshard(plan: Plan) -> str:
@@ -90,8 +101,10 @@ def _collectives(plan: Plan) -> str:
     groups: dict[tuple, list[int]] = {}
     for c in plan.collectives:
         unit = pattern(c.unit)
-        elements = c.elements // (c.calls or 1) if c.by_token else c.elements
-        group = groups.setdefault((c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else c.per, elements), [0, c.calls is None])
+        elements = c.elements // (c.calls or 1) if c.by_token or c.by_row else c.elements
+        group = groups.setdefault(
+            (c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else "row" if c.by_row else c.per, elements), [0, c.calls is None]
+        )
         group[0] += c.calls or 1
     rows = [
         (op, f"{axis} ({ranks})", unit, "in buckets" if bucketed else str(calls), f"{count_text(elements)} {dtype}", per)

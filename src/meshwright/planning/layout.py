@@ -56,6 +56,11 @@ class Layout:
         return getattr(self, axis.value)
 
     @property
+    def said_schedule(self) -> str:
+        """A pipeline schedule that comes with the layout; "" where ``techniques`` alone say it, as they do unless a subclass knows more."""
+        return ""
+
+    @property
     def is_resolved(self) -> bool:
         return all(self.wish(axis) > 0 for axis in WORLD_AXES)
 
@@ -89,21 +94,38 @@ class Layout:
             sizes = " * ".join(f"{axis}={self.wish(axis)}" for axis in WORLD_AXES if self.wish(axis) > 1) or "1"
             relation = "does not divide" if world % fixed else "is not"
             legal = f"a multiple of {fixed}" if open_axes else str(fixed)
+            if not open_axes and self.ep > 1 and fixed * self.ep == world:
+                raise ConfigError(
+                    f"layout: {sizes} = {fixed} and ep = {self.ep} for {world} processes: ep never multiplies the world, since experts are"
+                    f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set layout.dp_shard ="
+                    f" {self.dp_shard * self.ep}."
+                )
             raise ConfigError(
                 f"layout: {sizes} = {fixed} {relation} the world size {world}. Start {legal} processes, or change the layout"
                 f" (layout.dp_shard = -1 takes what is left)."
             )
         left = world // fixed
         if not open_axes:
-            return self
+            return self._with_experts()
         if len(open_axes) == 1:
-            return replace(self, **{open_axes[0].value: left})
+            return replace(self, **{open_axes[0].value: left})._with_experts()
         if set(open_axes) == {Axis.DP_REPLICATE, Axis.DP_SHARD}:
             inner = self.cp * self.tp
             shard = math.gcd(left, max(1, (ranks_per_node or world) // inner))
-            return replace(self, dp_shard=shard, dp_replicate=left // shard)
+            return replace(self, dp_shard=shard, dp_replicate=left // shard)._with_experts()
         names = ", ".join(axis.value for axis in open_axes)
         raise ConfigError(f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard together")
+
+    def _with_experts(self) -> Layout:
+        """The same, resolved. Raises ConfigError where experts cannot be shared out so."""
+        among = self.dp_shard * self.cp * self.tp
+        if among % self.ep:
+            legal = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
+            raise ConfigError(
+                f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts are shared out; it"
+                f" never multiplies the world. Legal here: {legal}."
+            )
+        return self
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1)

@@ -11,6 +11,8 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.tail import Tail
 
+from .expert_plan import ExpertPlan
+from .pipeline_plan import PipelinePlan
 from .tensor_plan import TensorPlan
 
 
@@ -50,7 +52,8 @@ class LossPlan:
 class Unit:
     """Parameters that travel together: a block, or ("") what lies outside the blocks.
 
-    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included.
+    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
+    expert axis has of a stack of experts, and travels along efsdp.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Unit:
     trainable_elements: int
     reshard_after_forward: bool | int
     gathers_in_backward: bool
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ class Collective:
     """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
 
     ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
-    an all_reduce. Of activations (``by_token``) it is what all calls together move for one token of the microbatch, where the sequence
-    is cut (``filled``) with what fills it up to a multiple of the axis. ``calls`` is None where torch cuts one total into buckets of its
-    own choice.
+    an all_reduce or a send; of an all_to_all what a rank sends to all, itself among them, where tokens spread evenly. Of activations
+    (``by_token``) it is what all calls together move for one token of the microbatch, where the sequence is cut (``filled``) with what
+    fills it up to a multiple of the axis; ``among`` ranks each move a part of it. ``by_row``: for one row of it. ``calls`` is None where
+    torch cuts one total into buckets of its own choice.
     """
 
-    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
     axis: str
     ranks: int
     unit: str
@@ -110,7 +115,9 @@ class Collective:
     per: Literal["microbatch", "step"]
     calls: int | None = 1
     by_token: bool = False
+    by_row: bool = False
     filled: bool = False
+    among: int = 1
 
     @property
     def element_bytes(self) -> int:
@@ -135,6 +142,8 @@ class Plan:
     compile_options: tuple[tuple[str, str | bool], ...] = ()
     collectives: tuple[Collective, ...] = ()
     tensor: TensorPlan | None = None
+    pipeline: PipelinePlan | None = None
+    experts: ExpertPlan | None = None
     loss: LossPlan | None = None
     notes: tuple[str, ...] = field(default=())
 

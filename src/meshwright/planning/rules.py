@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
-from meshwright.core.names import matching, pattern
-from meshwright.introspection.facts import ModelFacts, measure_structure
-from meshwright.introspection.structure.structure import legal_degrees
+from meshwright.core.names import matching
+from meshwright.introspection.facts import ModelFacts
 
 from .batch import Batch
+from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .layout import Layout
+from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
 from .techniques import Techniques
-from .tensor_styles import STYLES, unknown_style
-from .tensor_words import words_for
+from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ class Case:
 
 Found = Iterator[MeshwrightError]
 
-ABSENT = {
-    Axis.PP: "pipeline parallelism",
-    Axis.CP: "context parallelism",
-    Axis.EP: "expert parallelism",
-}
+ABSENT = {Axis.CP: "context parallelism"}
 """Axes whose technique does not exist yet."""
 
 
@@ -62,63 +58,12 @@ def legal_words(case: Case) -> Found:
             yield ConfigError(f"techniques.{key} = {value!r}: legal are {words}.{nearest(str(value), legal)}")
 
 
-def tensor_words(case: Case) -> Found:
-    for i, wish in enumerate(case.techniques.tensor_plan):
-        if wish.style not in STYLES:
-            yield ConfigError(unknown_style(f"techniques.tensor_plan[{i}].style = '{wish.style}'", wish.style))
-
-
 def absent_axes(case: Case) -> Found:
     for axis, technique in ABSENT.items():
         if (size := case.layout.wish(axis)) > 1:
             yield UnsupportedError(
                 f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the ranks to"
                 f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
-            )
-
-
-def tensor_fits(case: Case) -> Found:
-    ranks = case.layout.tp
-    if ranks == 1 or case.facts.tensor_plan is not None:
-        return
-    if not case.facts.blocks:
-        yield ConfigError(_no_blocks(f"layout.tp = {ranks}", case.facts))
-        return
-    if case.facts.vocab_size is not None and case.facts.vocab_size < ranks:
-        yield ConfigError(
-            f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to share it out to"
-        )
-        return
-    structure = measure_structure(case.facts, ranks).structure
-    legal = ", ".join(map(str, legal_degrees(structure)))
-    wishes = case.techniques.tensor_plan
-    given = words_for(case.facts, wishes).given if wishes and all(wish.style in STYLES for wish in wishes) else None
-    for kind in structure.kinds:
-        for region in kind.regions:
-            if not region.fits(ranks) and (given is None or given.cuts(kind.blocks[0], region)):
-                what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
-                fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
-                where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))
-                yield ConfigError(f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}.")
-                return
-
-
-def tensor_companions(case: Case) -> Found:
-    t = case.techniques
-    if case.layout.tp > 1 and case.technique == "ddp":
-        yield UnsupportedError(
-            f"techniques.data_parallel = ddp does not go with layout.tp = {case.layout.tp}: its buckets know no tensor-parallel parameters."
-            f" Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
-        )
-    if t.loss_chunks < 1:
-        yield ConfigError(f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more")
-    elif t.loss_chunks > 1:
-        structure = measure_structure(case.facts, case.layout.tp).structure
-        if structure.head is None or structure.tail.obstacle:
-            why = structure.tail.obstacle
-            yield UnsupportedError(
-                f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done piece by piece"
-                f" ({why}). Set techniques.loss_chunks = 1."
             )
 
 
@@ -198,7 +143,7 @@ def running_statistics(case: Case) -> Found:
 def checkpointing_matches(case: Case) -> Found:
     mode = case.techniques.activation_checkpointing
     if mode == "full" and not case.facts.blocks:
-        yield ConfigError(_no_blocks("techniques.activation_checkpointing = full", case.facts))
+        yield ConfigError(no_blocks("techniques.activation_checkpointing = full", case.facts))
     if mode == "selective" and not case.facts.attentions:
         yield ConfigError(
             f"techniques.activation_checkpointing = selective recomputes attention, but no module of {case.facts.kind} inside a repeated"
@@ -208,7 +153,7 @@ def checkpointing_matches(case: Case) -> Found:
 
 def compile_matches(case: Case) -> Found:
     if case.techniques.compile and not case.facts.blocks:
-        yield ConfigError(_no_blocks("techniques.compile = true", case.facts))
+        yield ConfigError(no_blocks("techniques.compile = true", case.facts))
 
 
 def something_trains(case: Case) -> Found:
@@ -224,6 +169,12 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     absent_axes,
     tensor_fits,
     tensor_companions,
+    async_tensor_fits,
+    pipeline_wishes,
+    pipeline_companions,
+    experts_fit,
+    experts_companions,
+    own_loss_of_experts,
     half_precision,
     ddp_fits,
     resharding,
@@ -253,12 +204,16 @@ def check_batch(plan: Plan, batch: Batch) -> None:
         raise ConfigError(
             f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at 1 (0 per forward: all)"
         )
+    if plan.tensor is not None and plan.tensor.async_tensor_parallel and batch.seq_len % (tp := plan.tensor.ranks):
+        raise ConfigError(f"techniques.async_tensor_parallel: data.seq_len = {batch.seq_len} must be a multiple of layout.tp = {tp}")
     if rows % ranks:
         near = max(ranks, rows // ranks * ranks)
         raise ConfigError(
             f"batch.global_batch = {rows} rows do not divide over {ranks} data ranks (dp_replicate = {plan.size(Axis.DP_REPLICATE)} ×"
             f" dp_shard = {plan.size(Axis.DP_SHARD)}). Use a multiple of {ranks}, such as {near} or {near + ranks}."
         )
+    if plan.pipeline is not None:
+        check_microbatches(plan.pipeline, rows // ranks, batch.microbatch_rows)
 
 
 def check_data(facts: ModelFacts, batch: Batch) -> None:
@@ -292,11 +247,4 @@ def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> 
     )
     return PrecisionPlan(
         master, compute, reduce, canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None
-    )
-
-
-def _no_blocks(wish: str, facts: ModelFacts) -> str:
-    return (
-        f"{wish} acts on repeated blocks, and none was found in {facts.kind}: put them into an nn.ModuleList or nn.ModuleDict,"
-        f" each with parameters of its own"
     )

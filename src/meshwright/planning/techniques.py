@@ -36,8 +36,9 @@ class Techniques:
 
     data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
     """auto: fully_shard where dp_shard > 1 or a switch needs it (mixed precision, offload), else ddp."""
-    reshard_after_forward: bool | int = True
-    """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that many ranks."""
+    reshard_after_forward: bool | int | Literal["auto"] = "auto"
+    """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that many ranks; auto:
+    true, but false in a pipeline, which would gather for every microbatch."""
     sync_grad_accum: bool | Literal["shard"] = False
     """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once."""
     cpu_offload: bool = False
@@ -48,10 +49,19 @@ class Techniques:
     """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
     regather: bool = True
     """sequence parallelism: gathered activations are not kept for backward but gathered again; false: kept."""
+    async_tensor_parallel: bool = False
+    """sequence parallelism on CUDA: matrix products overlap with what travels before and behind them, through symmetric memory."""
     tensor_plan: tuple[TensorStyleWish, ...] = ()
     """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be possible."""
     loss_chunks: int = 1
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at once."""
+    pipeline_schedule: str = "1f1b"
+    """pipeline parallelism: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble, dualpipe_v, or the path
+    of a .csv file with a row of actions for each rank."""
+    layers_per_stage: int = 0
+    """pipeline parallelism: blocks of a stage, so that a rank has several stages; 0: as the schedule and the depth suggest."""
+    pipeline_cuts: tuple[int, ...] = ()
+    """pipeline parallelism: the first block of each stage but the first; empty: balanced by cost, head and embedding counted."""
     compile: bool = False
     """Compile each repeated block."""
     compile_backend: str = "inductor"

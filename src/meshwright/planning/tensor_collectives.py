@@ -65,10 +65,10 @@ class _Counts:
         names = (f"{path}.{name}" for path in paths for name in ("weight", "bias"))
         return any(self.is_trained(name) for name in names if name in self.shapes)
 
-    def behind(self) -> Iterator[str]:
+    def between_blocks_and_head(self) -> Iterator[str]:
         """Parameters between the last block and the head."""
         inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
-        return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_inside(p.name, inside))
+        return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_within_any(p.name, inside))
 
     def summed(self) -> int:
         """Elements of the gradients that are summed over the tensor axis, on one shard."""
@@ -94,7 +94,7 @@ class _Counts:
 def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
     plan = count.plan
     width = _width(count)
-    flows = any(count.is_trained(name) for name in plan.before)
+    flows = not plan.begins or any(count.is_trained(name) for name in plan.before)
     yield from _entry(count, width, flows)
     for block in plan.blocks:
         work = _BlockWork(count, plan.kind_of(block), block, width)
@@ -102,19 +102,19 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
         yield from work.backward(flows)
         again = recomputed.get(block)
         if again is not None and (flows or work.trains):
-            yield from work.forward(tuple(r for r in work.kind.regions if _is_inside(r.region.container, again)))
+            yield from work.forward(tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again)))
         flows = flows or work.trains
     if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)
         if flows and plan.head:  # a whole head gives all ranks the same gradient
             yield count.one("reduce_scatter", "behind the blocks", width)
-    yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.behind()))
+    yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.between_blocks_and_head()))
     summed = count.summed()
     if summed:
         yield Collective("all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step")
 
 
-def _is_inside(path: str, modules: tuple[str, ...]) -> bool:
+def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
     return any(is_within(path, module) for module in modules)
 
 
@@ -122,7 +122,7 @@ def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
     plan = count.plan
     if plan.embedding:
         yield count.one("reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce", "embedding", width)
-    if plan.sequence_parallel and flows:
+    if plan.sequence_parallel and plan.begins and flows:
         yield count.one("all_gather", "embedding", width)
 
 
@@ -134,12 +134,15 @@ class _BlockWork:
         self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
         names = [name for name in count.shapes if is_within(name, block)]
         self.trains = any(count.is_trained(name) for name in names)
-        linears = {path for planned in kind.regions for path in (*planned.region.producers, planned.region.consumer)}
+        self._with = {path: r.region.linears_of(path) for r in kind.regions for path in (*r.region.producers, r.region.consumer)}
+        linears = {path for paths in self._with.values() for path in paths}
+        self.norms_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] in kind.norms)
         self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
         producers = {path for planned in regions for path in planned.region.producers}
         gathers = sum(1 for paths in self.kind.gathers if producers.intersection(paths))
+        gathers = min(gathers, 1) if self.kind.norms else gathers
         consumers = {planned.region.consumer for planned in regions}
         ends = sum(1 for path in self._ends() if path in consumers)
         if self.cut and gathers:
@@ -150,17 +153,16 @@ class _BlockWork:
             yield self.count.one("all_gather", f"{self.block}.{norm}", gathered, whole=True)
 
     def backward(self, flows: bool) -> Iterator[Collective]:
+        gathered, scattered = self._normed_in_backward(flows) if self.kind.norms else (0, 0)
         flows = flows or self.others_train
-        gathered = scattered = 0
         for planned in self.kind.regions:
             region = planned.region
-            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.producers)]
+            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.producers) and not self.kind.norms]
             first = [paths for paths in begins if paths[0] in region.producers]  # shared ones count where they begin
-            trains = self._train(*(path for paths in first for path in paths))
             if region.consumer in self._ends() and (flows or self._train(*region.producers, region.consumer)):
                 gathered += 1
-            if self.cut and self.regather and trains:
-                gathered += len(first)
+            if self.cut and self.regather:
+                gathered += sum(1 for paths in first if self._train(*paths) and not self._is_kept(paths))
             if flows:
                 scattered += len(first)
             for norm, _, features in self._spanning((planned,)):
@@ -173,11 +175,21 @@ class _BlockWork:
         if scattered:
             yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
 
+    def _normed_in_backward(self, flows: bool) -> tuple[int, int]:
+        """(gathers, reductions) of a block's input that is gathered before its norms; a norm's backward needs it whole."""
+        runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
+        return int(self.cut and self.regather and runs), int(flows)
+
     def _ends(self) -> tuple[str, ...]:
         return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
 
     def _train(self, *paths: str) -> bool:
-        return self.count.trains(*(f"{self.block}.{path}" for path in paths))
+        """Whether these linear layers, or their adapters, are trained."""
+        return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
+
+    def _is_kept(self, paths: tuple[str, ...]) -> bool:
+        """Whether what these take is kept whole for backward, as adapters need it."""
+        return any(len(self._with[path]) > 1 for path in paths)
 
     def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
         """(norm, features that are gathered, features whose gradients are summed)."""

@@ -41,6 +41,7 @@ class BlocksPlan:
         regions: what is cut.
         gathers: column-parallel layers that share one gathered input.
         summed: row-parallel layers that are reduced together, the last one last; empty: each by itself.
+        norms: of the block's input, one before each of ``gathers``: it is gathered once, and normed whole; empty: what norms give is.
     """
 
     blocks: tuple[str, ...]
@@ -48,12 +49,13 @@ class BlocksPlan:
     regions: tuple[RegionPlan, ...]
     gathers: tuple[tuple[str, ...], ...]
     summed: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
     def cuts(self) -> Iterator[Cut]:
         """Of parameters, by their names within a block. Norms over all features are computed whole."""
         for planned in self.regions:
             for cut in planned.region.cuts:
-                if cut.name.rpartition(".")[0] not in planned.region.spanning:
+                if owner(cut.name) not in planned.region.spanning:
                     yield cut
 
 
@@ -68,13 +70,16 @@ class TensorPlan:
         sequence_parallel: between blocks each rank has its part of the sequence only.
         regather: gathered activations are not kept for backward but gathered again.
         kinds: of blocks.
+        begins: the first block is given what follows from the token ids; else what another pipeline stage gave, cut already.
         embedding: the module that turns ids into vectors, its rows shared out; "": it stays whole.
         embedding_is_hidden: nothing lies between it and the first block.
         gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its tokens; else at the head.
         before: whole parameters that the first block's input follows from: all ranks compute them alike.
         head: the layer that gives the logits, its rows shared out; "": it stays whole.
-        behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them where the head is whole.
+        alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them where the head is
+            whole.
         tail: what the model does to the logits.
+        async_tensor_parallel: products overlap with the messages beside them.
     """
 
     ranks: int
@@ -83,13 +88,15 @@ class TensorPlan:
     sequence_parallel: bool
     regather: bool
     kinds: tuple[BlocksPlan, ...]
+    begins: bool = True
     embedding: str = ""
     embedding_is_hidden: bool = False
     gathers_after_blocks: bool = False
     before: tuple[str, ...] = ()
     head: str = ""
-    behind: tuple[str, ...] = ()
+    alike_behind: tuple[str, ...] = ()
     tail: Tail = field(default_factory=Tail)
+    async_tensor_parallel: bool = False
 
     @property
     def last_block(self) -> str:
@@ -115,7 +122,7 @@ class TensorPlan:
 
     def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[Part, ...]] | None:
         """(dim, parts) of a parameter of that shape, if it is cut; None of one that stays whole."""
-        path = name.rpartition(".")[0]
+        path = owner(name)
         if path and path in (self.embedding, self.head):
             return 0, (Part(shape[0], shape[0]),)
         for kind in self.kinds:
@@ -138,19 +145,21 @@ class TensorPlan:
 
     def is_summed(self, name: str) -> bool:
         """Whether the gradient of a parameter that stays whole is a sum over the ranks, of what each finds for its part."""
-        if name in self.before or name in self.behind:
+        if name in self.before or name in self.alike_behind:
             return False
         if self.sequence_parallel:
             return True
         for kind in self.kinds:
             block = next((block for block in kind.blocks if is_within(name, block)), None)
             if block is not None:
-                return any(_is_inside(planned.region, name[len(block) + 1 :]) for planned in kind.regions)
+                within = name[len(block) + 1 :]
+                return owner(within) in kind.norms or any(_sees_some_groups(planned.region, within) for planned in kind.regions)
         return False
 
 
-def _is_inside(region: Region, name: str) -> bool:
-    return name in region.shared or name.rpartition(".")[0] in region.spanning
+def _sees_some_groups(region: Region, name: str) -> bool:
+    """Whether a whole parameter is used by a region for the groups of one rank only."""
+    return name in region.shared or owner(name) in region.spanning
 
 
 @dataclass(frozen=True)
@@ -209,7 +218,7 @@ def make_tensor_plan(
         gathers_after_blocks=structure.counts_tokens_behind or not head,
         before=structure.before,
         head=head,
-        behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
+        alike_behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
         tail=structure.tail,
     )
     if words.own and not given:
@@ -238,6 +247,7 @@ def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None,
             kept.append(RegionPlan(region, form))
     built = given.built(kind, measured.ranks) if given is not None else ()
     kept += [RegionPlan(region, measured.form_of(first, region) or LocalForm()) for region in built]
+    notes += [f"{name}.{text}" for text in kind.strange]
     if not kind.regions and not built:
         notes.append(f"{name}: no layers were found whose features fall into groups; every rank computes it whole")
     producers = {path for planned in kept for path in planned.region.producers}
@@ -245,7 +255,7 @@ def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None,
     gathers += tuple((path,) for region in built for path in region.producers)
     consumers = {planned.region.consumer for planned in kept}
     summed = kind.summed if consumers.issuperset(kind.summed) and not built else ()
-    return BlocksPlan(kind.blocks, kind.hidden, tuple(kept), gathers, summed)
+    return BlocksPlan(kind.blocks, kind.hidden, tuple(kept), gathers, summed, kind.norms if gathers == kind.gathers else ())
 
 
 def _outside(measured: Measured) -> list[str]:
@@ -261,13 +271,13 @@ def _bytes_of(measured: Measured, paths: tuple[str, ...]) -> str:
 
 
 def _cut_modules(plan: TensorPlan) -> dict[str, str]:
-    """Path -> column, row or embedding of every module that is cut."""
+    """Path -> column, row or embedding of every module that is cut; for a layer with adapters, of the module around them."""
     found = {path: what for path, what in ((plan.embedding, "embedding"), (plan.head, "column")) if path}
     for kind in plan.kinds:
         for block in kind.blocks:
             for planned in kind.regions:
-                found |= {f"{block}.{path}": "column" for path in planned.region.producers}
-                found[f"{block}.{planned.region.consumer}"] = "row"
+                found |= {f"{block}.{planned.region.place_of(path)}": "column" for path in planned.region.producers}
+                found[f"{block}.{planned.region.place_of(planned.region.consumer)}"] = "row"
     return found
 
 

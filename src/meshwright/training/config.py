@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshwright.core.config import from_dict, load_toml
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
-from meshwright.models.decoder_config import RopeScaling
+from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.training.ranges import check_values
@@ -48,6 +48,7 @@ class ModelConfig:
     tied_embeddings: bool | None = None
     """One weight serves as embedding and output head."""
     rope_scaling: RopeScaling | None = None
+    moe: MoEConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from meshwright.data import Tokenizer
 from meshwright.distributed.weights import Weights
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
-from meshwright.models.decoder_config import SIZES, DecoderConfig, parameter_count
+from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 
 from .config import Config, ModelConfig
 
@@ -150,7 +150,7 @@ def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
         embedding = 0 if source.tied_embeddings else source.vocab_size * source.dim
         numel = parameter_count(source)
         attention = source.n_heads * source.head_dim
-        return Shape(numel, numel - embedding, source.n_layers, source.dim, attention, source.vocab_size)
+        return Shape(numel, numel - embedding - idle_parameters(source), source.n_layers, source.dim, attention, source.vocab_size)
     said = source.config.get_text_config()
     dim, heads = int(getattr(said, "hidden_size", 0) or 0), int(getattr(said, "num_attention_heads", 0) or 0)
     head_dim = getattr(said, "head_dim", None) or (dim // heads if heads else 0)

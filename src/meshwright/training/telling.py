@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from meshwright.core.config import to_dict
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import count_text
 from meshwright.distributed import agree
+from meshwright.distributed.expert_load import LayerLoad
 from meshwright.distributed.parallel_model import StepLoss, StepResult
 from meshwright.distributed.world import is_rank_zero
 
@@ -64,6 +65,7 @@ class Teller:
         self.trouble: OSError | None = None
         self.last_loss: float | None = None
         self.last_validation: float | None = None
+        self.expert_figures: dict[str, float] = {}
         facts = to_dict(self.config)
         wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
@@ -82,7 +84,8 @@ class Teller:
         """What the run is made of."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
-        mesh = " × ".join(f"{axis}={n}" for axis, n in plan.mesh if n > 1) or "one process"
+        axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
+        mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
@@ -96,8 +99,9 @@ class Teller:
         ]
         self.progress.start(lines)
 
-    def measured(self, rate: float, loss: StepLoss, result: StepResult, seconds: float) -> StepReport:
-        """The figures of the step that was just taken."""
+    def measured(self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]) -> StepReport:
+        """The figures of the step that was just taken; ``loads`` of its experts, where they are told."""
+        self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
         self.throughput.add(loss.tokens, seconds)
         memory = read_memory(self.r.model.device)
@@ -113,6 +117,7 @@ class Teller:
             memory_label=memory.label,
             mfu=mfu(speed, self.flops, self.peak, self.r.plan.world),
             skipped=self.at.skipped,
+            busiest_expert=self.expert_figures.get("experts.max_over_mean"),
             eta_seconds=self.throughput.eta_seconds(self.config.steps - self.at.step),
         )
 
@@ -133,7 +138,9 @@ class Teller:
                 "samples": self.r.feed.loader.state,
                 "skipped": self.at.skipped,
             }
-            figures = values | dict(more) | (validated.figures() if validated else {}) | ({} if report.mfu is None else {"mfu": report.mfu})
+            found = validated.figures() if validated else {}
+            known = {} if report.mfu is None else {"mfu": report.mfu}
+            figures = values | self.expert_figures | dict(more) | found | known
             self.note(lambda: self.trackers.log(self.at.step, figures))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
@@ -185,6 +192,19 @@ class Teller:
             self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train {self.folder.path}")
         else:
             self.say(f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"')
+
+
+def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
+    """Metrics of how tokens spread over experts: of the worst layer, and of each."""
+    if not loads:
+        return {}
+    worst = {
+        "experts.max_over_mean": max(load.max_over_mean for load in loads),
+        "experts.entropy": min(load.entropy for load in loads),
+        "experts.dropped": float(sum(load.dropped for load in loads)),
+    }
+    by_layer = {f"experts.{load.path}.{key}": getattr(load, key) for load in loads for key in ("max_over_mean", "entropy", "dropped")}
+    return worst | by_layer
 
 
 def in_words(action: Callable[[], Result], what: str) -> Callable[[], Result]:

@@ -16,11 +16,13 @@ from meshwright.comparison.equality import traced_bound
 from meshwright.comparison.findings import Comparison, Difference
 from meshwright.comparison.observe import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed import agree
-from meshwright.distributed.mesh import data_groups, data_position
+from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of
 from meshwright.distributed.parallel_model import StepLoss, StepResult
-from meshwright.distributed.shards import sketches
+from meshwright.distributed.shards import gradient_of, sketches
+from meshwright.introspection.structure.experts import stack_paths
 
 from .build import Run, build_schedule
 from .config import Config
@@ -63,8 +65,11 @@ class TraceCheck:
         rank, ranks = data_position(run.model.mesh)
         share = run.config.batch.global_batch // ranks
         self._rows, self._groups = slice(rank * share, (rank + 1) * share), data_groups(run.model.mesh)
+        self._stages, self._tensor = groups_of(run.model.mesh, Axis.PP), groups_of(run.model.mesh, Axis.TP)
+        self._owned = set(dict(run.model.named_parameters()))
         self._found: list[Difference] = []
         self._unobserved: set[str] = set()
+        self._parts: set[str] = set()
         self._step = 0
         self._batch: Any = None
         self._observed = Observed()
@@ -98,15 +103,16 @@ class TraceCheck:
         if self._step == 0:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
-        with observing(self.r.model.parts[0]) as self._observed:
+        with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts)) as self._observed:
             yield
-        self._gradients = sketches({name: p.grad for name, p in self.r.model.named_parameters() if p.grad is not None})
+        self._gradients = sketches({name: g for name, p in self.r.model.named_parameters() if (g := gradient_of(p)) is not None})
 
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
         """Compare the step that was taken. Returns what was found once it is known: after the last step, or where something differs."""
         there = self.trace.step(self._step, self._rows)
         floors = self.trace.floors(self.dtype, self._step)
         self._of_batch(there)
+        self._parts |= self._shared_out()
         forward, backward = self._observed.rows()
         self._of_rows("forward", forward, there, floors)
         self._of_number("loss", float(loss), there.loss, floors)
@@ -122,6 +128,7 @@ class TraceCheck:
         """What was found, for people."""
         verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
         left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
+        left_out += f"; of {len(self._parts)} modules ranks have parts: only what comes of them was compared" if self._parts else ""
         steps = f"{self._step} of {self.trace.n_steps} steps"
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
 
@@ -149,31 +156,63 @@ class TraceCheck:
         self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
 
     def _of_rows(self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]) -> None:
-        """Each rank compares its rows; sums of squares travel."""
+        """Each rank compares its rows of the modules that its part of the model has; sums of squares travel.
+
+        Tensor-parallel ranks may each compute a summand of a module's output; of what they compute parts of, nothing is compared.
+        """
         names, values = there.sketches[stage]
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
         absent = torch.full(values.shape[1:], math.nan, dtype=torch.float64, device=self.r.model.device)
         mine = torch.stack([found[name] if fit else absent for name, fit in zip(names, fits, strict=True)]).cpu()
-        off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
-        seen = torch.tensor([name in found for name in names]).double()
-        words = agree.total(torch.stack([off.nan_to_num(math.inf) * seen, size, seen]).nan_to_num(0.0), self._groups)
-        whole = math.sqrt(words[1].sum().item())
-        for name, off_sum, size_sum, ranks in zip(names, *words.tolist(), strict=True):
-            if not ranks:
-                self._unobserved.add(name)
+        seen = self._first_to_see(torch.tensor([name in found for name in names]))
+        errors, ranks = self._row_errors(mine, values, seen)
+        if self._tensor:
+            summed, _ = self._row_errors(agree.total(mine, self._tensor), values, seen)
+            errors = torch.minimum(*agree.largest_each(torch.stack([errors, summed])))
+        for name, error, n in zip(names, errors.tolist(), ranks.tolist(), strict=True):
+            if name in self._parts:
                 continue
-            error = math.sqrt(off_sum / max(size_sum, (1e-6 * whole) ** 2, 1e-300)) if ranks == self.r.plan.data_ranks else math.inf
-            self._add(stage, name, error, floors.get(stage, {}))
+            if not n:
+                self._unobserved.add(name)
+            else:
+                self._add(stage, name, error if n == self.r.plan.data_ranks else math.inf, floors.get(stage, {}))
+
+    def _row_errors(self, mine: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each module over all rows, relative to its values, and how many ranks saw rows of it."""
+        off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
+        words = torch.stack([off.nan_to_num(math.inf) * seen, size * seen, seen.double()]).nan_to_num(0.0)
+        off, size, ranks = agree.total(words, [*self._groups, *self._stages])
+        return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
+
+    def _shared_out(self) -> set[str]:
+        """Modules of whose outputs some rank computes a part, or which are never whole."""
+        shapes = self.trace.shapes
+        is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
+        is_absent = [self._observed.shapes.get(name) == () for name in shapes]
+        found = agree.largest_each(torch.tensor(is_cut if self._tensor else is_absent, dtype=torch.float64))
+        return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag}
+
+    def _first_to_see(self, seen: Tensor) -> Tensor:
+        """What several ranks of a pipeline compute is the first one's."""
+        if not self._stages:
+            return seen
+        here = get_pp_rank(self.r.model.mesh)
+        first = -agree.largest_each(torch.where(seen, -float(here), -math.inf))
+        return seen & (first == here)
 
     def _of_tensors(self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]) -> None:
-        """Every rank compares its replica of the sketch; the largest error counts."""
+        """Every rank compares its replica of the sketch, of what its part of the model has; the largest error counts."""
         reference = sketches.by_name()
-        names = [*reference, *(name for name in found if name not in reference)]
+        more = sorted({name for names in agree.everybody_says([n for n in found if n not in reference]) for name in names})
+        names = [*reference, *more]
         whole = math.sqrt(sum(sketch.square().sum().item() for sketch in reference.values()))
-        mine = torch.tensor([_error(found.get(name), reference.get(name), whole) for name in names], dtype=torch.float64)
-        for name, error in zip(names, agree.largest_each(mine).tolist(), strict=True):
-            along = _along(found[name], reference[name]) if stage == "gradient" and name in found and name in reference else None
-            self._add(stage, name, error, floors.get(stage, {}), along)
+        here = [name for name in names if name in found or name in self._owned]
+        errors = {name: _error(found.get(name), reference.get(name), whole) for name in here}
+        ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
+        mine = [[said.get(name, -math.inf) for name in names] for said in (errors, ratios)]
+        for name, error, along in zip(names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True):
+            along = along if stage == "gradient" and math.isfinite(along) else None
+            self._add(stage, name, error if error >= 0 else math.inf, floors.get(stage, {}), along)
 
     def _of_number(self, stage: str, found: float, reference: float, floors: Mapping[str, Mapping[str, float]]) -> None:
         error = abs(found - reference) / max(abs(reference), 1e-300)
@@ -191,7 +230,8 @@ def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> floa
     return error if math.isfinite(error) else math.inf
 
 
-def _along(found: Tensor, reference: Tensor) -> float | None:
+def _along(found: Tensor, reference: Tensor) -> float:
+    """How many times the reference it is, along the reference; -inf where that says nothing."""
     whole = reference.square().sum().item()
     value = (found * reference).sum().item() / whole if whole else math.nan
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else -math.inf

@@ -30,6 +30,7 @@ from .monitoring.progress import Progress, StepReport, build_progress
 from .monitoring.timeline import Timeline
 from .occupancy import occupied
 from .run_folder import RunFolder
+from .schedule_view import keep_times
 from .stopping import Interrupted, StopRequest
 from .telling import Teller, Validated, in_words
 from .tracing import TraceCheck
@@ -91,7 +92,9 @@ class Trainer:
         if run is None or stopped:
             progress.say(f"stopped by {signal.Signals(stopped).name} before the first step; nothing was written")
             return 128 + stopped
-        self.heartbeat.know((clean(name), module) for part in run.model.parts for name, module in part.named_modules())
+        modules = ((clean(name), module) for part in run.model.parts for name, module in part.named_modules())
+        pipeline, mesh = run.plan.pipeline, run.model.mesh
+        self.heartbeat.know(modules, pipeline.part_of(mesh.get_local_rank("pp")) if pipeline and mesh else "")
         trace = TraceCheck.of(run)
         with ExitStack() as held:
             folder = _open_folder(run, self.config, held)
@@ -210,7 +213,8 @@ class _Loop:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         seconds = time.perf_counter() - begun
         self.watch.after(self.at.step, loss, result)
-        report = self.teller.measured(rate, loss, result, seconds)
+        loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
+        report = self.teller.measured(rate, loss, result, seconds, loads)
         if "first step" not in self.timeline.seconds:
             self._after_first_step(seconds)
         return report
@@ -251,6 +255,7 @@ class _Loop:
         self.heartbeat.enter("end", self.at.step)
         self.watch.close()
         self._agree_to_stop()
+        keep_times(self.r.model, self.folder.path)
         self.r.feed.loader.close()
         self.teller.left_out(self.r.feed.unreadable())
         sample = None if stopped or self.checkpoints.latest is None else self._sample()

@@ -7,43 +7,42 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors, sum_floor
+from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors
 from meshwright.comparison.findings import Difference
 
+from .floors import NOISE_FLOOR, Floors, state_errors
 from .outcome import Outcome, Reference
 from .rows import Rows
 
 Named = Mapping[str, Tensor]
 
 TINY = 1e-300
-NOISE_FLOOR = 1e-12
-"""A float64 run whose reordered sums differ by more than this rounds to float32 somewhere inside."""
 
 
-def differences(found: Outcome, reference: Reference, floor: Reference, dtype: str) -> list[Difference]:
+def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str) -> list[Difference]:
     """All that can be compared.
 
     Args:
-        floor: the reference once more, with its sums in another order; where dtype is bfloat16, computed in float32.
+        floors: how far rounding may move it.
         dtype: of what is compared.
     """
-    judge = _Judge(dtype, dtype == "float64" and (reference.narrows or rounds_inside(floor, reference)))
+    judge = _Judge(dtype, floors, dtype == "float64" and (reference.narrows or floors.round_inside))
     on_first = [
         *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
-        *judge.tensors("gradient", found.gradients, reference.gradients, floor.gradients),
+        *judge.tensors("gradient", found.gradients, reference.gradients),
         *(
             difference
             for step, parameters in found.parameters.items()
-            for difference in judge.tensors("parameter", parameters, reference.parameters[step], floor.parameters[step], step)
+            for difference in judge.tensors("parameter", parameters, reference.parameters[step], step)
         ),
     ]
     return [
-        *_merged(on_first, list(judge.sketches(found, reference, floor))),
-        *judge.rows("forward", found, reference, floor),
+        *_merged(on_first, list(judge.sketches(found, reference))),
+        *judge.rows("forward", found, reference),
         *judge.recomputed(found, reference),
-        *judge.numbers("loss", found.losses, reference.losses, _floors(floor.loss_parts, reference.loss_parts)),
-        *judge.rows("backward", found, reference, floor),
-        *judge.numbers("norm", found.norms, reference.norms, _floors(floor.norm_parts, reference.norm_parts)),
+        *judge.numbers("loss", found.losses, reference.losses),
+        *judge.rows("backward", found, reference),
+        *judge.numbers("norm", found.norms, reference.norms),
     ]
 
 
@@ -54,39 +53,34 @@ def notes(found: Outcome, reference: Reference) -> list[str]:
     return [f"{parts} {modules} shared out or never whole: only what comes of them was compared"] if parts else []
 
 
-def rounds_inside(floor: Outcome, reference: Outcome) -> bool:
-    """Whether a model in float64 computes in float32 somewhere: reordering its sums shows it."""
-    return any(error > NOISE_FLOOR for error in relative_errors(floor.gradients, reference.gradients).values())
-
-
 class _Judge:
     """Knows the bound of everything in one dtype."""
 
-    def __init__(self, dtype: str, rounds: bool):
-        self.dtype, self.rounds = dtype, rounds
+    def __init__(self, dtype: str, floors: Floors, rounds: bool):
+        self.dtype, self.floors, self.rounds = dtype, floors, rounds
 
     def bound(self, floor: float, step: int = 1, *, is_stepped: bool = False) -> float:
         if self.rounds and (step > 1 or is_stepped):  # what was rounded to float32 has gone through the optimizer, as in a float32 run
             return bound_of("float32", floor)
         return bound_of(self.dtype, floor, rounds=self.rounds)
 
-    def tensors(self, stage: str, found: Named, reference: Named, floor: Named, step: int = 1) -> Iterator[Difference]:
+    def tensors(self, stage: str, found: Named, reference: Named, step: int = 1) -> Iterator[Difference]:
         """Whole tensors, on the first rank."""
-        floors = relative_errors(floor, reference)
+        floors = self.floors.whole[stage, step]
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
             along = ratio(found[name], reference[name]) if known else None
             yield Difference(stage, name, error, self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter"), along, step)
 
-    def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float], floors: Sequence[float]) -> Iterator[Difference]:
-        for step, (here, there, floor) in enumerate(zip(found, reference, floors, strict=True), 1):
+    def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float]) -> Iterator[Difference]:
+        for step, (here, there) in enumerate(zip(found, reference, strict=True), 1):
             error = abs(here - there) / max(abs(there), TINY)
-            yield Difference(stage, "", error, bound_of(self.dtype, floor, rounds=self.rounds), step=step)
+            yield Difference(stage, "", error, bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds), step=step)
 
-    def rows(self, stage: str, found: Outcome, reference: Reference, floor: Reference) -> Iterator[Difference]:
+    def rows(self, stage: str, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """What modules computed of each row, on the rank that has it."""
         for step, there in getattr(reference.seen[0], stage).items():
-            floors = relative_errors(getattr(floor.seen[0], stage)[step], there)
+            floors = self.floors.seen[stage, step]
             rows = Rows(found, reference, stage, step)
             bounds = {name: self.bound(floors.get(name, 0.0), step) for name in there}
             for name, error in rows.errors().items():
@@ -102,32 +96,19 @@ class _Judge:
                 if errors:
                     yield _worst("recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step)
 
-    def sketches(self, found: Outcome, reference: Reference, floor: Reference) -> Iterator[Difference]:
+    def sketches(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """Every rank's state, also where replicas should be equal."""
         for (stage, step), there in reference.seen[0].sketches.items():
-            floors = _errors(floor.seen[0].sketches[stage, step], there)
+            floors = self.floors.seen[stage, step]
             grouped = [name for name, error in floors.items() if stage == "buffer" and error > NOISE_FLOOR]
             expected = dict(there)
             for name in grouped:  # it depends on how rows are grouped into forwards: at least ranks have it alike
                 expected[name] = found.seen[0].sketches[stage, step].get(name, there[name])
-            by_rank = [_errors(seen.sketches[stage, step], expected) for seen in found.seen]
+            by_rank = [state_errors(seen.sketches[stage, step], expected) for seen in found.seen]
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
                 stepped = stage in ("parameter", "optimizer")
                 bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
                 yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
-
-
-def _errors(found: Named, reference: Named) -> dict[str, float]:
-    """Relative errors, each kind of optimizer state ("exp_avg of …") for itself."""
-    kinds = dict.fromkeys(name.rpartition(" of ")[0] for name in (*reference, *found))
-    errors = {}
-    for kind in kinds:
-        errors |= relative_errors(_of_kind(found, kind), _of_kind(reference, kind))
-    return errors
-
-
-def _of_kind(tensors: Named, kind: str) -> Named:
-    return {name: tensor for name, tensor in tensors.items() if name.rpartition(" of ")[0] == kind}
 
 
 def _worst(stage: str, name: str, errors: Sequence[float], bound: float, step: int) -> Difference:
@@ -146,7 +127,3 @@ def _merged(on_first: Sequence[Difference], by_rank: Sequence[Difference]) -> It
         else:
             yield replace(whole, ranks=other.ranks) if whole.is_beyond else replace(other, ratio=whole.ratio)
     yield from others.values()
-
-
-def _floors(parts: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
-    return [sum_floor(mine, theirs) for mine, theirs in zip(parts, reference, strict=True)]

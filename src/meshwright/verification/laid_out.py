@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.grad_clip import clip_grad_norm_
-from meshwright.distributed.mesh import data_position
+from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.shards import gradient_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
@@ -27,28 +28,32 @@ class LaidOut:
     """A module over a mesh.
 
     Attributes:
-        model: the local module, wrappers included.
+        models: the local modules, wrappers included.
         place: (rank, size) among those that hold different rows.
+        stage: rank on the pipeline axis: those of other stages have other modules.
+        is_staged: whether there are others.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, problem: Problem):
-        self.model, self.problem, self.place = model, problem, data_position(mesh)
-        if problem.evaluating:
+    def __init__(self, models: Sequence[nn.Module], mesh: Any, problem: Problem):
+        self.models, self.problem = models, problem
+        self.place, self.stage = data_position(mesh), get_pp_rank(mesh)
+        self.is_staged = get_pp_size(mesh) > 1
+        for model in models if problem.evaluating else ():
             model.eval()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {clean(name): parameter for name, parameter in self.model.named_parameters()}
+        return {clean(name): parameter for model in self.models for name, parameter in model.named_parameters()}
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Of what is given to its users as the parameters."""
-        return self.problem.make_optimizer(self.model.parameters())
+        return self.problem.make_optimizer([parameter for model in self.models for parameter in model.parameters()])
 
     def buffers(self) -> dict[str, Tensor]:
         """All of them, also those that no checkpoint holds."""
-        return {clean(name): buffer for name, buffer in self.model.named_buffers()}
+        return {clean(name): buffer for model in self.models for name, buffer in model.named_buffers()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, p.grad) for name, p in self.parameters().items() if p.grad is not None)
+        return ((name, gradient) for name, p in self.parameters().items() if (gradient := gradient_of(p)) is not None)
 
     def forward_backward(self, rows: Batch) -> float:
         """This rank's share of a step; the loss of the whole step."""
@@ -67,8 +72,11 @@ class Ours(LaidOut):
     """By meshwright."""
 
     def __init__(self, parallel: ParallelModel, problem: Problem):
-        super().__init__(parallel.parts[0], parallel.mesh, problem)
+        super().__init__(parallel.parts, parallel.mesh, problem)
         self.parallel = parallel
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.parallel.named_parameters())
 
     def optimizer(self) -> torch.optim.Optimizer:
         return self.problem.make_optimizer(self.parallel.parameters())
@@ -84,7 +92,8 @@ class Theirs(LaidOut):
     """By somebody else, whose users take the mean over a rank's tokens, and leave it to the wrapper to average over ranks."""
 
     def __init__(self, model: nn.Module, mesh: Any, problem: Problem):
-        super().__init__(model, mesh, problem)
+        super().__init__([model], mesh, problem)
+        self.model = model
         self._signature = Signature.of(getattr(model, "module", model))
 
     def forward_backward(self, rows: Batch) -> float:

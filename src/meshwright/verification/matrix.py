@@ -14,10 +14,11 @@ from meshwright.distributed.local import WorkerPool
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
-from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, data_layouts
+from meshwright.planning.schedules.orders import KINDS
 
 from .problem import Problem, RandomBatches
 from .report import Report
@@ -33,6 +34,13 @@ UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_se
 TIED = replace(UNTIED, tied_embeddings=True)
 CUTTABLE = {"dim": 24, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 20}
 """Sizes of the models where the tensor axis cuts them: heads must divide, but key heads are fewer than four ranks."""
+DEEP = {"n_layers": 4}
+"""Of the models where a pipeline cuts them: two stages on each of two ranks."""
+SOFTMAX = MoEConfig(n_experts=8, sequence_loss=0.05, z_loss=0.01)
+SIGMOID = MoEConfig(
+    n_experts=8, top_k=3, hidden_dim=6, n_shared=1, first_dense=1, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, bias_rate=0.01
+)
+"""Of the models where experts are shared out: of the tied one, and of the untied."""
 BATCHES = RandomBatches(UNTIED.vocab_size, rows=2 * max(WORLDS), seq_len=10)
 STEPS = 2
 """The second step shows what the first one left in the optimizer."""
@@ -87,8 +95,12 @@ class Cell:
     @property
     def parts(self) -> tuple[tuple[DecoderConfig, tuple[str, ...]], ...]:
         """The column's models, as they can be cut, each with its dtypes."""
-        sizes = CUTTABLE if self.row.layout.tp > 1 else {}
-        return tuple((replace(model, **sizes), dtypes) for model, dtypes in self.column.parts)
+        layout = self.row.layout
+        sizes = (CUTTABLE if layout.tp > 1 else {}) | (DEEP if layout.pp > 1 else {})
+        found = [(replace(model, **sizes), dtypes) for model, dtypes in self.column.parts]
+        if layout.ep > 1:
+            found = [(replace(model, moe=SOFTMAX if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found]
+        return tuple(found)
 
     def problems(self) -> Iterator[Problem]:
         """What is computed, one problem for each of the column's errors."""
@@ -134,6 +146,7 @@ WAYS = (
     Way("reshard_after_forward = false", (("reshard_after_forward", False),)),
     Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
     Way("cpu_offload", (("cpu_offload", True),)),
+    Way("loss_chunks = 3", (("loss_chunks", 3),)),
     Way("compile", COMPILED),
     Way("freeze", FROZEN),
     WHOLE_SHARDS,
@@ -150,6 +163,8 @@ TENSOR_WAYS = (
     Way("regather = false", (("regather", False),)),
 )
 """Said of layouts with a tensor axis."""
+PIPELINE_WAYS = tuple(Way(f"pipeline_schedule = {name}", (("pipeline_schedule", name),)) for name in KINDS if name != "1f1b")
+"""Said of layouts with a pipeline; that of the others is 1f1b."""
 TENSOR = (
     Layout(dp_shard=2, tp=2),
     Layout(dp_shard=1, tp=2),
@@ -158,7 +173,26 @@ TENSOR = (
     Layout(dp_replicate=2, dp_shard=2, tp=2),
 )
 """Layouts with a tensor axis; the first in every way but all at once, the others in those of AT_LARGE."""
-ABSENT = (Layout(dp_shard=1, cp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, ep=2))
+PIPELINES = (
+    Layout(pp=2, dp_shard=2),
+    Layout(pp=2, dp_shard=1),
+    Layout(pp=2, dp_shard=1, tp=2),
+    Layout(pp=2, dp_replicate=2, dp_shard=1),
+    Layout(pp=2, dp_replicate=2, dp_shard=2),
+)
+"""Layouts with a pipeline; the first in every way but all at once, the others in those of AT_LARGE; all with every schedule."""
+EXPERTS = (
+    Layout(dp_shard=4, ep=2),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_shard=4, ep=4),
+    Layout(dp_replicate=2, dp_shard=2, ep=2),
+    Layout(dp_shard=2, tp=2, ep=2),
+    Layout(pp=2, dp_shard=2, ep=2),
+    Layout(dp_shard=8, ep=8),
+    Layout(dp_replicate=2, dp_shard=4, ep=4),
+)
+"""Layouts with an expert axis; the first in every way, the others in those of AT_LARGE."""
+ABSENT = (Layout(dp_shard=1, cp=2),)
 """A layout of each axis that is refused as not being there yet."""
 
 COLUMNS = (
@@ -169,19 +203,22 @@ COLUMNS = (
 
 
 def rows() -> list[Row]:
-    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few; some with a tensor axis; then one of each axis that does
-    not exist yet."""
+    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few; some with other axes; then one of each
+    axis that does not exist yet."""
     layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
-    found = [Row(layout, way) for layout in (*layouts, *TENSOR) for way in _ways(layout)]
+    found = [Row(layout, way) for layout in (*layouts, *TENSOR, *PIPELINES, *EXPERTS) for way in _ways(layout)]
     return found + [Row(layout, PLAIN) for layout in ABSENT]
 
 
 def _ways(layout: Layout) -> list[Way]:
-    ways = [way for way in WAYS if way is not WHOLE_SHARDS or (layout.dp_shard == 1 and layout.tp == 1)]
+    ways = [way for way in WAYS if way is not WHOLE_SHARDS or (layout.dp_shard == 1 and layout.tp * layout.pp == 1)]
     if layout.tp > 1:  # all at once compiles every block by itself there, which takes a minute
         ways = [*(way for way in ways if way.name != "all at once"), *TENSOR_WAYS]
-    few = layout.world > EVERY_WAY or layout in TENSOR[1:]
-    return [way for way in ways if way.name in AT_LARGE] if few else ways
+    if layout.pp > 1:  # all at once syncs every microbatch, which a pipeline refuses
+        ways = [way for way in ways if way.name != "all at once"]
+        ways += PIPELINE_WAYS if layout.ep == 1 else [way for way in PIPELINE_WAYS if "zbv" in way.name]
+    few = layout.world > EVERY_WAY or layout in (*TENSOR[1:], *PIPELINES[1:], *EXPERTS[1:])
+    return [way for way in ways if way.name in AT_LARGE or way in PIPELINE_WAYS] if few else ways
 
 
 def cells() -> list[Cell]:

@@ -37,7 +37,8 @@ def summary(judged: Iterable[Judged]) -> str:
 
 def page(found: Mapping[Cell, Judged]) -> str:
     """The whole page. ``found``: every cell of the matrix."""
-    day, python = max(one.day for one in found.values()), platform.python_version()
+    days, python = sorted({one.day for one in found.values()}), platform.python_version()
+    day = days[0] if days[0] == days[-1] else f"{days[-1]}, from what was judged since {days[0]}"
     parts = [HEAD.format(day=day, steps=STEPS, torch=version("torch").split("+")[0], python=python, summary=summary(found.values()))]
     there = [row for row in rows() if row.layout not in ABSENT]
     for world in WORLDS:

@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
+from meshwright.distributed.routing import count_routed, routers_of
 from meshwright.distributed.weights import Weights, materialise
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
+from meshwright.introspection.structure.experts import stack_paths
 
 from .problem import Batch, Problem, count, labels_of, without_dropout
 
@@ -52,6 +54,7 @@ class OneProcess:
         dtype = next(model.parameters()).dtype
         self._computing = model if compute in (None, dtype) else copy.deepcopy(model)
         self._compute = compute or dtype
+        self._routers = routers_of([self._computing])
         if noise:
             generator = torch.Generator(self._device).manual_seed(seed)
             for module in self._computing.modules():
@@ -60,15 +63,24 @@ class OneProcess:
     def forward_backward(self, batch: Batch, *, observe: bool = True) -> OneStep:
         """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``."""
         self._round_weights()
-        tokens = count(batch)
+        tokens, routed = count(batch), max(count_routed([batch]), 1)
         losses = []
-        with observing(self._computing) if observe else nullcontext(Observed()) as observed:
+        with observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed()) as observed:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
                 loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
-                loss.sum().backward()
+                auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
+                sum(auxiliary, loss.sum()).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
         return OneStep(torch.cat(losses).double().cpu(), observed)
+
+    def end_step(self) -> None:
+        """Move the biases of routers by what their experts were given since the last step."""
+        for router, kept in zip(self._routers, routers_of([self.model]), strict=True):
+            if router.counts is not None:
+                router.balance(router.counts)
+            if router.bias is not None and kept.bias is not None:
+                kept.bias.copy_(router.bias)
 
     def _round_weights(self) -> None:
         if self._computing is not self.model:

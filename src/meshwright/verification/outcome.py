@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from meshwright.distributed import agree
 from meshwright.distributed.shards import in_dtype, placed_like, sketches
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.world import is_rank_zero
+from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
 
 from .laid_out import LaidOut, lay_out
-from .one_process import OneProcess, build, narrows
+from .one_process import OneProcess, build
 from .problem import Parallelize, Problem, share
 
 Named = dict[str, Tensor]
@@ -32,6 +33,8 @@ class Seen:
 
     place: tuple[int, int] = (0, 1)
     """(rank, size) among those that hold different rows."""
+    stage: int = 0
+    """Rank on the pipeline axis."""
     forward: dict[int, Named] = field(default_factory=dict)
     """By step that is watched, sketches by module: (rows of this rank, width)."""
     backward: dict[int, Named] = field(default_factory=dict)
@@ -50,6 +53,16 @@ class Seen:
         self.recomputed[step] = observed.recomputed
         self.shapes = self.shapes or observed.shapes
         self.compiled = tuple(observed.compiled)
+
+    def join(self, other: Seen) -> None:
+        """Take over what another pipeline stage saw of the same rows."""
+        for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward), (self.recomputed, other.recomputed)):
+            for step, named in theirs.items():
+                mine[step] = {**named, **mine.get(step, {})}  # type: ignore[assignment]
+        for key, named in other.sketches.items():
+            self.sketches[key] = {**named, **self.sketches.get(key, {})}
+        self.shapes = {**other.shapes, **self.shapes}
+        self.compiled = tuple(dict.fromkeys((*self.compiled, *other.compiled)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: _mapped(value, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf) for key, value in vars(self).items()}
@@ -101,21 +114,31 @@ class Reference(Outcome):
     """Whether the model computes in less than its own dtype somewhere, where a layout adds up in another order."""
 
 
+def whole_ranks(seen: Sequence[Seen]) -> list[Seen]:
+    """What the ranks of a pipeline saw, put together to what ranks with whole models would have seen."""
+    first = [one for one in seen if one.stage == 0]
+    for stage in sorted({one.stage for one in seen} - {0}):
+        for one, other in zip(first, (one for one in seen if one.stage == stage), strict=True):
+            one.join(other)
+    return first
+
+
 def watches(problem: Problem, step: int) -> bool:
     """Whether modules are observed in a step (1 the first): later ones where rounding cannot be taken for a fault."""
     return step == 1 or problem.dtype == "float64"
 
 
-def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, always_clips: bool = False) -> Reference:
+def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int = 0, always_clips: bool = False) -> Reference:
     """The oracle.
 
     Args:
         rows: per forward; cut batches round otherwise. 0: all.
         noise: relative size of random changes to every module's output.
+        seed: of the noise.
         always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
     """
     model = build(problem)
-    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise)
+    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed)
     optimizer = problem.make_optimizer(model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
@@ -138,6 +161,7 @@ def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, always_cli
         outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, outcome.max_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
+        one.end_step()
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = _copies(named)
@@ -145,57 +169,39 @@ def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, always_cli
     return outcome
 
 
-def references(problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False) -> tuple[Reference, Reference]:
-    """The oracle, and what shows how far rounding goes: its sums in another order (a row at a time); of bfloat16, all in float32.
-
-    Args:
-        are_features_cut: the layout adds up features in another order too, which one process cannot: in float32 every module's output is
-            changed by as much as that rounds; in float64 too, if the model computes in float32 somewhere.
-        always_clips: see ``reference``.
-    """
-    one = reference(problem, always_clips=always_clips)
-    problem = replace(problem, max_norm=one.max_norm)
-    if problem.dtype == "bfloat16":
-        return one, reference(replace(problem, dtype="float32"))
-    if are_features_cut and problem.dtype == "float64":
-        one.narrows = narrows(problem)
-    rounds = problem.dtype == "float32" or one.narrows
-    noise = torch.finfo(torch.float32).eps if are_features_cut and rounds else 0.0
-    return one, reference(problem, 1, noise=noise)
-
-
 def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> Outcome:
     """The same on a layout; every rank calls it."""
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
     named = laid_out.parameters()
-    outcome, seen = Outcome(initial=whole_on_first(named)), Seen(laid_out.place)
+    outcome, seen = Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)), Seen(laid_out.place, laid_out.stage)
     _sketch_initial(seen, named, laid_out.buffers())
+    opaque = stack_paths(*laid_out.models)
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
-        with observing(laid_out.model) if watches(problem, step) else nullcontext(Observed()) as observed:
+        with observing(*laid_out.models, opaque=opaque) if watches(problem, step) else nullcontext(Observed()) as observed:
             outcome.losses.append(laid_out.forward_backward(mine))
         gradients = _of_all(laid_out)
         if watches(problem, step):
             seen.observe(step, observed, laid_out.backward_share(mine, batch))
         if step == 1:
-            outcome.gradients = whole_on_first(gradients)
+            outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
         _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)
         outcome.norms.append(laid_out.step(optimizer))
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
-            outcome.parameters[step] = whole_on_first(named)
+            outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
     said = agree.everybody_says(seen)
-    outcome.seen = said if is_rank_zero() else []
+    outcome.seen = whole_ranks(said) if is_rank_zero() else []
     return outcome
 
 
 def _of_all(laid_out: LaidOut) -> Named:
     """The gradients; of parameters that are shared out only where every rank has one, or putting them together would wait for ever."""
     gradients = dict(laid_out.gradients())
-    said = [set(names) for names in agree.everybody_says(list(gradients))]
-    everywhere = set.intersection(*said)
+    said = agree.everybody_says((laid_out.stage, list(gradients)))
+    everywhere = set.intersection(*(set(names) for stage, names in said if stage == laid_out.stage))
     return {name: g for name, g in gradients.items() if name in everywhere or not hasattr(g, "full_tensor")}
 
 

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
+from meshwright.core.losses import PADDING
 from meshwright.introspection.huggingface import CausalLM, is_config
 
 Batch = Mapping[str, Tensor]
@@ -49,12 +50,14 @@ class RandomBatches:
         place = torch.arange(self.seq_len).expand(shape)
         lengths = torch.randint(max(1, self.seq_len // 3), self.seq_len + 1, (self.rows, 1), generator=g)
         is_real = place < lengths
+        is_padding = ~is_real
         is_real[self.rows // 2] &= self.rows == 1  # a row without a loss has nothing to average, alone in its microbatch or on its rank
         loss_mask = torch.rand(shape, generator=g) > 0.15
         loss_mask[:, 0] = True
         second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # where the second document begins
         ids = (place >= second).long()
         own = place - second * ids
+        ids = ids.masked_fill(is_padding, PADDING)
         positions = own + GAP * (own > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)
         extra = {"positions": positions, "document_ids": ids}
         batch = {"tokens": tokens, "labels": labels.masked_fill(~is_real, -100), "loss_mask": loss_mask}

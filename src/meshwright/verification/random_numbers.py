@@ -120,6 +120,7 @@ class Drawn:
     """A rank's forward and backward with dropout switched on, on the rows that all ranks have; and the forward of the next step."""
 
     place: tuple[int, int]
+    stage: int
     forward: Named
     again: Named
     shapes: dict[str, tuple[int, ...]]
@@ -130,11 +131,23 @@ def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None =
     """Every rank computes the same rows in training mode, and every rank calls it; by rank."""
     laid_out = lay_out(problem, layout, parallelize_fn, dropout=True)
     rows = share(problem.batch(0), 0, laid_out.place[1])
-    with observing(laid_out.model) as observed:
+    with observing(*laid_out.models) as observed:
         laid_out.forward_backward(rows)
-    with observing(laid_out.model) as again:
+    with observing(*laid_out.models) as again:
         laid_out.forward_backward(rows)
-    return agree.everybody_says(Drawn(laid_out.place, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed))
+    mine = Drawn(laid_out.place, laid_out.stage, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed)
+    return _whole_ranks(agree.everybody_says(mine))
+
+
+def _whole_ranks(drawn: list[Drawn]) -> list[Drawn]:
+    """What the ranks of a pipeline drew, put together to what ranks with whole models would have drawn."""
+    found = [one for one in drawn if one.stage == 0]
+    for stage in sorted({one.stage for one in drawn} - {0}):
+        for one, other in zip(found, (one for one in drawn if one.stage == stage), strict=True):
+            for mine, theirs in ((one.forward, other.forward), (one.again, other.again), (one.shapes, other.shapes)):
+                mine.update({name: value for name, value in theirs.items() if name not in mine})  # type: ignore[arg-type]
+            one.recomputed.update(other.recomputed)
+    return found
 
 
 def random_differences(drawn: list[Drawn], known: Nature) -> list[Difference]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.comparison.equality import relative_errors, sum_floor
+from meshwright.comparison.equality import farthest, relative_errors, sum_floor
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprints
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -71,9 +71,10 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
         reference = recorder.record(master)
         _refuse_not_finite(reference)
         facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
-        trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference])
+        trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference], recorder.shapes)
         for dtype in COMPUTED[master]:
-            floors = _farthest([_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)])
+            draws = [_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)]
+            floors = [farthest(same_step) for same_step in zip(*draws, strict=True)]
             if dtype != master:
                 _allow_turns(floors, reference)
             trace.floors[dtype] = floors
@@ -108,6 +109,7 @@ class _Recorder:
 
     def __post_init__(self) -> None:
         self.initial = Sketches([], torch.zeros(0))
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def record(self, dtype: str, draw: int = 0) -> list[_Recorded]:
         """The steps, computed in a dtype; ``draw``: which of the perturbed ones, 0: as they are."""
@@ -126,6 +128,7 @@ class _Recorder:
             rate = schedule.apply(optimizer, step)
             batch = self._batch(step)
             computed = one.forward_backward(batch)
+            self.shapes = self.shapes or computed.observed.shapes
             gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
             norms = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).cpu()
             forward, backward = (self._kept(rows) for rows in computed.observed.rows())
@@ -133,6 +136,7 @@ class _Recorder:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optimizer.max_norm or math.inf).item()
             optimizer.step()
             optimizer.zero_grad()
+            one.end_step()
             found["parameter"] = Sketches.of(sketches(named))
             moved += rate
             turns = {name: 2 * moved / max(p.detach().norm().item(), 1e-300) for name, p in named.items() if p.requires_grad}
@@ -176,14 +180,6 @@ def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str
         here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
         floors.append(here)
     return floors
-
-
-def _farthest(draws: list[list[dict[str, dict[str, float]]]]) -> list[dict[str, dict[str, float]]]:
-    """The largest of each."""
-    return [
-        {stage: {name: max(draw[step][stage][name] for draw in draws) for name in names} for stage, names in here.items()}
-        for step, here in enumerate(draws[0])
-    ]
 
 
 def _allow_turns(floors: list[dict[str, dict[str, float]]], reference: list[_Recorded]) -> None:

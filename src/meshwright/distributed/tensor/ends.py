@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
-from .runtime import LossSite, Runtime, argument, local, with_arguments, wrap
+from .runtime import LossRequest, LossSite, Runtime, argument, local, with_arguments, without_values, wrap
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
@@ -19,7 +18,7 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
     def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         x = argument(args, kwargs, hidden)
         sequence = runtime.sequence
-        sequence.rows, sequence.length = x.shape[:2]
+        sequence.begin(*x.shape[:2])
         if sequence.cut:
             part = runtime.arriving if runtime.arriving is not None else functions.own_part(x, sequence)
             args, kwargs = with_arguments(args, kwargs, {hidden: part})
@@ -68,8 +67,7 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
                 if size:
                     found = forward((tokens - first).masked_fill(elsewhere, 0))
                 else:
-                    weight = local(module._parameters["weight"])
-                    assert weight is not None
+                    weight, _ = _held(module)
                     found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
             finally:
                 if padding is not None:
@@ -78,9 +76,9 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
             sequence = runtime.sequence
             if not (is_hidden and sequence.cut):
                 return functions.summed(summand, group)
-            sequence.rows, sequence.length = tokens.shape
+            sequence.begin(*tokens.shape)
             runtime.arriving = functions.summed_part(summand, sequence)
-            return summand.detach().new_full((1,), torch.nan).expand(summand.shape)
+            return without_values(summand, summand.shape)
 
         return run
 
@@ -96,12 +94,9 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
-            assert weight is not None
-            if (request := runtime.request) is not None:
-                whole = x if takes_whole else functions.gathered(x, runtime.sequence)
-                request.result = head_loss_sum(whole, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
-                return whole.new_empty((whole.shape[0], 0, weight.shape[0]))
+            if runtime.request is not None:
+                return _answered(runtime.request, module, x if takes_whole else functions.gathered(x, runtime.sequence))
+            weight, bias = _held(module)
             if takes_whole:
                 own = nn.functional.linear(x, weight, bias)
             else:
@@ -118,14 +113,22 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            request = runtime.request
-            if request is None:
-                return forward(x)
-            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
-            assert weight is not None
-            request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
-            return x.new_empty((x.shape[0], 0, weight.shape[0]))
+            return forward(x) if runtime.request is None else _answered(runtime.request, module, x)
 
         return run
 
     wrap(module, make)
+
+
+def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:
+    """Compute the loss that is asked for; the logits of no token are what the head then returns."""
+    weight, bias = _held(head)
+    request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
+    return x.new_empty((x.shape[0], 0, weight.shape[0]))
+
+
+def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts of weight and bias."""
+    weight = local(module._parameters["weight"])
+    assert weight is not None
+    return weight, local(module._parameters.get("bias"))

@@ -7,51 +7,14 @@ only the rank's part is, and it is gathered again (selective recomputation of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .group import TensorGroup, own_share, share_of_sequence
-
-
-@dataclass
-class Sequence:
-    """How activations between the blocks lie on the ranks; one for each model.
-
-    Attributes:
-        group: the ranks.
-        cut: each rank has its part of the sequence; else all have all of it.
-        regather: keep only that part for backward.
-        rows, length: of the batch in the forward that runs.
-    """
-
-    group: TensorGroup
-    cut: bool = True
-    regather: bool = True
-    rows: int = 0
-    length: int = 0
-
-    def own_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Leading dims of this rank's part of what has the whole sequence: (rows, share) or (rows · share,)."""
-        share = share_of_sequence(self.length, self.group.size) if self.cut else self.length
-        return (self.rows * share,) if x.dim() == 2 else (self.rows, share)
-
-    def whole(self, x: Tensor) -> Tensor:
-        """(rows, share, features), or (rows · share, features) → the same with the whole sequence."""
-        if not self.cut:
-            return x
-        gathered = self.group.gather(x.view(self.rows, -1, x.shape[-1]), self.length)
-        return gathered if x.dim() == 3 else gathered.reshape(-1, x.shape[-1])
-
-    def reduced(self, x: Tensor) -> Tensor:
-        """Summands with the whole sequence → the sum, this rank's part of it where the sequence is cut."""
-        if not self.cut:
-            return self.group.sum(x.contiguous())
-        mine = self.group.scatter(x.reshape(self.rows, self.length, x.shape[-1]))
-        return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))  # a view could not be changed in place
+from .group import TensorGroup, own_share
+from .sequence import Sequence
 
 
 def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, bool]], sequence: Sequence) -> tuple[Tensor, ...]:
@@ -65,16 +28,21 @@ def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, bool]],
         (rows, length, own output features) of each. The input's gradient is summed over the ranks.
     """
     tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
-    return _ColumnParallel.apply(x, sequence, (sequence.rows, sequence.length), tuple(way for *_, way in layers), *tensors)
+    return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), tuple(way for *_, way in layers), *tensors)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int, int], ways: tuple[bool, ...], *tensors: Tensor | None):
-        whole = sequence.whole(x)
+    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int], ways: tuple[bool, ...], *tensors: Tensor | None):
         weights = [weight for weight in tensors[::2] if weight is not None]
-        outputs = tuple(_linear(whole, w, b, way) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
+        if sequence.overlap is None:
+            whole = sequence.whole(x)
+            outputs = tuple(linear(whole, w, b, way) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
+        else:
+            whole, products = sequence.whole_and_products(x, [w if way else w.T for w, way in zip(weights, ways, strict=True)])
+            outputs = tuple(made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True))
         ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
+        ctx.tracked = weights if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
         ctx.save_for_backward(x if ctx.kept_part else whole, *weights)
         return outputs
@@ -83,17 +51,21 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         kept, *weights = ctx.saved_tensors
         sequence = ctx.sequence
-        sequence.rows, sequence.length = ctx.shape
+        sequence.restore(ctx.shape)
         whole = sequence.whole(kept) if ctx.kept_part and any(ctx.needs_input_grad[4:]) else kept
         grad_x: Tensor | None = None
+        overlaps = sequence.overlap is not None and ctx.needs_input_grad[0]
+        if overlaps:
+            ways = zip(grad_outputs, weights, ctx.ways, strict=True)
+            grad_x = sequence.reduced_product([(gradient, weight.T if way else weight) for gradient, weight, way in ways])
         found: list[Tensor | None] = []
         for i, (gradient, weight, way) in enumerate(zip(grad_outputs, weights, ctx.ways, strict=True)):
-            if ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[0] and not overlaps:
                 back = gradient @ (weight.T if way else weight)
                 grad_x = back if grad_x is None else grad_x.add_(back)
-            found.append(_weight_gradient(gradient, whole, way) if ctx.needs_input_grad[4 + 2 * i] else None)
+            found.append(now_or_later(ctx, i, gradient, whole, way) if ctx.needs_input_grad[4 + 2 * i] else None)
             found.append(gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[5 + 2 * i] else None)
-        if grad_x is not None:
+        if grad_x is not None and not overlaps:
             grad_x = sequence.reduced(grad_x)
         return grad_x, None, None, None, *found
 
@@ -112,7 +84,7 @@ def row_parallel(
     Returns:
         (rows, share, features), or (rows, length, features) where the sequence is not cut.
     """
-    return _RowParallel.apply(x, weight, bias, others, transposed, sequence, (sequence.rows, sequence.length))
+    return _RowParallel.apply(x, weight, bias, others, transposed, sequence, sequence.shape_of(x))
 
 
 class _RowParallel(torch.autograd.Function):
@@ -125,15 +97,19 @@ class _RowParallel(torch.autograd.Function):
         others: Tensor | None,
         transposed: bool,
         sequence: Sequence,
-        shape: tuple[int, int],
+        shape: tuple[int | None, int],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sequence, ctx.shape, ctx.transposed = sequence, shape, transposed
-        summand = _linear(x, weight, None, transposed)
-        if others is not None:
-            summand += others.view(summand.shape)
+        ctx.tracked = (weight,) if sequence.deferred is not None else ()
         ctx.others = None if others is None else others.shape
-        output = sequence.reduced(summand)
+        if others is None and sequence.overlap is not None:
+            output = sequence.reduced_product([(x, weight if transposed else weight.T)])
+        else:
+            summand = linear(x, weight, None, transposed)
+            if others is not None:
+                summand += others.view(summand.shape)
+            output = sequence.reduced(summand)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -141,39 +117,56 @@ class _RowParallel(torch.autograd.Function):
         (gradient,) = grad_outputs
         x, weight = ctx.saved_tensors
         sequence = ctx.sequence
-        sequence.rows, sequence.length = ctx.shape
-        whole = sequence.whole(gradient)
-        grad_x = whole @ (weight.T if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(whole, x, ctx.transposed) if ctx.needs_input_grad[1] else None
+        sequence.restore(ctx.shape)
+        matrices = [weight.T if ctx.transposed else weight] if ctx.needs_input_grad[0] else []
+        whole, products = sequence.whole_and_products(gradient, matrices) if matrices else (sequence.whole(gradient), [None])
+        grad_x = products[0]
+        grad_weight = now_or_later(ctx, 0, whole, x, ctx.transposed) if ctx.needs_input_grad[1] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, whole.view(ctx.others) if ctx.needs_input_grad[3] else None, None, None, None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, transposed: bool) -> Tensor | None:
+    """The gradient of a layer's weight; None where a pipeline puts it off.
+
+    Args:
+        ctx: of a node, with ``sequence`` and, as ``tracked``, the weights that it was given: what is saved may come back as another tensor.
+        number: of the weight among them.
+    """
+    deferred = ctx.sequence.deferred
+    if deferred is None or not deferred.is_open:
+        return weight_gradient(gradient, x, transposed)
+    weight = ctx.tracked[number]
+    deferred.put_off(lambda: torch.autograd.backward(weight, weight_gradient(gradient, x, transposed)))
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     return F.linear(x, weight.T if transposed else weight, bias)
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
+def weight_gradient(gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
     gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
     return x.T @ gradient if transposed else gradient.T @ x
 
 
 def gathered(x: Tensor, sequence: Sequence) -> Tensor:
     """(rows, share, features) → (rows, length, features), used by each rank for a part of what follows: its gradient is summed and cut."""
-    return _Gathered.apply(x, sequence, (sequence.rows, sequence.length))
+    return _Gathered.apply(x, sequence, sequence.shape_of(x))
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
         return sequence.whole(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
-        ctx.sequence.rows, ctx.sequence.length = ctx.shape
-        return ctx.sequence.reduced(gradient), None, None
+        sequence = ctx.sequence
+        sequence.restore(ctx.shape)
+        return sequence.reduced(gradient if sequence.cut else gradient.clone()), None, None  # a sum is written in place
 
 
 def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
@@ -258,6 +251,22 @@ class _SummingGradients(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
         return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """The same; its gradient is so many times what comes back."""
+    return _ScaledGradient.apply(x, factor)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        return grad_outputs[0] * ctx.factor, None
 
 
 def whole_features(x: Tensor, copies: int, group: TensorGroup) -> Tensor:

@@ -56,45 +56,77 @@ class SharedInput:
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """That of the layer of this number, for the input ``x`` (or what it stands in for)."""
-        x = self.runtime.behind(x)
+        x = self.input_of(x)
         if self._taken is not x or number not in self._outputs:
-            layers = [layer.tensors(self.runtime) for layer in self.layers]
-            outputs = functions.column_parallel(x, layers, self.runtime.sequence)
-            self._taken, self._outputs = x, dict(enumerate(outputs))
+            self._taken, self._outputs = x, dict(enumerate(self.compute(x)))
         output = self._outputs.pop(number)
         if not self._outputs:
             self._taken = None
         return output
 
+    def input_of(self, x: Tensor) -> Tensor:
+        """What a layer's input stands for."""
+        return self.runtime.behind(x)
 
-def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, *, defers: bool, takes_deferred: bool, sums_bias: bool) -> None:
-    """A linear layer of which each rank has some input features.
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of all layers."""
+        return functions.column_parallel(x, [layer.tensors(self.runtime) for layer in self.layers], self.runtime.sequence)
 
-    Args:
-        sums_bias: the bias's gradient is summed over the ranks as soon as it is there.
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the summands of a row-parallel layer are reduced.
+
+    Attributes:
         defers: give nothing now, and leave the summand to a later layer.
+        begins: it is the first of those that do. What was left before is forgotten: a part of a block that is computed once more in
+            backward leaves a summand that nobody takes.
         takes_deferred: reduce those summands too.
+        sums_bias: the bias's gradient is summed over the ranks as soon as it is there.
     """
+
+    defers: bool = False
+    begins: bool = False
+    takes_deferred: bool = False
+    sums_bias: bool = False
+
+
+ALONE = Reduction()
+"""At once, and nothing else with it."""
+
+
+def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
+    """A linear layer of which each rank has some input features."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
             weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
             assert weight is not None
-            if bias is not None and sums_bias:
+            if bias is not None and reduction.sums_bias:
                 bias = functions.summing_gradients(bias, runtime.group)
-            if defers:
-                summand = nn.functional.linear(x, weight.T if transposed else weight)
-                runtime.deferred = summand if runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
-                features = summand.shape[-1]
-                share = runtime.sequence.own_shape(x)
-                return x.new_zeros((*share, features)) if bias is None else bias.expand(*share, features).clone()
-            others = runtime.deferred if takes_deferred else None
-            runtime.deferred = None if takes_deferred else runtime.deferred
+            if reduction.defers:
+                return collect_deferred(
+                    runtime, x, nn.functional.linear(x, weight.T if transposed else weight), bias, begins=reduction.begins
+                )
+            others = runtime.deferred if reduction.takes_deferred else None
+            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
             return functions.row_parallel(x, weight, bias, transposed, runtime.sequence, others)
 
         return run
 
     wrap(module, make)
+
+
+def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
+    """Leave a summand to the layer that reduces it; what is given in its place.
+
+    Args:
+        x: the layer's input.
+        begins: see ``Reduction``.
+    """
+    runtime.deferred = summand if begins or runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
+    share, features = runtime.sequence.own_shape(x), summand.shape[-1]
+    return summand.new_zeros((*share, features)) if bias is None else bias.expand(*share, features).clone()
 
 
 def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -> None:

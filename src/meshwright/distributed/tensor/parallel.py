@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.core.axes import Axis
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import Part
 from meshwright.introspection.facts import CUT_BY
-from meshwright.introspection.structure.region import Cut
+from meshwright.introspection.structure.region import Cut, Region
+from meshwright.planning.expert_plan import ExpertPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor_plan import BlocksPlan, TensorPlan
 
-from . import ends, layers
-from .functions import Sequence
+from . import adapted, ends, layers, normed
 from .group import ProcessGroupRanks, TensorGroup
-from .placement import distribute, placement_of_cut
+from .overlap import Overlap
+from .placement import distribute, place, placement_of_cut
+from .routers import routers_of_parts
 from .runtime import Runtime, use_local_parameters
+from .sequence import Sequence
 from .streams import separate_streams
 from .sums import Sums
 
@@ -26,8 +30,10 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Cut the model in place as the plan says; ``mesh`` has the tensor axis alone. ``model`` may be on meta."""
     tensor = plan.tensor
     assert tensor is not None
-    wrap_modules(model, tensor, ProcessGroupRanks(mesh.get_group()), sums_at_once=plan.data.reduction == "mean")
-    distribute_parameters(model, tensor, mesh)
+    overlap = Overlap(mesh.get_group()) if tensor.async_tensor_parallel else None
+    sums_at_once = plan.data.reduction == "mean"
+    wrap_modules(model, tensor, ProcessGroupRanks(mesh.get_group()), sums_at_once=sums_at_once, overlap=overlap, leaving=plan.experts)
+    distribute_parameters(model, tensor, mesh, leaving=plan.experts)
     model.__dict__[CUT_BY] = tensor
     return model
 
@@ -37,38 +43,62 @@ def sums_of(model: nn.Module, plan: Plan) -> Sums:
     tensor = plan.tensor
     if tensor is None:
         return Sums([], [], [])
-    trained = [(clean(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    own = plan.experts
+    named = [(clean(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in named if own is None or not own.has(name)]
     cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in trained}
     whole = [(parameter, tensor.is_summed(name)) for name, parameter in trained if cuts[name] is None]
     copied = [p for name, p in trained if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])]
     return Sums([p for p, is_summed in whole if is_summed], copied, [p for p, is_summed in whole if not is_summed])
 
 
-def distribute_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Every parameter becomes a DTensor on the tensor axis; tied ones stay one."""
+def distribute_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, leaving: ExpertPlan | None = None) -> None:
+    """Every parameter becomes a DTensor on the tensor axis; tied ones stay one. Experts that are ``leaving`` for another axis do not."""
     made: dict[int, nn.Parameter] = {}
     for raw, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is None:
+            full = clean(f"{raw}.{name}" if raw else name)
+            if parameter is None or (leaving is not None and leaving.has(full)):
                 continue
             if id(parameter) not in made:
-                cut = plan.cut_of(clean(f"{raw}.{name}" if raw else name), parameter.shape)
+                cut = plan.cut_of(full, parameter.shape)
                 placement = Replicate() if cut is None else placement_of_cut(*cut, plan.ranks)
                 made[id(parameter)] = distribute(parameter, mesh, placement)
                 made[id(made[id(parameter)])] = made[id(parameter)]
             module._parameters[name] = made[id(parameter)]
 
 
-def wrap_modules(model: nn.Module, plan: TensorPlan, group: TensorGroup, *, sums_at_once: bool = False) -> Runtime:
+def place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Where the parameters lie on the tensor axis, as the plan says: techniques that came since made new ones. ``mesh`` has that axis."""
+    axis = mesh[Axis.TP.value]
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and Axis.TP.value in (parameter.device_mesh.mesh_dim_names or ()):
+            cut = plan.cut_of(clean(name), parameter.shape)
+            place(parameter, axis, Replicate() if cut is None else placement_of_cut(*cut, plan.ranks))
+
+
+def wrap_modules(
+    model: nn.Module,
+    plan: TensorPlan,
+    group: TensorGroup,
+    *,
+    sums_at_once: bool = False,
+    overlap: Overlap | None = None,
+    leaving: ExpertPlan | None = None,
+) -> Runtime:
     """Wrap forwards; returns what they share.
 
     Args:
         sums_at_once: gradients of whole parameters that are sums over the ranks are summed as soon as they are there, and not by
             whoever steps.
+        overlap: of products and messages; a rehearsal has none.
+        leaving: whose experts another technique shares out.
     """
-    runtime = Runtime(sequence=Sequence(group, plan.sequence_parallel, plan.regather))
+    runtime = Runtime(sequence=Sequence(group, plan.sequence_parallel, plan.regather, overlap))
     model.__dict__["_meshwright_tensor"] = runtime
-    done: set[nn.Module] = set()
+    if plan.sequence_parallel:
+        routers_of_parts(model, runtime)
+    done = {model.get_submodule(stack.path) for stack in (leaving.stacks if leaving is not None else ())}
     for kind in plan.kinds:
         for path in kind.blocks:
             done |= _wrap_block(model.get_submodule(path), kind, runtime, sums_at_once)
@@ -84,15 +114,24 @@ def wrap_modules(model: nn.Module, plan: TensorPlan, group: TensorGroup, *, sums
         done.add(module)
     for path, module in model.named_modules():
         if module not in done and any(parameter is not None for parameter in module._parameters.values()):
-            use_local_parameters(module, _summed(plan, path, module) if sums_at_once else (), group)
+            summing = _summed(plan, path, module) if sums_at_once else ()
+            use_local_parameters(_called_with(model, path), module, summing=summing, group=group)
     if plan.kinds:
         first = model.get_submodule(plan.blocks[0])
-        ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
+        if plan.begins:
+            ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
         if isinstance(group, ProcessGroupRanks):  # threads share one stream
             separate_streams(model, first, runtime)
     if plan.gathers_after_blocks:
         ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
     return runtime
+
+
+def _called_with(model: nn.Module, path: str) -> nn.Module:
+    """The module while whose forward the one at ``path`` is used: itself, or around a container that is never called."""
+    while isinstance(model.get_submodule(path), (nn.ParameterDict, nn.ParameterList)):
+        path = owner(path)
+    return model.get_submodule(path)
 
 
 def _summed(plan: TensorPlan, path: str, module: nn.Module) -> tuple[str, ...]:
@@ -115,24 +154,69 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
         region = planned.region
         ways |= {path: _is_transposed(region.cuts, path, is_consumer=False) for path in region.producers}
         ways[region.consumer] = _is_transposed(region.cuts, region.consumer, is_consumer=True)
+        for found in region.adapted:
+            ends = found.host == region.consumer
+            ways |= {path: _is_transposed(region.cuts, path, is_consumer=ends) for path in (pair[not ends] for pair in found.pairs)}
         for path in region.spanning:
             cut = region.cut_of(f"{path}.weight")
             assert cut is not None
             layers.norm_over_all_features(block.get_submodule(path), cut.parts, runtime)
-        defers = region.consumer in kind.summed[:-1]
-        consumer = block.get_submodule(region.consumer)
-        takes = region.consumer in kind.summed[-1:]
-        sums_bias = sums_at_once and runtime.sequence.cut
-        layers.row_parallel(consumer, ways[region.consumer], runtime, defers=defers, takes_deferred=takes, sums_bias=sums_bias)
-        wrapped.add(consumer)
+        wrapped |= _wrap_consumer(block, kind, region, ways, runtime, sums_at_once)
         if region.container:
             layers.container(block.get_submodule(region.container), region.container, planned.form, runtime)
+    if kind.norms:
+        return wrapped | _wrap_normed(block, kind, ways, runtime, sums_at_once)
+    regions = [planned.region for planned in kind.regions]
     for paths in kind.gathers:
+        around = {path: found for region in regions for path in paths if (found := region.adapters_of(path)) is not None}
+        cut = [*paths, *(second for found in around.values() for _, second in found.pairs)]
+        copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in cut}
+        linears = [layers.ColumnLayer(block.get_submodule(path), ways[path], copied[path]) for path in cut]
+        if around:
+            for layer in linears:
+                adapted.local_linear(layer, runtime)
+            modules = [block.get_submodule(around[path].around if path in around else path) for path in paths]
+            adapted.GatheredInput(runtime, modules)
+        else:
+            layers.SharedInput(runtime, linears)
+        wrapped |= {layer.module for layer in linears}
+    for path in (path for region in regions for found in region.adapted for path in found.idle):
+        adapted.refuse_idle(block.get_submodule(path), path)
+        wrapped.add(block.get_submodule(path))
+    return wrapped
+
+
+def _wrap_normed(block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
+    """Norms side by side, with the layers behind them."""
+    branches = []
+    for norm, paths in zip(kind.norms, kind.gathers, strict=True):
         copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in paths}
         linears = [layers.ColumnLayer(block.get_submodule(path), ways[path], copied[path]) for path in paths]
-        layers.SharedInput(runtime, linears)
-        wrapped |= {layer.module for layer in linears}
-    return wrapped
+        branches.append(normed.NormedLayers(block.get_submodule(norm), linears, sums_at_once))
+    normed.SharedNormInput(runtime, branches)
+    return {module for branch in branches for module in (branch.norm, *(layer.module for layer in branch.layers))}
+
+
+def _wrap_consumer(
+    block: nn.Module, kind: BlocksPlan, region: Region, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
+) -> set[nn.Module]:
+    """The layer that ends a region, with its adapters; gives the modules that compute with cut parameters of their own."""
+    reduction = layers.Reduction(
+        defers=region.consumer in kind.summed[:-1],
+        begins=region.consumer in kind.summed[:1],
+        takes_deferred=region.consumer in kind.summed[-1:],
+        sums_bias=sums_at_once and runtime.sequence.cut,
+    )
+    consumer = block.get_submodule(region.consumer)
+    found = region.adapters_of(region.consumer)
+    if found is None:
+        layers.row_parallel(consumer, ways[region.consumer], runtime, reduction)
+        return {consumer}
+    cut = [layers.ColumnLayer(block.get_submodule(path), ways[path]) for path in (region.consumer, *(first for first, _ in found.pairs))]
+    for layer in cut:
+        adapted.local_summand(layer, runtime, sums_at_once=sums_at_once)
+    adapted.reduced(block.get_submodule(found.around), runtime, reduction)
+    return {layer.module for layer in cut}
 
 
 def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[Part, ...]]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from meshwright.core.parts import Part, is_plain, take
+from meshwright.distributed.shards import gradient_of
 from meshwright.planning.tensor_plan import words_of_cut
 
 
@@ -32,12 +34,12 @@ class PartsShard(Shard):
         return PartsShard, (self.dim, self.parts)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, PartsShard):
-            return (self.dim, self.parts) == (other.dim, other.parts)
-        return type(other) is Shard and self.dim == other.dim  # torch asks whether it is a Shard in this way; its caches go by the hash
+        """As torch sees it, a Shard: its sharding rules ask in this way, and its caches, which do not all compare hashes first, must not
+        now and then tell it from one. So what an operation returns is placed as whichever came first: see ``shards.pieces``."""
+        return isinstance(other, Shard) and self.dim == other.dim
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.parts))
+        return hash(Shard(self.dim))
 
     def __repr__(self) -> str:
         return words_of_cut(self.dim, self.parts)
@@ -60,7 +62,27 @@ def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) 
         local = take(local, placement.dim, parts, rank, size)
     local = local.contiguous() if local.is_meta else local.clone(memory_format=torch.contiguous_format)
     made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=parameter.shape, stride=_stride(parameter.shape))
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    whole = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    place(whole, mesh, placement)
+    return whole
+
+
+def place(parameter: Any, axis: DeviceMesh, placement: Placement) -> None:
+    """Say once more where a DTensor, and its gradients to come, lie on an axis of its mesh: whoever makes a parameter of a tensor copies
+    it, and torch placed what came out. See ``PartsShard.__eq__``."""
+    mesh, name = parameter.device_mesh, (axis.mesh_dim_names or ("",))[0]
+    number = (mesh.mesh_dim_names or ("",)).index(name)
+    before = parameter.placements[number]
+    if type(before) is not type(placement) or getattr(before, "parts", None) != getattr(placement, "parts", None):
+        placements = (*parameter.placements[:number], placement, *parameter.placements[number + 1 :])
+        parameter._spec = DTensorSpec(mesh, placements, tensor_meta=parameter._spec.tensor_meta)
+    if parameter.requires_grad and not parameter._post_accumulate_grad_hooks and not isinstance(placement, Replicate):
+        parameter.register_post_accumulate_grad_hook(_place_gradient)
+
+
+def _place_gradient(parameter: Tensor) -> None:
+    """autograd copied or added up the gradient, and torch placed what came out: see ``PartsShard.__eq__``."""
+    parameter.grad = gradient_of(parameter)
 
 
 def _stride(shape: torch.Size) -> tuple[int, ...]:

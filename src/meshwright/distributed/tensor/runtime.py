@@ -5,8 +5,9 @@ A wrapped forward works on plain tensors, this rank's parts of the parameters, w
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import functions
-from .functions import Sequence
 from .group import TensorGroup
 from .loss import LossOfLogits
+from .sequence import Sequence
 
 
 @dataclass
@@ -71,11 +72,12 @@ class Runtime(LossSite):
 
     def stand_in(self, part: Tensor) -> Tensor:
         """A tensor of the whole sequence's shape that takes no memory, for code that asks for shapes only; its values are not a number."""
+        sequence = self.sequence
         if part.dim() == 2:
-            shape = (self.sequence.rows * self.sequence.length, part.shape[-1])
+            shape = (sequence.rows * sequence.length(part.shape[0] // sequence.rows), part.shape[-1])
         else:
-            shape = (part.shape[0], self.sequence.length, *part.shape[2:])
-        made = part.detach().new_full((1,), torch.nan).expand(shape)
+            shape = (part.shape[0], sequence.length(part.shape[1]), *part.shape[2:])
+        made = without_values(part, shape)
         self._standing_for.append((made, part))
         return made
 
@@ -88,6 +90,11 @@ class Runtime(LossSite):
         return next((part for made, part in self._standing_for if made is x), x)
 
 
+def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
+    """A tensor of that shape that takes no memory; its values are not a number, so that code which reads them shows."""
+    return like.detach().new_full((1,), torch.nan).expand(*shape)
+
+
 def runtime_of(model: nn.Module) -> Runtime | None:
     """What the wrapped modules of a cut model share; None of one that is not cut."""
     return model.__dict__.get("_meshwright_tensor")
@@ -95,7 +102,31 @@ def runtime_of(model: nn.Module) -> Runtime | None:
 
 def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's part, differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():  # which knows to_local and not what a DTensor is made of
+        return parameter.to_local()
+    return _Local.apply(parameter)
+
+
+class _Local(torch.autograd.Function):
+    """As ``to_local``, at half of the time: its backward derives anew how the whole's gradient lies, which is known."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        part = parameter._local_tensor
+        ctx.spec, ctx.strides = parameter._spec, part.stride()
+        ctx.set_materialize_grads(False)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Tensor | None:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return None
+        if gradient.stride() != ctx.strides:  # the whole's strides follow from the part's
+            gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+        return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False)  # a copy: the dispatcher may write into it
 
 
 def wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -104,27 +135,48 @@ def wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., A
     module.forward = functools.wraps(forward)(make(forward))
 
 
-def use_local_parameters(module: nn.Module, summing: tuple[str, ...] = (), group: TensorGroup | None = None) -> None:
+class holding:
+    """Inside, the module's own parameters of these names are these tensors."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor | None]):
+        self._held, self._tensors = module.__dict__, tensors  # found before the parameter of the same name
+
+    def __enter__(self) -> None:
+        self._held.update(self._tensors)
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._tensors:
+            self._held.pop(name, None)
+
+
+def use_local_parameters(
+    module: nn.Module,
+    holder: nn.Module | None = None,
+    *,
+    summing: tuple[str, ...] = (),
+    group: TensorGroup | None = None,
+    gradient_factor: float = 1.0,
+) -> None:
     """While its forward runs, the module sees this rank's parts of its own parameters as plain tensors.
 
     Args:
+        holder: has the parameters; by default the module itself.
         summing: parameters whose gradients are summed over ``group`` as soon as they are there.
+        gradient_factor: on the gradients of all of them.
     """
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    home = holder if holder is not None else module
+    names = [name for name, parameter in home._parameters.items() if parameter is not None]
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            held = module.__dict__  # found before the parameter of the same name
-            try:
-                for name in names:
-                    part = local(module._parameters[name])
-                    held[name] = part
-                    if name in summing and part is not None and group is not None:
-                        held[name] = functions.summing_gradients(part, group)
+            parts = {name: local(home._parameters[name]) for name in names}
+            if gradient_factor != 1.0:
+                parts = {name: None if part is None else functions.scaled_gradient(part, gradient_factor) for name, part in parts.items()}
+            for name in summing:
+                if (part := parts[name]) is not None and group is not None:
+                    parts[name] = functions.summing_gradients(part, group)
+            with holding(home, parts):
                 return forward(*args, **kwargs)
-            finally:
-                for name in names:
-                    held.pop(name, None)
 
         return run
 

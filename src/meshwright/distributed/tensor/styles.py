@@ -21,10 +21,10 @@ from meshwright.core.parts import Part, take
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
 from . import ends, functions, layers
-from .functions import Sequence
 from .group import ProcessGroupRanks
 from .placement import distribute, placement_of_cut
 from .runtime import Runtime, local, use_local_parameters, wrap
+from .sequence import Sequence
 
 
 class Style(ParallelStyle):
@@ -121,7 +121,7 @@ class RowStyle(ColumnStyle):
                 raise ConfigError(f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here: rowwise.")
             wrap(module, lambda forward: lambda x: _linear(module, x, transposed))
         else:
-            layers.row_parallel(module, transposed, runtime, defers=False, takes_deferred=False, sums_bias=False)
+            layers.row_parallel(module, transposed, runtime)
         if STYLES[self.word].whole_outside:
             parts = self._cut(module, "weight", dim, group.size)
 
@@ -159,7 +159,7 @@ class WholeStyle(Style):
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
         is_summed = self.word in ("replicated_with_grad_allreduce", "sequence_parallel")
         own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-        use_local_parameters(module, own if is_summed else (), runtime.group)
+        use_local_parameters(module, summing=own if is_summed else (), group=runtime.group)
         return None if self.word.startswith("local") else {}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.parts import Part, ranges
-from meshwright.distributed.shards import pieces
+from meshwright.distributed.shards import gradient_of, pieces
 
 from .group import TensorGroup
 
@@ -49,7 +49,7 @@ def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
     places = [(_local(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
     for parameter in sums.copied:
         if parameter.grad is not None:
-            places += _copies(parameter.grad, group)
+            places += _copies(gradient_of(parameter), group)
     _sum(places, group)
     for parameter, earlier in before:
         if earlier is not None:
@@ -83,8 +83,9 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _copies(gradient: Tensor, group: TensorGroup) -> list[tuple[Tensor, int, int]]:
+def _copies(gradient: Tensor | None, group: TensorGroup) -> list[tuple[Tensor, int, int]]:
     """(view, number of the slot that it belongs into, slots): ranks that have copies of one part share a slot."""
+    assert gradient is not None
     return [(piece.local, group.rank // piece.copies, group.size // piece.copies) for piece in pieces(gradient) if piece.copies > 1]
 
 

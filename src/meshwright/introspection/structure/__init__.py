@@ -29,6 +29,7 @@ class Measured:
         sample: the small copy that was measured.
         probes: of the sample's first block of each kind, by its path.
         parameter_bytes: what each parameter of the model itself takes, by its names.
+        shapes: of the parameters and buffers of the model's first block of each kind, by the block's path and the name within it.
     """
 
     structure: Structure

@@ -23,7 +23,9 @@ def describe(structure: Structure, legal: list[int]) -> str:
             lines.append("    no layers were found whose features fall into groups")
         if kind.mixes_outside:
             lines.append("    tokens meet outside these layers, so the sequence stays whole")
-        lines += [f"    one gather: {', '.join(paths)}" for paths in kind.gathers if len(paths) > 1]
+        gathers = (tuple(path for paths in kind.gathers for path in paths),) if kind.norms else kind.gathers
+        before = f" (before {', '.join(kind.norms)})" if kind.norms else ""
+        lines += [f"    one gather{before}: {', '.join(paths)}" for paths in gathers if len(paths) > 1]
         lines += [f"    reduced together: {', '.join(kind.summed)}"] if kind.summed else []
     lines.append(f"  embedding: {structure.embedding or 'not recognised'}; head: {structure.head or 'not recognised'}")
     if structure.tail.obstacle:

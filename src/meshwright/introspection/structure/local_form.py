@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.names import is_within
 from meshwright.core.parts import take
 
 from .probe import Call, Probe
@@ -121,14 +122,14 @@ class _Rehearsal:
             cut = region.cut_of(f"{path}.weight")
             assert cut is not None
             given = probe.output_of(path)
-            stubs[path] = _Gives(take(given, -1, cut.parts, rank, self.ranks))
-        stubs[region.consumer] = _Takes(self, probe.output_of(region.consumer))
+            stubs[probe.place_of(path)] = _Gives(take(given, -1, cut.parts, rank, self.ranks))
+        stubs[probe.place_of(region.consumer)] = _Takes(self, probe.output_of(region.consumer))
         for path, stub in stubs.items():
             parent, _, name = path.removeprefix(inside).rpartition(".")
             setattr(made.get_submodule(parent), name, stub)
         for cut in region.cuts:
             path, _, name = cut.name.rpartition(".")
-            if path not in stubs and (path + ".").startswith(inside):
+            if not any(is_within(path, stub) for stub in stubs) and (path + ".").startswith(inside):
                 module = made.get_submodule(path.removeprefix(region.container).removeprefix("."))
                 held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 held[name] = take(held[name].data, cut.dim, cut.parts, rank, self.ranks)
@@ -177,8 +178,9 @@ class _Rehearsal:
         """(module, attribute) -> the (whole, local) values to try, of those without which the container computes something else."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         module, container = self.probe.module(self.region.container), self.region.container
+        layers = [self.probe.place_of(path) for path in (*self.region.producers, *self.region.spanning, self.region.consumer)]
         for path, part in module.named_modules(prefix=container):
-            if path in (*self.region.producers, *self.region.spanning, self.region.consumer):
+            if any(is_within(path, layer) for layer in layers):
                 continue
             for name, value in _numbers(part):
                 tried = [(value, local) for local in dict.fromkeys(self._scaled(value)) if local != value]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapters import Adapted, find_adapted
+
 PUSHED = 1
 """The token that is pushed. Not the first: it attends to nothing but itself, whatever its query."""
 
@@ -69,15 +71,23 @@ class Probe:
     Attributes:
         block: the module.
         calls: path within the block -> its calls, in order of first call; "" is the block itself.
-        linears: path -> whether its weight is stored (in, out).
+        linears: path -> whether its weight is stored (in, out); those of adapters are not among them.
+        adapted: linear layers with adapters, by path. Their calls are those of the modules around them.
+        beside: those of adapters, as ``linears``.
     """
 
     block: nn.Module
     calls: dict[str, list[Call]]
     linears: dict[str, bool] = field(init=False)
+    adapted: dict[str, Adapted] = field(init=False)
+    beside: dict[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.linears = {path: way for path, calls in self.calls.items() if (way := self._orientation(path, calls)) is not None}
+        ways = {path: way for path, calls in self.calls.items() if (way := self._orientation(path, calls)) is not None}
+        self.adapted = {found.host: found for found in find_adapted(self.block, self.calls, ways)}
+        self.beside = {path: ways[path] for found in self.adapted.values() for path in found.linears}
+        self.linears = {path: way for path, way in ways.items() if path not in self.beside}
+        self.calls = self.calls | {host: self.calls[found.around] for host, found in self.adapted.items()}
 
     @property
     def call(self) -> Call:
@@ -85,6 +95,10 @@ class Probe:
 
     def module(self, path: str) -> nn.Module:
         return self.block.get_submodule(path)
+
+    def place_of(self, path: str) -> str:
+        """The module that gives what counts as a linear layer's output: it adds what adapters give, where there are any."""
+        return self.adapted[path].around if path in self.adapted else path
 
     def output_of(self, path: str) -> Tensor:
         result = self.calls[path][0].left
@@ -162,10 +176,21 @@ class Probe:
         return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
 
     @contextmanager
+    def giving(self, outputs: dict[str, Tensor]) -> Iterator[None]:
+        """Modules give these outputs, whatever they compute."""
+        places = {self.place_of(path): kept for path, kept in outputs.items()}
+        handles = [self.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone()) for path, kept in places.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
     def _holding(self, held: list[str]) -> Iterator[_Held]:
         """Keep the outputs of ``held`` at what was recorded."""
         state = _Held(self, held)
-        handles = [self.module(path).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
+        handles = [self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
         try:
             with torch.no_grad():
                 state.rest = state.inputs()

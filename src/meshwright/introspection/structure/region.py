@@ -12,6 +12,8 @@ from torch import nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import Part
 
+from .adapters import Adapted
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -42,6 +44,8 @@ class Region:
         shared: other parameters inside, which all groups use.
         spanning: norms between a producer and the rest that run over all its features.
         roles: (linear layer, what it is) of each: query, key, value, gate, up, several joined by +, and output or down.
+        adapted: those of its linear layers that have adapters. Before a region ends, an adapter's first layer is whole and its second is
+            cut as its host; where it ends, the first is cut and the second is whole, and the host's bias is one rank's summand.
     """
 
     kind: Literal["attention", "feed_forward"]
@@ -53,6 +57,20 @@ class Region:
     shared: tuple[str, ...] = ()
     spanning: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
+    adapted: tuple[Adapted, ...] = ()
+
+    def adapters_of(self, host: str) -> Adapted | None:
+        return next((found for found in self.adapted if found.host == host), None)
+
+    def place_of(self, host: str) -> str:
+        """The module that stands where the linear layer would without adapters."""
+        found = self.adapters_of(host)
+        return host if found is None else found.around
+
+    def linears_of(self, host: str) -> tuple[str, ...]:
+        """A linear layer, and those of its adapters."""
+        found = self.adapters_of(host)
+        return (host, *found.linears) if found is not None else (host,)
 
     @property
     def joint(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.core.names import owner
 from meshwright.core.parts import Part
 
+from .adapters import Adapted
 from .probe import Influence, Probe, Reach
 from .region import Cut, Region
 
@@ -107,13 +108,18 @@ def _region(
         for path in (producer, *([through[producer]] if producer in through else [])):
             cuts += _cuts_of_producer(probe, path, parts)
     linears = [through.get(producer, producer) for producer in producers]
+    adapted = tuple(probe.adapted[path] for path in (*linears, consumer) if path in probe.adapted)
+    cuts += _cuts_of_adapters(probe, adapted, cuts, consumer)
     container = _common([*linears, consumer])
     others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, consumer, (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
     roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
     roles = _named_by_each_other(roles) if kind == "feed_forward" else roles
     roles.append((consumer, "output" if kind == "attention" else "down"))
-    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles))
+    shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
+    if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
+        shared += (f"{consumer}.bias",)
+    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles), adapted)
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
@@ -212,6 +218,24 @@ def _cuts_of_producer(probe: Probe, path: str, parts: tuple[Part, ...]) -> Itera
             yield Cut(f"{path}.{name}", 1 if probe.linears.get(path) and tensor.dim() == 2 else 0, parts)
 
 
+def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(host, (first, second)) of every adapter."""
+    return ((found.host, pair) for found in adapted for pair in found.pairs)
+
+
+def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut], consumer: str) -> list[Cut]:
+    """An adapter's second layer gives the features that its host gives, and is cut as that is; its first one where a region ends."""
+    of_host = {cut.name: cut.parts for cut in cuts}
+    found = []
+    for host, (first, second) in _pairs(adapted):
+        parts = of_host[f"{host}.weight"]
+        if host == consumer:
+            found.append(Cut(f"{first}.weight", 0 if probe.beside[first] else 1, parts))
+        else:
+            found.append(Cut(f"{second}.weight", 1 if probe.beside[second] else 0, parts))
+    return found
+
+
 def _common(paths: list[str]) -> str:
     """The smallest module around all paths."""
     container = owner(paths[0])
@@ -227,9 +251,10 @@ def _other_tensors(
     cuts: list[Cut] = []
     shared: list[str] = []
     module = probe.module(container)
+    idle = [path for found in probe.adapted.values() for path in found.idle]
     for name, tensor in (*module.named_parameters(container), *module.named_buffers(container)):
         name = name.removeprefix(".")
-        if name in known or not tensor.is_floating_point() or owner(name) in probe.linears:
+        if name in known or not tensor.is_floating_point() or owner(name) in (*probe.linears, *probe.beside, *idle):
             continue
         reach = probe.influence_of_tensor(name, tensor, held).get((name, consumer))
         if reach is None:

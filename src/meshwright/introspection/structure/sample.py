@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.wrapped import core_of
 
+from .grafted import grafted
 from .small import small_configs
 
 ROWS, SEQ = 2, 6
@@ -63,6 +66,7 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(_random(parameter, generator))
+            parameter.requires_grad_()  # what the model freezes is rehearsed too
     tokens = torch.randint(0, _ids(made), (ROWS, SEQ), generator=generator)
     return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
 
@@ -81,8 +85,12 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]]:
-    """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one."""
-    config = getattr(model, "config", None)
+    """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one.
+
+    What is wrapped around the model and around its layers is put around those of the copy.
+    """
+    core = core_of(model)
+    kind, config = type(core), getattr(core, "config", None)
     if config is None:
         return
     names = _names(model)
@@ -90,11 +98,11 @@ def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]
     for small in small_configs(config, needed, ranks):
         try:
             with torch.device("meta"):
-                is_like = _names(type(model)(small.config)) == names
-            if not is_like or not _is_small(type(model), small.config):
+                is_like = _names(grafted(model, kind(small.config))) == names
+            if not is_like or not _is_small(kind, small.config):
                 continue
             with torch.device("cpu"), torch.no_grad():
-                made = type(model)(small.config)
+                made = grafted(model, kind(small.config))
                 made.eval()(torch.zeros((1, 2), dtype=torch.int64))
         except Exception:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
             continue
@@ -150,9 +158,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _inputs(model: nn.Module, name: str, tokens: Tensor) -> list[dict[str, Any]]:
-    import inspect
-
-    takes = inspect.signature(model.forward).parameters
+    takes = Signature.of(model).arguments
     plain: dict[str, Any] = {name: tokens}
     if "use_cache" in takes:
         plain["use_cache"] = False

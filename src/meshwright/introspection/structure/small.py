@@ -91,6 +91,12 @@ def _get(config: Any, names: tuple[str, ...]) -> int | None:
     return next((found for name in names if isinstance(found := getattr(config, name, None), int) and found > 0), None)
 
 
+def stated_width(model: Any) -> int | None:
+    """Features of the residual stream, where the model's config says so."""
+    config = getattr(model, "config", None)
+    return None if config is None else _get(config, WIDTH)
+
+
 def _own(config: Any, name: str) -> Any:
     """A value that can be set: a property cannot."""
     is_property = isinstance(getattr(type(config), name, None), property)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.blocks import repeated_blocks
 
+from .adapters import find_others
 from .local_form import LocalForm, local_form
+from .normed import side_by_side
 from .probe import PUSHED, Call, Probe, record
 from .region import Region, resized, shapes_of
 from .regions import find_regions
@@ -34,16 +35,20 @@ class BlockKind:
         hidden: which argument of a block is the residual stream.
         regions: what can be cut.
         gathers: linear layers that take the very same tensor, together; paths within the block.
+        norms: of each group of ``gathers``, the module of the block's input behind which it comes; empty: not all have one of their own.
         summed: consumers whose outputs only meet in a sum, so that they may be reduced together; empty: none.
         mixes_outside: whether tokens meet outside the regions.
+        strange: what stands beside linear layers and is no adapter that could be cut with them, in words.
     """
 
     blocks: tuple[str, ...]
     hidden: int | str
     regions: tuple[Region, ...]
     gathers: tuple[tuple[str, ...], ...]
+    norms: tuple[str, ...]
     summed: tuple[str, ...]
     mixes_outside: bool
+    strange: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,16 @@ def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
     regions = find_regions(probe)
     hidden = next(key for key, value in probe.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
+    gathers = _gathers(probe, regions)
     return BlockKind(
         blocks=blocks,
         hidden=hidden,
         regions=regions,
-        gathers=_gathers(probe, regions),
+        gathers=gathers,
+        norms=() if probe.adapted else side_by_side(probe, gathers, hidden),
         summed=_summed(probe, regions),
         mixes_outside=_mixes_outside(probe, regions, hidden),
+        strange=tuple(find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])),
     )
 
 
@@ -146,7 +154,7 @@ def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
     total = torch.stack([probe.output_of(path).view(probe.output_of(order[0]).shape) for path in order]).sum(0)
     moved = {path: torch.zeros_like(total) for path in order[:-1]} | {order[-1]: total.view(probe.output_of(order[-1]).shape)}
     rest = probe.call.left
-    with torch.no_grad(), _giving(probe, moved):
+    with torch.no_grad(), probe.giving(moved):
         found = probe.rerun()
     return tuple(order) if rest is not None and torch.allclose(found, rest, rtol=1e-6, atol=1e-9) else ()
 
@@ -159,23 +167,12 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...], hidden: int | str)
     push = torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
     pushed[:, PUSHED] += push  # not the same for all features: a norm that centres would not see it
     (args if isinstance(hidden, int) else kwargs)[hidden] = pushed  # type: ignore[index]
-    with torch.no_grad(), _giving(probe, held):
+    with torch.no_grad(), probe.giving(held):
         rest = probe.rerun()
         found = Call.of((), {}, probe.block(*args, **kwargs)).left
     assert found is not None
     moved = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
     return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
-
-
-@contextlib.contextmanager
-def _giving(probe: Probe, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Modules give these outputs, whatever they compute."""
-    handles = [probe.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone()) for path, kept in outputs.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
@@ -200,7 +197,7 @@ def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
     logits = output if isinstance(output, Tensor) else output.logits
     probe = Probe(sample.model, {path: calls for path, calls in outside.items() if path})
     last = [path for path, transposed in probe.linears.items() if not transposed and probe.output_of(path).shape == logits.shape]
-    return last[-1] if last else None
+    return last[-1] if last and last[-1] not in probe.adapted else None
 
 
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:

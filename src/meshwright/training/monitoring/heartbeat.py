@@ -43,6 +43,8 @@ class Record:
     """What the rank said when it ended in an error; "" as long as it goes on."""
     time: float = 0.0
     """Unix time of the last look at the stack."""
+    part: str = ""
+    """Of the model, where the rank has only some: ``"stage 1 of 2: layers.2 to layers.3"``."""
     looked_at_step: int = 0
     module: str = ""
     collective: dict[str, Any] | None = None
@@ -82,7 +84,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.rank, self.host, self.pid = 0, socket.gethostname(), os.getpid()
-        self.step, self.phase, self.last_words, self.module = 0, "start", "", ""
+        self.step, self.phase, self.last_words, self.module, self.part = 0, "start", "", "", ""
         self.watch: Callable[[], None] | None = None
         self.collective: dict[str, Any] | None = None
         self.folder: Path | None = None
@@ -102,9 +104,11 @@ class Heartbeat:
         if self._file is not None:
             self._write(self._file, self._first_line(), 0)
 
-    def know(self, modules: Iterable[tuple[str, object]]) -> None:
-        """The names by which modules are told."""
+    def know(self, modules: Iterable[tuple[str, object]], part: str = "") -> None:
+        """The names by which modules are told, and which part of the model this rank has."""
         self._names = {id(module): name for name, module in modules if name}
+        self.part = part
+        self.look()
 
     def settle(self, folder: Path | None) -> None:
         """Keep the record in ``folder`` from now on (None: nowhere)."""
@@ -137,7 +141,7 @@ class Heartbeat:
             stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             self.module = self.module or self._module_of(frame)
             frame = frame.f_back
-        said: dict[str, Any] = {"time": time.time(), "looked_at_step": self.step, "module": self.module}
+        said: dict[str, Any] = {"time": time.time(), "part": self.part, "looked_at_step": self.step, "module": self.module}
         said |= {"collective": self.collective, "stack": stack[::-1]}
         text = json.dumps(said).encode() + b"\n"
         with self._lock:  # else the main thread could close the file, and its number be another file's

@@ -27,8 +27,9 @@ def whereabouts(record: Record) -> str:
 
 
 def name_of(record: Record) -> str:
-    """``"rank 2 (host n1, pid 4711)"``."""
-    return f"rank {record.rank} (host {record.host}, pid {record.pid})"
+    """``"rank 2 (host n1, pid 4711)"``; with what it has of the model, where that is a part."""
+    part = f", {record.part}" if record.part else ""
+    return f"rank {record.rank} (host {record.host}, pid {record.pid}{part})"
 
 
 def process_state(record: Record) -> str:

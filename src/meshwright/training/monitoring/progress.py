@@ -12,6 +12,9 @@ from typing import Literal, Protocol, Self, TextIO
 from meshwright.core.errors import ConfigError
 from meshwright.core.units import bytes_text, count_text, duration_text
 
+UNBALANCED = 2.0
+"""From so many times its layer's mean on, the busiest expert is worth a word."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -35,6 +38,8 @@ class StepReport:
     """Set on the steps that were followed by a validation."""
     skipped: int = 0
     """Steps so far that were skipped for gradients that were not finite."""
+    busiest_expert: float | None = None
+    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean; None where it was not counted."""
     eta_seconds: float | None = None
     """Estimated seconds to the end; None while unknown."""
 
@@ -50,6 +55,8 @@ class StepReport:
         if self.mfu is not None:
             pairs.append(("MFU", f"{100 * self.mfu:.1f} %"))
         pairs.append((self.memory_label, bytes_text(self.memory_bytes)))
+        if self.busiest_expert is not None and self.busiest_expert >= UNBALANCED:
+            pairs.append(("busiest expert", f"{self.busiest_expert:.1f}× the mean"))
         if self.skipped:
             pairs.append(("skipped", str(self.skipped)))
         return pairs

@@ -1,0 +1,129 @@
+"""A cut into stages, rehearsed before its first use: a small copy of the model goes through stages of one block each, in this process.
+
+The stages are made by the very code that makes those of the real model; only what carries messages between them is another.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.distributed.deferred import DeferredGradients, defer_linear
+from meshwright.distributed.tensor.objective import logits_of
+from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.planning.pipeline_plan import PipelinePlan, StagePlan
+
+from .absent import Passage
+from .split import stage_of
+
+LARGEST_ERROR = 1e-6
+"""In fp64, relative; models that compute in fp32 inside are not exact to more."""
+
+_PROVED: WeakKeyDictionary[nn.Module, set[PipelinePlan]] = WeakKeyDictionary()
+
+
+def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
+    """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
+
+    Args:
+        ranks: of the tensor axis: which small copy was measured.
+
+    Raises:
+        UnsupportedError: the stages do not give what the whole model gives; the text says where.
+    """
+    model = facts.module
+    assert model is not None
+    known: set[PipelinePlan] = _PROVED.setdefault(model, set())
+    sample = measure_structure(facts, ranks).sample
+    stages = tuple(StagePlan(0, (block,)) for block in sample.blocks)
+    small = replace(plan, stages=stages, dtype="float64")
+    if small in known:
+        return
+    for inputs in sample.inputs:
+        try:
+            errors = rehearse(sample.model, small, inputs)
+        except Exception as error:
+            raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
+        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        if not errors[worst] <= LARGEST_ERROR:
+            what = "the loss" if worst == "loss" else f"the gradient of {worst}"
+            raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
+    known.add(small)
+
+
+def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
+    return (
+        f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and {why}. Only what one"
+        f" block gives to the next may go from stage to stage. Set layout.pp = 1."
+    )
+
+
+def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> dict[str, float]:
+    """The relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
+
+    Args:
+        model: small, with weights.
+        plan: of its stages.
+        inputs: of its forward.
+    """
+    reference = copy.deepcopy(model)
+    expected_loss = _loss(reference, inputs)
+    expected_loss.backward()
+    loss, found = _through_stages(copy.deepcopy(model), plan, inputs)
+    errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
+    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    scale = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    for name, gradient in expected.items():
+        off = (found.get(name, torch.zeros_like(gradient)) - gradient).norm()
+        errors[name] = float(off / gradient.norm().clamp(min=1e-6 * scale))
+    return errors
+
+
+def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients of the parameters by name; those of tied ones add up, since the stages share them here."""
+    passages = [Passage() for _ in plan.stages]
+    stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
+    deferred = DeferredGradients()
+    for stage, module in zip(plan.stages, stages, strict=True):
+        for path, transposed in plan.kind_of(stage.blocks[0]).linears if plan.splits_backward else ():
+            defer_linear(module.get_submodule(f"{stage.blocks[0]}.{path}"), transposed, deferred)
+    left: list[Tensor] = []
+    entered: list[Tensor | None] = []
+    for module, passage in zip(stages, passages, strict=True):
+        passage.shape = tuple(next(iter(inputs.values())).shape)
+        passage.entering = left[-1].detach().requires_grad_() if left else None
+        entered.append(passage.entering)
+        output = module(**inputs)
+        left.append(_loss_of(output) if module is stages[-1] else _given(passage))
+    gradient: Tensor | None = None
+    for number in reversed(range(len(stages))):
+        deferred.begin(number)
+        torch.autograd.backward(left[number], gradient)
+        deferred.end()
+        gradient = None if (given := entered[number]) is None else given.grad
+        deferred.do(number)
+    found = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return left[-1].detach(), found
+
+
+def _given(passage: Passage) -> Tensor:
+    assert passage.leaving is not None
+    return passage.leaving
+
+
+def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    return _loss_of(model(**inputs))
+
+
+def _loss_of(output: Any) -> Tensor:
+    logits = logits_of(output)
+    labels = torch.arange(logits.shape[0] * logits.shape[1], device=logits.device) * 7 % logits.shape[-1]
+    return F.cross_entropy(logits.flatten(0, -2), labels)

@@ -1,0 +1,283 @@
+"""A step of a pipeline: each rank does its part of the schedule's program, in its order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.axes import Axis
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.losses import IGNORED, PADDING
+from meshwright.distributed import fully_sharded, step_batch
+from meshwright.distributed.deferred import DeferredGradients, defer_linear
+from meshwright.distributed.part import Batch, Inputs
+from meshwright.distributed.tensor.group import share_of_sequence
+from meshwright.distributed.tensor.objective import LossFunction, Objective, logits_of
+from meshwright.distributed.tensor.parallel import sums_of
+from meshwright.distributed.tensor.runtime import runtime_of
+from meshwright.distributed.tensor.sums import summing
+from meshwright.planning.plan import Plan
+from meshwright.planning.schedules.action import Action, Work
+from meshwright.planning.schedules.orders import forwards
+from meshwright.planning.schedules.program import Content, Message, Receive, Send, Step, message_after, message_before, programs
+
+from .messages import Mail, broadcast_object
+from .split import StagePart
+from .ties import Ties
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for its backward."""
+
+    entered: Tensor | None
+    left: Tensor | None
+
+
+class Pipeline:
+    """A ``Runner`` of this rank's stages.
+
+    Attributes:
+        spans: of the last step: every action, and when it began and ended (``time.perf_counter``).
+        most_kept: of the last step: the most (stage, microbatch) pairs at a time whose activations were kept.
+    """
+
+    def __init__(
+        self, parts: Sequence[StagePart], plan: Plan, mesh: DeviceMesh, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device
+    ):
+        assert plan.pipeline is not None
+        self.plan, self.pipeline, self.device, self._inputs = plan, plan.pipeline, device, inputs
+        self.parts = {part.stage: part for part in parts}
+        self.group = mesh.get_group(Axis.PP.value)
+        self.rank = mesh.get_local_rank(Axis.PP.value)
+        self.last_rank = self.pipeline.stages[-1].rank
+        self.spans: list[tuple[Action, float, float]] = []
+        self.most_kept = 0
+        self._mail = Mail(self.group, self.pipeline)
+        self._ties = Ties(parts, self.pipeline, self.group)
+        self._deferred = {stage: DeferredGradients() for stage in self.parts}
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
+        self._objective = None
+        if (last := self.parts.get(len(self.pipeline.stages) - 1)) is not None:
+            starts = lambda loss: fully_sharded.begin_backward_at(last.module, loss)  # noqa: E731
+            self._objective = Objective(last.module, last.plan, loss_fn, starts)
+        if self.pipeline.splits_backward:
+            for part in parts:
+                _defer(part, self._deferred[part.stage])
+
+    # --- what is asked of it
+
+    def forward_backward(self, pieces: Sequence[Batch], tokens: int) -> Tensor:
+        pieces = self._filled(pieces)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.spans, self.most_kept = [], 0
+        with self._a_step():
+            for step in self._program(len(pieces), is_forward=False):
+                total += self._do(step, pieces, tokens)
+            self._mail.finish()
+            for part in self.parts.values():
+                fully_sharded.reduce_gradients(part.module)
+        return total
+
+    def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for step in self._program(len(pieces), is_forward=True):
+            total += self._do(step, pieces, 1)
+        self._finish_forwards()
+        return total
+
+    def logits(self, batch: Batch) -> Tensor:
+        found: list[Tensor] = []
+        for step in self._program(1, is_forward=True):
+            self._do(step, [batch], 1, found)
+        self._finish_forwards()
+        return broadcast_object(found[0] if found else None, self.last_rank, self.group, self.device)
+
+    def action_times(self) -> list[tuple[Action, float, float]]:
+        since = time.time() - time.perf_counter()
+        return [(action, begin + since, end + since) for action, begin, end in self.spans]
+
+    def copy_shared(self) -> None:
+        self._ties.copy()
+
+    # --- a step of the program
+
+    def _do(self, step: Step, pieces: Sequence[Batch], tokens: int, logits: list[Tensor] | None = None) -> Tensor | float:
+        """The loss that it came to, or 0."""
+        if isinstance(step, Receive):
+            self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
+            return 0.0
+        if isinstance(step, Send):
+            self._mail.send(step.message, step.peer, self._taken(step.message))
+            return 0.0
+        message = message_before(step, len(self.pipeline.stages))
+        given = None if message is None else self._mail.take(message)
+        begin, loss = time.perf_counter(), 0.0
+        if step.work is Work.FORWARD:
+            loss = self._forward(step, given, pieces[step.microbatch], tokens, logits)
+        elif step.work is Work.WEIGHT:
+            self._deferred[step.stage].do(step.microbatch)
+            del self._kept[step.stage, step.microbatch]
+        else:
+            self._backward(step, given)
+        if torch.is_grad_enabled():
+            self.spans.append((step, begin, time.perf_counter()))
+        return loss
+
+    def _forward(self, action: Action, entered: Tensor | None, piece: Batch, tokens: int, logits: list[Tensor] | None) -> Tensor | float:
+        part = self.parts[action.stage]
+        if entered is not None and torch.is_grad_enabled():
+            entered.requires_grad_()
+        part.passage.shape, part.passage.entering = tuple(piece["tokens"].shape), entered
+        self._tell_sequence(part, piece)
+        result: Tensor | float = 0.0
+        left: Tensor | None
+        if action.stage < len(self.pipeline.stages) - 1:
+            part.module(**self._inputs(piece))
+            left = part.passage.leaving
+            assert left is not None
+            self._check(left, action.stage, piece)
+            fully_sharded.begin_backward_at(part.module, left)
+        elif logits is not None:
+            left = logits_of(part.module(**self._inputs(piece)))
+            logits.append(left)
+        else:
+            assert self._objective is not None
+            labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
+            left = self._objective(lambda: part.module(**self._inputs(piece)), labels) / max(tokens, 1)
+            result = left.detach()
+        part.passage.entering = part.passage.leaving = None
+        if torch.is_grad_enabled():
+            self._kept[action.stage, action.microbatch] = Kept(entered, left)
+            self.most_kept = max(self.most_kept, len(self._kept))
+        elif action.stage < len(self.pipeline.stages) - 1:
+            self._kept[action.stage, action.microbatch] = Kept(None, left)
+        if (given := message_after(action, len(self.pipeline.stages))) is not None and self._is_here(given):
+            self._mail.hand_over(given, left)
+        return result
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> None:
+        kept = self._kept[action.stage, action.microbatch]
+        assert kept.left is not None
+        deferred = self._deferred[action.stage]
+        if action.work is Work.INPUT:
+            deferred.begin(action.microbatch)
+        if kept.left.requires_grad:
+            torch.autograd.backward(kept.left, gradient)
+        deferred.end()
+        kept.left = None
+        given = message_after(action, len(self.pipeline.stages))
+        if given is not None and self._is_here(given):
+            self._mail.hand_over(given, _gradient_of(kept))
+        if action.work is Work.BACKWARD and (given is None or self._is_here(given)):
+            del self._kept[action.stage, action.microbatch]
+
+    def _taken(self, message: Message) -> Tensor:
+        """What is to be sent."""
+        stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
+        kept = self._kept[stage, message.microbatch]
+        if message.content is Content.ACTIVATION:
+            if not torch.is_grad_enabled():
+                del self._kept[stage, message.microbatch]
+            assert kept.left is not None
+            return kept.left
+        gradient = _gradient_of(kept)
+        kept.entered = None
+        if message.microbatch not in self._deferred[stage].waiting:
+            del self._kept[stage, message.microbatch]
+        return gradient
+
+    # --- around it
+
+    @contextmanager
+    def _a_step(self) -> Iterator[None]:
+        """Gradients that are sums over ranks are whole when it ends; after an error, everything is at rest again."""
+        with ExitStack() as stack:
+            stack.enter_context(self._ties.summing())
+            for part in self.parts.values():
+                if (runtime := runtime_of(part.module)) is not None:
+                    stack.enter_context(summing(sums_of(part.module, part.plan), runtime.group))
+                stack.enter_context(fully_sharded.postponing(part.module, part.plan))
+            try:
+                yield
+            except BaseException:
+                self._mail.forget()
+                self._kept.clear()
+                for deferred in self._deferred.values():
+                    deferred.forget()
+                raise
+
+    def _finish_forwards(self) -> None:
+        self._mail.finish()
+        self._kept.clear()
+
+    def _program(self, microbatches: int, *, is_forward: bool) -> tuple[Step, ...]:
+        key = microbatches, is_forward
+        if key not in self._programs:
+            order = self.pipeline.order
+            schedule = forwards(tuple(s.rank for s in self.pipeline.stages), microbatches) if is_forward else order(microbatches)
+            self._programs[key] = programs(schedule)[self.rank]
+        return self._programs[key]
+
+    def _filled(self, pieces: Sequence[Batch]) -> list[Batch]:
+        """With microbatches that have no loss, up to a number that can be scheduled: a last short step stays exact."""
+        number = self.pipeline.legal(len(pieces))
+        if number < len(pieces):
+            raise UnsupportedError(f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}")
+        labels = pieces[-1]["labels"]
+        blank = {**pieces[-1], "labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(labels, PADDING)}
+        return [*pieces, *[blank] * (number - len(pieces))]
+
+    def _room(self, piece: Batch) -> Tensor:
+        rows, length = piece["tokens"].shape
+        tensor = self.plan.tensor
+        if tensor is not None and tensor.sequence_parallel:
+            length = share_of_sequence(length, tensor.ranks)
+        return torch.empty((rows, length, self.pipeline.width), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
+
+    def _check(self, left: Tensor, stage: int, piece: Batch) -> None:
+        """What is sent is what the next stage has room for."""
+        rows, length = piece["tokens"].shape
+        tensor = self.plan.tensor
+        share = share_of_sequence(length, tensor.ranks) if tensor is not None and tensor.sequence_parallel else length
+        wanted, dtype = (rows, share, self.pipeline.width), torch_dtype(self.pipeline.dtype)
+        if tuple(left.shape) != wanted or left.dtype != dtype:
+            raise UnsupportedError(
+                f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives {tuple(left.shape)} of"
+                f" {left.dtype}, and the plan has {wanted} of {dtype} travel. Set layout.pp = 1."
+            )
+
+    def _tell_sequence(self, part: StagePart, piece: Batch) -> None:
+        runtime = runtime_of(part.module)
+        if runtime is not None and part.stage:
+            runtime.sequence.begin(*piece["tokens"].shape)
+
+    def _is_here(self, message: Message) -> bool:
+        return self.pipeline.stages[message.stage].rank == self.rank
+
+
+def _gradient_of(kept: Kept) -> Tensor:
+    """Of what entered a stage; zeros where nothing before it is trained."""
+    assert kept.entered is not None
+    return torch.zeros_like(kept.entered) if kept.entered.grad is None else kept.entered.grad
+
+
+def _defer(part: StagePart, deferred: DeferredGradients) -> None:
+    """Let the linear layers of a stage's blocks put off their weights' gradients."""
+    pipeline = part.plan.pipeline
+    assert pipeline is not None
+    if (runtime := runtime_of(part.module)) is not None:
+        runtime.sequence.deferred = deferred
+        return
+    for block in pipeline.stages[part.stage].blocks:
+        module = part.module.get_submodule(block)
+        for path, transposed in pipeline.kind_of(block).linears:
+            defer_linear(module.get_submodule(path), transposed, deferred)

@@ -1,0 +1,98 @@
+"""A model cut into the parts that the stages of one rank run: one module for each stage, of which other stages' parameters are absent."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.names import clean, is_within
+from meshwright.distributed.part import Part
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.pipeline_parts import facts_of_stage, plan_of_stage
+from meshwright.planning.pipeline_plan import PipelinePlan
+from meshwright.planning.plan import Plan
+
+from .absent import AbsentBlock, AbsentModule, Passage
+
+SHARED = "_meshwright_shared"
+"""Under this name the last stage's module knows the parameters that the first one gives it."""
+
+
+@dataclass
+class StagePart(Part):
+    """Attributes:
+    passage: where it is given what it receives, and gives what it sends.
+    """
+
+    passage: Passage = field(default_factory=Passage)
+
+
+def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:
+    """The parts of a rank of the pipeline axis, in forward order. ``model`` may be on meta; it is left as it is, and shares its blocks."""
+    assert plan.pipeline is not None
+    parts = []
+    for stage in plan.pipeline.stages_on(rank):
+        passage = Passage()
+        module = stage_of(model, plan.pipeline, stage, passage)
+        if stage == len(plan.pipeline.stages) - 1:
+            module.__dict__[SHARED] = tuple(last for _, last in plan.pipeline.tied)
+        parts.append(StagePart(module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage))
+    return parts
+
+
+def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Passage) -> nn.Module:
+    """The model with the modules of one stage; containers are new objects, what they hold is the model's own."""
+    blocks = pipeline.blocks
+    own = pipeline.stages[stage].blocks
+    first, last = blocks.index(own[0]), blocks.index(own[-1])
+    made: dict[int, nn.Module] = {}
+
+    def cut(module: nn.Module, path: str) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        if path in blocks:
+            place = blocks.index(path)
+            part = "entrance" if place == first - 1 else "exit" if place == last + 1 else "bystander"
+            here = path in own
+            made[id(module)] = (
+                module if here else AbsentBlock(module, pipeline.kind_of(path), part, passage, keeps_shape=pipeline.counts_tokens_behind)
+            )
+        elif not any(is_within(block, path) for block in blocks):
+            has_own = any(tensor is not None for tensor in module._parameters.values())
+            if has_own and not pipeline.has(stage, path):
+                made[id(module)] = AbsentModule(module, torch_dtype(pipeline.dtype))
+            else:
+                made[id(module)] = _with_children(module, path)
+        else:
+            made[id(module)] = _with_children(module, path)
+            if not pipeline.has(stage, path):
+                held = made[id(module)]._parameters
+                held.update(dict.fromkeys(held))
+        return made[id(module)]
+
+    def _with_children(module: nn.Module, path: str) -> nn.Module:
+        shell = _shell(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                shell._modules[name] = cut(child, clean(f"{path}.{name}" if path else name))
+        return shell
+
+    return cut(model, "")
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same contents, in dicts of its own."""
+    shell = module.__class__.__new__(module.__class__)
+    shell.__dict__.update(
+        {key: copy.copy(value) if key.startswith("_") and isinstance(value, dict | set) else value for key, value in vars(module).items()}
+    )
+    return shell
+
+
+def _facts_of(facts: ModelFacts, module: nn.Module, pipeline: PipelinePlan, stage: int) -> ModelFacts:
+    held = {clean(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+    buffers = tuple(fact for fact in facts.buffers if fact.name in held)
+    return replace(facts_of_stage(facts, pipeline, stage), buffers=buffers, module=module)

@@ -1,0 +1,76 @@
+"""One stage of our decoder as a module of its own, for users who bring their own loop and torch's pipeline classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.models.decoder import Block, document_mask, rotary_tables
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.layers import RMSNorm
+from meshwright.planning.pipeline_split import compute_layer_assignment
+
+
+class PipelineStageModule(nn.Module):
+    """The layers of one stage; embedding on the first, final norm and head on the last. Build it under ``torch.device("meta")`` to give
+    it weights later: names, and so initial weights and checkpoints, are those of the whole model (``layers.4...``).
+
+    Args:
+        config: of the whole decoder.
+        stage_id, num_stages: which of how many.
+        layer_range: (first, one behind the last) of its layers.
+
+    Raises:
+        ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize`` keeps equal.
+    """
+
+    def __init__(self, config: DecoderConfig, stage_id: int, num_stages: int, layer_range: tuple[int, int]):
+        super().__init__()
+        start, end = layer_range
+        if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
+            raise ConfigError(
+                f"stage {stage_id} of {num_stages} with the layers {start} to {end - 1} is not in a model of {config.n_layers} layers:"
+                f" stages are numbered from 0, and each has one layer or more"
+            )
+        self.config, self.stage_id, self.num_stages, self.layer_range = config, stage_id, num_stages, (start, end)
+        self.is_first, self.is_last = stage_id == 0, stage_id == num_stages - 1
+        if config.tied_embeddings and num_stages > 1 and (self.is_first or self.is_last):
+            raise ConfigError(
+                "model.tied_embeddings: stages of their own hold two tables that nobody keeps equal. Use parallelize with layout.pp,"
+                " which sums both gradients, or set tied_embeddings = false."
+            )
+        self.embedding = nn.Embedding(config.vocab_size, config.dim) if self.is_first else None
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(start, end)})
+        self.norm = RMSNorm(config.dim, config.norm_eps) if self.is_last else None
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else None
+        if self.is_first and self.is_last and config.tied_embeddings and self.head is not None and self.embedding is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Hidden states (rows, seq, dim), or logits (rows, seq, vocab) of the last stage.
+
+        Args:
+            x: on the first stage token ids, (rows, seq) int64; else hidden states, (rows, seq, dim).
+            positions, document_ids: (rows, seq) int64, as of ``Decoder``; every stage is given them.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        cos, sin = rotary_tables(self.config, positions, x.dtype)
+        mask = None if document_ids is None else document_mask(document_ids)
+        routed = () if self.config.moe is None else (None if document_ids is None else document_ids >= 0,)
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask, *routed)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def build_stage_module(config: DecoderConfig, pp_rank: int, pp_size: int) -> PipelineStageModule:
+    """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``).
+
+    Raises:
+        ValueError: fewer layers than stages. ConfigError: no such rank.
+    """
+    layers = compute_layer_assignment(config.n_layers, pp_size)
+    return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0))

@@ -1,0 +1,60 @@
+"""Routers of experts in a step: what their losses count for, and what moves their biases.
+
+Both follow from numbers of the whole step, over all data ranks and microbatches: tokens that are routed, and tokens per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.core.losses import PADDING
+from meshwright.models.moe import Router
+
+from .part import Batch
+
+
+def routers_of(models: Iterable[nn.Module]) -> list[Router]:
+    """In the order of the models' modules: alike on all ranks that have these modules."""
+    return [module for model in models for module in model.modules() if isinstance(module, Router)]
+
+
+def count_routed(pieces: Sequence[Batch]) -> int:
+    """Tokens that are not padding."""
+    documents = [piece.get("document_ids") for piece in pieces]
+    sizes = [piece["tokens"].numel() for piece in pieces]
+    return sum(size if ids is None else int((ids != PADDING).sum()) for size, ids in zip(sizes, documents, strict=True))
+
+
+def begin_step(routers: Sequence[Router], tokens: int, device: torch.device) -> None:
+    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over them."""
+    if routers:
+        share = torch.full((), 1 / max(tokens, 1), dtype=torch.float64, device=device)
+        for router in routers:
+            router.loss_share = share
+
+
+def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
+    """Move the biases by the tokens that each expert was given since the last step; not where the step is skipped. Collective.
+
+    Args:
+        groups: of the axes along which ranks have other tokens.
+    """
+    balanced = [router for router in routers if router.bias is not None]
+    if balanced and not skipped:
+        counts = torch.stack([_counts(router) for router in balanced])
+        for group in groups:
+            dist.all_reduce(counts, group=group)
+        for router, found in zip(balanced, counts, strict=True):
+            router.balance(found)
+    for router in routers:
+        router.counts = None
+
+
+def _counts(router: Router) -> Tensor:
+    if router.counts is not None:
+        return router.counts
+    return torch.zeros(router.config.n_experts, dtype=torch.int64, device=router.weight.device)

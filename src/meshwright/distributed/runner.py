@@ -1,0 +1,26 @@
+"""Which runner a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.planning.plan import Plan
+
+from .part import Inputs, Part, Runner
+from .pipeline.run import Pipeline
+from .pipeline.split import StagePart
+from .tensor.objective import LossFunction
+from .whole_model import WholeModel
+
+
+def runner_of(
+    parts: Sequence[Part], plan: Plan, mesh: DeviceMesh | None, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device
+) -> Runner:
+    if plan.pipeline is None:
+        return WholeModel(parts[0], loss_fn, inputs, device)
+    assert mesh is not None
+    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device)

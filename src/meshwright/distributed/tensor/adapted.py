@@ -1,0 +1,132 @@
+"""Linear layers with adapters on one of several tensor-parallel ranks.
+
+The module that adds an adapter's output to its host's runs as it is, with this rank's parts inside. So what lies between (dropout,
+scales, casts, several adapters, adapters switched off) stays its own business, and nothing travels but what would without adapters:
+the whole sequence is gathered before the module, or its summands are reduced behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+
+from . import functions
+from .layers import ColumnLayer, Reduction, collect_deferred
+from .runtime import Runtime, wrap
+from .sequence import Sequence
+
+
+class GatheredInput:
+    """Column-parallel layers that take the very same tensor, some with adapters: it is gathered once, and each is handed the whole.
+
+    Adapters keep it for backward. An adapter's first layer is whole on all ranks, and each rank finds a summand of its gradient.
+    """
+
+    def __init__(self, runtime: Runtime, modules: list[nn.Module]):
+        self.runtime, self.modules = runtime, modules
+        self._taken: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._served: set[int] = set()
+        for number, module in enumerate(modules):
+            wrap(module, lambda forward, number=number: lambda x, *args, **kwargs: forward(self.whole(number, x), *args, **kwargs))
+
+    def whole(self, number: int, x: Tensor) -> Tensor:
+        """For the module of this number: what ``x`` (or what it stands in for) is a part of."""
+        x = self.runtime.behind(x)
+        if self._taken is not x or number in self._served or self._whole is None:
+            self._taken, self._whole = x, functions.gathered(x, self.runtime.sequence)
+            self._served.clear()
+        self._served.add(number)
+        whole = self._whole
+        if len(self._served) == len(self.modules):
+            self._taken = self._whole = None
+        return whole
+
+
+def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
+    """A linear layer that computes with this rank's part of its weight, whatever sizes its own forward expects."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            weight, bias, transposed = layer.tensors(runtime)
+            return nn.functional.linear(x, weight.T if transposed else weight, bias)
+
+        return run
+
+    wrap(layer.module, make)
+
+
+def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -> None:
+    """A row-parallel layer, or the first one of an adapter beside it: what it gives on all ranks adds up to the whole.
+
+    The first rank alone adds the bias, so that its gradient is a sum over the ranks.
+    """
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            weight, bias, transposed = layer.tensors(runtime)
+            if bias is not None:
+                bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
+                bias = bias if runtime.group.rank == 0 else bias * 0  # a gradient on every rank, or their sum would wait for some
+            return nn.functional.linear(x, weight.T if transposed else weight, bias)
+
+        return run
+
+    wrap(layer.module, make)
+
+
+def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
+    """The module around a row-parallel layer and its adapters: what it gives are summands."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            summand = forward(x, *args, **kwargs)
+            if reduction.defers:
+                return collect_deferred(runtime, x, summand, None, begins=reduction.begins)
+            others = runtime.deferred if reduction.takes_deferred else None
+            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
+            return _reduced(summand if others is None else summand + others.view(summand.shape), runtime.sequence)
+
+        return run
+
+    wrap(around, make)
+
+
+def _reduced(x: Tensor, sequence: Sequence) -> Tensor:
+    """(rows, length, features) summands → the sum: this rank's part of the sequence where that is cut."""
+    return _Reduced.apply(x, sequence, sequence.shape_of(x))
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
+        ctx.sequence, ctx.shape = sequence, shape
+        ctx.save_for_backward(x.new_empty(0))  # recomputed forwards end at the last tensor that is kept: what travels again is planned
+        return sequence.reduced(x if sequence.cut else x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        _ = ctx.saved_tensors
+        ctx.sequence.restore(ctx.shape)
+        return ctx.sequence.whole(gradient), None, None
+
+
+def refuse_idle(module: nn.Module, path: str) -> None:
+    """An adapter that was switched off when the model was cut stays whole, and cannot be used."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(
+                f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was left whole and cannot"
+                f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
+            )
+
+        return run
+
+    wrap(module, make)

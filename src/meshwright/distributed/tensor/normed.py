@@ -1,0 +1,182 @@
+"""Column-parallel layers behind norms that stand side by side: the norms' input is gathered once, and each rank norms all of it.
+
+Gathering what the norms give would send one tensor for each. A rank finds for the norms' parameters a summand of their gradients, that
+of its own features; without this it would be that of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+
+from . import functions
+from .functions import linear, now_or_later
+from .layers import ColumnLayer, SharedInput
+from .runtime import Runtime, holding, local, wrap
+from .sequence import Sequence as TokenSequence
+
+Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""(input, the norm's parameters) -> what it gives."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A norm, and the layers behind it.
+
+    Attributes:
+        norm: computes it.
+        parameters: how many it has.
+        ways: of each layer, whether its weight is stored (in, out).
+    """
+
+    norm: Normalise
+    parameters: int
+    ways: tuple[bool, ...]
+
+
+def normed_column_parallel(x: Tensor, branches: tuple[Branch, ...], tensors: list[Tensor | None], sequence: TokenSequence):
+    """Several norms of one input, and linear layers behind each, of which each rank has some output features.
+
+    Args:
+        x: (rows, share, features), this rank's part of the sequence (all of it where the sequence is not cut).
+        tensors: for each branch the norm's parameters, then weight and bias of each layer, this rank's parts.
+
+    Returns:
+        (rows, length, own output features) of each layer. The gradients of the input are summed over the ranks, those of the norms'
+        parameters are summands.
+    """
+    return _NormedColumnParallel.apply(x, sequence, sequence.shape_of(x), branches, *tensors)
+
+
+class _NormedColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int], branches: tuple[Branch, ...], *tensors: Tensor | None
+    ):
+        whole = sequence.whole(x)
+        outputs: list[Tensor] = []
+        for branch, start, first in _dealt(branches):
+            normed = branch.norm(whole, tensors[start:first])  # type: ignore[arg-type]
+            for i, way in enumerate(branch.ways):
+                outputs.append(linear(normed, tensors[first + 2 * i], tensors[first + 2 * i + 1], way))  # type: ignore[arg-type]
+        ctx.sequence, ctx.shape, ctx.branches = sequence, shape, branches
+        ctx.tracked = tensors if sequence.deferred is not None else ()
+        ctx.kept_part = sequence.cut and sequence.regather
+        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        kept, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        sequence = ctx.sequence
+        sequence.restore(ctx.shape)
+        whole = (sequence.whole(kept) if ctx.kept_part else kept).detach().requires_grad_(needed[0])
+        grad_x: Tensor | None = None
+        found: list[Tensor | None] = [None] * len(tensors)
+        gradients = iter(grad_outputs)
+        for branch, start, first in _dealt(ctx.branches):
+            parameters = [p.detach().requires_grad_(needed[4 + start + i]) for i, p in enumerate(tensors[start:first])]
+            with torch.enable_grad():
+                normed = branch.norm(whole, parameters)
+            back: Tensor | None = None
+            for i, way in enumerate(branch.ways):
+                place, gradient = first + 2 * i, next(gradients)
+                if normed.requires_grad:
+                    summand = gradient @ (tensors[place].T if way else tensors[place])
+                    back = summand if back is None else back.add_(summand)
+                found[place] = now_or_later(ctx, place, gradient, normed.detach(), way) if needed[4 + place] else None
+                found[place + 1] = gradient.flatten(0, -2).sum(0) if needed[5 + place] else None
+            asked = [(place, tensor) for place, tensor in enumerate((whole, *parameters)) if tensor.requires_grad]
+            if asked:
+                of_norm = torch.autograd.grad(normed, [tensor for _, tensor in asked], back, allow_unused=True)
+                for (place, _), gradient in zip(asked, of_norm, strict=True):
+                    if place:
+                        found[start + place - 1] = gradient
+                    elif gradient is not None:
+                        grad_x = gradient if grad_x is None else grad_x + gradient
+        return sequence.reduced(grad_x) if grad_x is not None else None, None, None, None, *found
+
+
+def _dealt(branches: tuple[Branch, ...]) -> Iterator[tuple[Branch, int, int]]:
+    """Each branch, and where its norm's parameters and its layers' weights begin among all tensors."""
+    start = 0
+    for branch in branches:
+        first = start + branch.parameters
+        yield branch, start, first
+        start = first + 2 * len(branch.ways)
+
+
+@dataclass(frozen=True)
+class NormedLayers:
+    """A norm and the column-parallel layers that alone take what it gives.
+
+    Attributes:
+        sums: the gradients of its parameters are summed over the ranks as soon as they are there.
+    """
+
+    norm: nn.Module
+    layers: list[ColumnLayer]
+    sums: bool
+
+    def parameters(self, runtime: Runtime) -> list[Tensor]:
+        """The norm's, as plain tensors."""
+        found = [local(parameter) for parameter in self.norm._parameters.values()]
+        held = [parameter for parameter in found if parameter is not None]
+        return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
+
+
+class SharedNormInput(SharedInput):
+    """The layers behind several norms of the very same tensor, which are all computed when the first of them is called.
+
+    Until then the norms give stand-ins: nobody else reads what they give.
+    """
+
+    def __init__(self, runtime: Runtime, branches: list[NormedLayers]):
+        super().__init__(runtime, [layer for branch in branches for layer in branch.layers])
+        self.branches = branches
+        self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.transposed for x in b.layers)) for b in branches)
+        for branch in branches:
+            wrap(branch.norm, lambda forward: stand_in_for)
+
+    def input_of(self, x: Tensor) -> Tensor:
+        entered = getattr(super().input_of(x), "_normed", None)
+        if entered is None:
+            raise UnsupportedError(
+                f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were measured side by side,"
+                " was given something else than what its norm gives. Set layout.tp = 1."
+            )
+        return entered
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        tensors: list[Tensor | None] = []
+        for branch in self.branches:
+            tensors += branch.parameters(self.runtime)
+            for layer in branch.layers:
+                tensors += layer.tensors(self.runtime)[:2]
+        return normed_column_parallel(x, self.plan, tensors, self.runtime.sequence)
+
+
+def stand_in_for(x: Tensor) -> Tensor:
+    """A tensor without values that takes no memory, in place of a norm of ``x`` that will be computed where it is used."""
+    made = x.detach().new_full((1,), torch.nan).expand(x.shape)
+    made._normed = x  # type: ignore[attr-defined]
+    return made
+
+
+def _on_norm(module: nn.Module) -> Normalise:
+    """The module's own forward, on parameters that are given."""
+    forward = module.forward
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+
+    def run(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        with holding(module, dict(zip(names, parameters, strict=True))):
+            return forward(x)
+
+    return run

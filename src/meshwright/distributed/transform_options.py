@@ -1,0 +1,109 @@
+"""The options of the built-in transforms, under the names that their users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.core.dtypes import canonical_dtype, torch_dtype
+
+
+@dataclass(frozen=True)
+class DDPTransformConfig:
+    """torch's DistributedDataParallel options of the same names."""
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecisionConfig:
+    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double."""
+
+    param_dtype: str
+    reduce_dtype: str
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, key) is not None:
+                canonical_dtype(getattr(self, key), where=f"mixed_precision.{key}")
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        output = None if self.output_dtype is None else torch_dtype(self.output_dtype)
+        return MixedPrecisionPolicy(torch_dtype(self.param_dtype), torch_dtype(self.reduce_dtype), output, self.cast_forward_inputs)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` where there is a GPU to copy to."""
+
+    cpu_offload: bool = False
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class FullyShardTransformConfig:
+    """FSDP2 / HSDP.
+
+    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open; false shards
+    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones only the
+    all-reduce over replicas.
+    """
+
+    reshard_after_forward: bool | int = False
+    mixed_precision: MixedPrecisionConfig | None = None
+    offload: OffloadConfig | None = None
+    use_hybrid_sharding: bool = True
+    sync_grad_accum: bool | Literal["shard"] = False
+
+
+@dataclass(frozen=True)
+class TensorParallelTransformConfig:
+    """Weights cut over the mesh's tp axis.
+
+    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations are gathered again in
+    backward, and not kept. ``plan``: module pattern -> style in the words of transformers; empty: as measured.
+    """
+
+    sequence_parallel: bool = True
+    regather: bool = True
+    plan: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExpertParallelTransformConfig:
+    """Nothing to choose: the mesh says how many ranks share experts out (``ep``)."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointTransformConfig:
+    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block."""
+
+    layer_classes: tuple[str, ...] = ()
+    use_reentrant: bool = False
+    ops_to_save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompileTransformConfig:
+    """Options of torch.compile, applied to each repeated block."""
+
+    compile_kwargs: dict[str, Any] = field(default_factory=dict)
+    activation_memory_budget: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadWeightsTransformConfig:
+    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the model is read).
+
+    ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.
+    """
+
+    checkpoint_path: str
+    skip_on_restart: bool = False

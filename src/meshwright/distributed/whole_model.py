@@ -1,0 +1,61 @@
+"""A step of a model that is one part: microbatches one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from meshwright.planning.schedules.action import Action
+
+from . import accumulation, fully_sharded, step_batch
+from .part import Batch, Inputs, Part
+from .tensor.objective import LossFunction, Objective, logits_of
+from .tensor.parallel import sums_of
+from .tensor.runtime import runtime_of
+from .tensor.sums import summing
+
+
+class WholeModel:
+    """A ``Runner``."""
+
+    def __init__(self, part: Part, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device):
+        self.part, self.device, self._inputs = part, device, inputs
+        starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
+        self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
+
+    def forward_backward(self, pieces: Sequence[Batch], tokens: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._summing_over_tensor_ranks():
+            for number, piece in enumerate(pieces):
+                with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
+                    loss = self._loss_sum(piece) / max(tokens, 1)
+                    loss.backward()
+                total += loss.detach()
+        return total
+
+    def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for piece in pieces:
+            total += self._loss_sum(piece)
+        return total
+
+    def logits(self, batch: Batch) -> Tensor:
+        return logits_of(self.part.model(**self._inputs(batch)))
+
+    def action_times(self) -> list[tuple[Action, float, float]]:
+        return []
+
+    def copy_shared(self) -> None:
+        """Nothing is shared with other processes."""
+
+    def _loss_sum(self, piece: Batch) -> Tensor:
+        labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
+        return self._objective(lambda: self.part.module(**self._inputs(piece)), labels)
+
+    def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
+        """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
+        runtime = runtime_of(self.part.model)
+        return nullcontext() if runtime is None else summing(sums_of(self.part.model, self.part.plan), runtime.group)

@@ -1,0 +1,131 @@
+"""Linear layers with adapters beside them: pairs of linear layers, one behind the other, whose output is added to that of a host.
+
+Found by what is computed. A module takes one tensor and gives the host's output and multiples of what the pairs make of the same tensor.
+So it is itself linear, and is measured in the host's place: what it gives is held and pushed, and not what one of its layers gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.names import is_within, owner
+
+if TYPE_CHECKING:
+    from .probe import Call
+
+TOLERANCE = 1e-8
+"""Relative, in fp64: of what a module gives against the sum of what its layers give."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A linear layer with adapters. Paths are those within the block.
+
+    Attributes:
+        host: the linear layer.
+        around: the module that adds up.
+        pairs: (first, second) linear layer of each adapter that takes part.
+        idle: modules with parameters inside that were not called: adapters that are switched off.
+    """
+
+    host: str
+    around: str
+    pairs: tuple[tuple[str, str], ...]
+    idle: tuple[str, ...] = ()
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(path for pair in self.pairs for path in pair)
+
+
+def find_adapted(block: nn.Module, calls: dict[str, list[Call]], linears: dict[str, bool]) -> tuple[Adapted, ...]:
+    """Of a block, or of what lies outside the blocks.
+
+    Args:
+        calls: of the modules inside, by path.
+        linears: those that are linear layers; path -> whether the weight is stored (in, out).
+    """
+    found: list[Adapted] = []
+    for around in calls:
+        inside = [path for path in linears if path != around and is_within(path, around)]
+        if not around or len(inside) < 3 or len(inside) % 2 == 0 or len(calls[around]) != 1:
+            continue
+        one = _adapted(block, calls, around, inside)
+        if one is not None and not any(is_within(other.around, around) or is_within(around, other.around) for other in found):
+            found.append(one)
+    return tuple(found)
+
+
+def _adapted(block: nn.Module, calls: dict[str, list[Call]], around: str, inside: list[str]) -> Adapted | None:
+    call = calls[around][0]
+    taken, given = call.entered, call.left
+    if taken is None or given is None or not isinstance(call.output, Tensor):
+        return None
+    takes = [path for path in inside if _equal(calls[path][0].entered, taken)]
+    pairs = [(a, b) for a in takes for b in inside if b not in takes and _first(calls[b][0]) is calls[a][0].output]
+    hosts = [path for path in takes if path not in {a for a, _ in pairs}]
+    if len(hosts) != 1 or sorted((*hosts, *(path for pair in pairs for path in pair))) != sorted(inside):
+        return None
+    (host,) = hosts
+    if any(block.get_submodule(path)._parameters.get("bias") is not None for pair in pairs for path in pair):
+        return None
+    module = block.get_submodule(around)
+    idle = {owner(name) for name, _ in module.named_parameters(around)} - set(inside)
+    if any(path in calls or path == around for path in idle):
+        return None
+    if not _adds_up(given, calls[host][0].left, [calls[b][0].left for _, b in pairs]):
+        return None
+    return Adapted(host, around, tuple(pairs), tuple(sorted(idle)))
+
+
+def _first(call: Call) -> Tensor | None:
+    return next(iter(call.tensors.values()), None)
+
+
+def _equal(tensor: Tensor | None, other: Tensor) -> bool:
+    return tensor is not None and tensor.shape == other.shape and torch.equal(tensor, other)
+
+
+def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
+    """Whether what is given is the host's output and a multiple of each of the others."""
+    if host is None or host.shape != given.shape:
+        return False
+    others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]
+    if len(others) != len(added):
+        return False
+    rest = (given - host).flatten()
+    columns = torch.stack([tensor.flatten() for tensor in others], dim=1)
+    times = torch.linalg.lstsq(columns, rest.unsqueeze(1)).solution
+    return bool((columns @ times - rest.unsqueeze(1)).norm() <= TOLERANCE * given.norm()) and bool((times != 0).all())
+
+
+def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
+    """In words: modules around a linear layer that give another thing than it gives, by what they have beside it, and are not adapted.
+
+    Args:
+        linears: those that have no adapters.
+    """
+    for host in linears:
+        around = owner(host)
+        if not around or len(calls.get(around, ())) != 1 or len(calls[around][0].tensors) != 1:
+            continue
+        taken, given, entered = calls[around][0].entered, calls[around][0].left, calls[host][0].entered
+        if taken is None or given is None or not _equal(entered, taken) or calls[host][0].output.shape != given.shape:
+            continue
+        beside = [name for name, _ in block.get_submodule(around).named_parameters() if not is_within(f"{around}.{name}", host)]
+        if beside and _goes_token_by_token(block.get_submodule(around), taken, given):
+            yield (
+                f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not that layer's output"
+                f" and multiples of what pairs of linear layers without bias give"
+            )
+
+
+def _goes_token_by_token(module: nn.Module, taken: Tensor, given: Tensor) -> bool:
+    with torch.no_grad():
+        last = module(taken[..., -1:, :])
+    return isinstance(last, Tensor) and torch.allclose(last, given[..., -1:, :], rtol=1e-5, atol=1e-8)

@@ -1,0 +1,223 @@
+"""Stacks of experts: modules that hold all experts of a layer in tensors with one row for each, and compute rows by expert numbers.
+
+Such a module can compute with a part of its stack: given local numbers, and weights of one, its own forward gives what each row's expert
+makes of it. So experts are shared out without knowing what they compute. Whether that holds is tried on a small copy, in fp64.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, is_within
+from meshwright.introspection.blocks import repeated_blocks
+
+from .sample import Sample, samples_of
+from .small import stated_width
+
+LARGEST_ERROR = 1e-6
+"""Relative, in fp64; models that compute in fp32 inside are not exact to more."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A module of stacked experts.
+
+    Attributes:
+        path: of the module.
+        experts: how many there are.
+        parameters: names of its own parameters; the first dim of each is the experts.
+        counts: names of its attributes that say how many experts there are.
+        rows, index, weights: names of its forward's arguments: the tokens; for each token the numbers of its experts; and their weights.
+        top_k: experts of each token.
+        width: features of a token.
+    """
+
+    path: str
+    experts: int
+    parameters: tuple[str, ...]
+    counts: tuple[str, ...]
+    rows: str = ""
+    index: str = ""
+    weights: str = ""
+    top_k: int = 0
+    width: int = 0
+
+    def arguments(self, said: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """(n, dim) tokens, (n, k) int64 numbers of experts and (n, k) weights of a call, by its arguments' names."""
+        rows, weights = said[self.rows].flatten(0, -2), said[self.weights]
+        index = said[self.index].reshape(len(rows), -1)
+        weights = weights.reshape(len(rows), -1)
+        return rows, index, weights if weights.shape == index.shape else weights.gather(1, index)
+
+    def compute(self, forward: Callable[[dict[str, Tensor]], Any], rows: Tensor, index: Tensor) -> Tensor:
+        """(m, dim): what its expert makes of each row, with the module's own forward.
+
+        Args:
+            forward: of the module, which has its part of the stack only; it is given its arguments as a dict.
+            rows: (m, dim), at least one.
+            index: (m,) int64 experts, counted in that part.
+        """
+        given = {self.rows: rows, self.index: index.unsqueeze(1), self.weights: rows.new_ones(len(rows), 1)}
+        return _first(forward(given))
+
+
+def find_stacks(model: nn.Module) -> dict[str, Stack]:
+    """By path, the modules inside repeated blocks that look like stacks; nothing is called."""
+    blocks = repeated_blocks(model)
+    found: dict[str, Stack] = {}
+    for raw, module in model.named_modules():
+        path = clean(raw)
+        if (stack := _stack(module, path)) is not None and any(is_within(path, block) for block in blocks):
+            found[path] = stack
+    return found
+
+
+def stack_paths(*models: nn.Module) -> set[str]:
+    """Of the stacks of some models. What modules inside of one see depends on who has which expert."""
+    return {path for model in models for path in find_stacks(model)}
+
+
+def _stack(module: nn.Module, path: str) -> Stack | None:
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
+    if len(sizes) != 1 or len(own) != len(list(module.parameters())) or not any(p.dim() == 3 for p in own.values()):
+        return None
+    (experts,) = sizes
+    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if experts < 2 or len(takes) < 3:
+        return None
+    counts = tuple(name for name, value in vars(module).items() if type(value) is int and value == experts and "expert" in name)
+    return Stack(path, experts, tuple(own), counts)
+
+
+def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
+    """The stacks of a model, with the roles of their arguments; proven to give the same when ``ranks`` share each out.
+
+    Raises:
+        UnsupportedError: there are none, or they do not; the text names the module.
+    """
+    known = find_stacks(model)
+    trouble = UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
+    for sample in samples_of(model, arguments, 1) if known else ():
+        try:
+            tried = {key: _tried(sample, path, ranks) for key, path in _first_of_each(sample.model).items()}
+            kinds = _kinds(model)
+            found = [replace(stack, **tried[kinds[path]]) for path, stack in known.items()]
+            return tuple(replace(stack, width=_width(model, sample.model, stack.width)) for stack in found)
+        except UnsupportedError as error:
+            trouble = error
+        except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
+            trouble = UnsupportedError(
+                f"the experts of {type(model).__name__} could not be tried out on a small copy ({type(error).__name__}: {error})"
+            )
+    raise trouble
+
+
+def _width(model: nn.Module, small: nn.Module, here: int) -> int:
+    """Of a token in the model, which in its small copy has ``here`` features: those of the residual stream, or as many."""
+    stated = [stated_width(m) for m in (model, small)]
+    return stated[0] if stated[0] is not None and stated[1] == here else here
+
+
+def _kinds(model: nn.Module) -> dict[str, tuple[type, str]]:
+    """Path of each stack -> (class, path within its block)."""
+    blocks = repeated_blocks(model)
+    paths = find_stacks(model)
+    inside = {path: next(block for block in blocks if is_within(path, block)) for path in paths}
+    return {path: (type(model.get_submodule(path)), path.removeprefix(f"{block}.")) for path, block in inside.items()}
+
+
+def _first_of_each(model: nn.Module) -> dict[tuple[type, str], str]:
+    found: dict[tuple[type, str], str] = {}
+    for path, kind in _kinds(model).items():
+        found.setdefault(kind, path)
+    return found
+
+
+def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
+    """The roles of a stack's arguments, its top_k and its width."""
+    module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
+    args, kwargs = _call_of(sample, module, path)
+    said = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    tensors = {name: value for name, value in said.items() if isinstance(value, Tensor)}
+    index = [name for name, value in tensors.items() if not value.is_floating_point()]
+    others = [name for name in tensors if name not in index]
+    if len(index) != 1 or len(others) != 2:
+        raise UnsupportedError(f"{path} ({type(module).__name__}) takes {', '.join(said)}, and not tokens, numbers of experts and weights")
+    roles = {"rows": others[0], "index": index[0], "weights": others[1]}
+    full = replace(stack, **roles)
+    _prove(full, module, said, ranks)
+    rows, numbers, _ = full.arguments(said)
+    return roles | {"top_k": numbers.shape[1], "width": rows.shape[1]}
+
+
+def _call_of(sample: Sample, module: nn.Module, path: str) -> tuple[tuple, dict[str, Any]]:
+    calls: list[tuple[tuple, dict[str, Any]]] = []
+    handle = module.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            sample.model(**sample.inputs[0])
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise UnsupportedError(f"{path} ({type(module).__name__}) is called {len(calls)} times in a forward, and not once")
+    return calls[0]
+
+
+def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) -> None:
+    """Compare what the whole stack gives, and its gradients, with what its shares give, one behind the other."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    x = said[stack.rows].detach().clone().requires_grad_()
+    w = said[stack.weights].detach().clone().requires_grad_()
+    given = dict(said) | {stack.rows: x, stack.weights: w}
+    wanted = _first(functional_call(module, leaves, kwargs=given))
+    rows, index, weights = stack.arguments(given)
+    out = torch.zeros_like(rows)
+    share = stack.experts // ranks
+    for low in range(0, stack.experts, share):
+        token, slot = ((index >= low) & (index < low + share)).nonzero(as_tuple=True)
+        if len(token):
+            held = {name: p[low : low + share] for name, p in leaves.items()}
+            with _counting(module, stack, share):
+                made = stack.compute(partial(functional_call, module, held, None), rows[token], index[token, slot] - low)
+            out = out.index_add(0, token, made * weights[token, slot].unsqueeze(1))
+    pushed = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(0))
+    inputs = [x, w, *leaves.values()]
+    here = torch.autograd.grad(wanted, inputs, pushed, allow_unused=True)
+    there = torch.autograd.grad(out.view_as(wanted), inputs, pushed, allow_unused=True)
+    found = [(wanted.detach(), out.detach().view_as(wanted)), *zip(here, there, strict=True)]
+    for name, (one, other) in zip(("output", stack.rows, stack.weights, *leaves), found, strict=True):
+        one, other = (torch.zeros(()) if t is None else t for t in (one, other))
+        if not torch.linalg.vector_norm(one - other) <= LARGEST_ERROR * torch.linalg.vector_norm(one):
+            what = "its output" if name == "output" else f"the gradient of {name}"
+            raise UnsupportedError(
+                f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its {stack.experts} experts out:"
+                f" {what} is another. Set layout.ep = 1."
+            )
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def _counting(module: nn.Module, stack: Stack, experts: int) -> Iterator[None]:
+    """Inside, the module believes that it has so many experts."""
+    before = {name: getattr(module, name) for name in stack.counts}
+    for name in stack.counts:
+        setattr(module, name, experts)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

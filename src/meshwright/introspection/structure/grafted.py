@@ -1,0 +1,78 @@
+"""A small model that a config builds, put into the wrappers of a large one: around the model itself, and around single layers.
+
+A wrapper is a module around one of the same class as the small model has in its place. It is copied without its weights, in sizes that
+follow from the layer inside; what it has of its own (a rank, a scale, a rate of dropout) stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UnlikeError(Exception):
+    """The small model is not made as the large one is."""
+
+
+def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
+    """``small`` with the wrappers of ``large``; itself where there are none. ``large`` is left as it is.
+
+    Raises:
+        UnlikeError: the sizes of a wrapper do not follow from what is inside.
+    """
+    return _graft(large, small, {})
+
+
+def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if type(large) is type(small):
+        for name, child in small.named_children():
+            if large._modules.get(name) is None:
+                raise UnlikeError(f"{type(large).__name__} has no {name}")
+            small._modules[name] = _graft(large._modules[name], child, memo)  # type: ignore[arg-type]
+        memo[id(large)] = small
+        if hasattr(large, "config"):
+            memo[id(large.config)] = getattr(small, "config", None)
+        return small
+    inner = next((module for module in large.modules() if type(module) is type(small)), None)
+    if inner is None:
+        raise UnlikeError(f"{type(large).__name__} has no {type(small).__name__} inside")
+    _graft(inner, small, memo)
+    sizes = _sizes(inner, small)
+    device = next(small.parameters(), torch.empty(0)).device
+    for tensor in _own_tensors(large, inner):
+        memo[id(tensor)] = _resized(tensor, sizes, device)
+    made = copy.deepcopy(large, memo)
+    for module in made.modules():
+        if not any(module is part for part in small.modules()):
+            for name, value in list(vars(module).items()):
+                if type(value) is int and value in sizes:
+                    setattr(module, name, sizes[value])
+    return made
+
+
+def _sizes(inner: nn.Module, small: nn.Module) -> dict[int, int]:
+    """Of a layer's weight: in the large model -> in the small one; nothing for whole models."""
+    large_weight, small_weight = inner._parameters.get("weight"), small._parameters.get("weight")
+    if large_weight is None or small_weight is None:
+        return {}
+    found: dict[int, int] = {}
+    for before, after in zip(large_weight.shape, small_weight.shape, strict=True):
+        if found.setdefault(before, after) != after:
+            raise UnlikeError("two sizes of a layer are equal in the large model, and not in the small one")
+    return found
+
+
+def _own_tensors(large: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
+    inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+    return [tensor for tensor in (*large.parameters(), *large.buffers()) if id(tensor) not in inside]
+
+
+def _resized(tensor: torch.Tensor, sizes: dict[int, int], device: torch.device) -> torch.Tensor:
+    if sizes and tensor.dim() > 1 and all(size in sizes for size in tensor.shape):
+        raise UnlikeError("an adapter has as many features as its host: which of them follow from the model's width cannot be told")
+    shape = [sizes.get(size, size) for size in tensor.shape]
+    made = torch.zeros(shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -1,0 +1,252 @@
+"""Mixture of experts in plain torch: a router, stacked experts, shared experts.
+
+Shapes in comments: ``n`` tokens of ``dim`` features; each goes to ``k`` of ``experts``. An expert number of ``experts`` stands for nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .decoder_config import MoEConfig
+from .layers import FeedForward, at_least_fp32
+
+GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of grouped matrix products; others take one product for each expert."""
+GROUPED_BYTES = 16
+"""Rows must begin at multiples of so many bytes there."""
+
+
+class Router(nn.Module):
+    """Chooses each token's experts, inside at least fp32.
+
+    Softmax scores (arXiv 2401.04088), or sigmoid scores (arXiv 2412.19437); with groups, only the
+    experts of a token's best groups are chosen from. A group is as good as its best expert, or (sigmoid) its two best together.
+
+    What keeps experts balanced: a loss per sequence (arXiv 2412.19437, eq. 17 to 20), or a bias on the choice alone that follows the load
+    without a gradient (arXiv 2408.15664); a loss on the size of the logits (arXiv 2202.08906) keeps those small.
+
+    Attributes:
+        loss_share: what one token's auxiliary loss counts for in the loss of the step, as a tensor without dims; None: it is left in
+            ``auxiliary``, for the caller to add.
+        auxiliary: the sum of the auxiliary losses over the tokens of the last forward (0 dims), where nobody set ``loss_share``.
+        across: sums numbers, in place, over those who have other parts of the same sequences; None: nobody has.
+        counts: (experts,) int64: tokens per expert since the last ``balance``, of forwards in training; None: no forward yet.
+    """
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
+        self.loss_share: Tensor | None = None
+        self.auxiliary: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.across: Callable[[Tensor], Tensor] | None = None
+
+    def reset_parameters(self) -> None:
+        """The choice begins without a bias; weights follow the model's law."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts and their weights: (n, k) int64, (n, k).
+
+        Args:
+            x: (rows, seq, dim).
+            routed: (rows, seq) bool, False for padding, which goes nowhere and counts for nothing. By default all are routed.
+        """
+        c, wide = self.config, at_least_fp32(x.dtype)
+        logits = F.linear(x.to(wide), self.weight.to(wide))  # (rows, seq, experts)
+        scores = logits.softmax(-1) if c.router == "softmax" else logits.sigmoid()
+        index = self._choose(scores.detach())
+        weights = scores.gather(-1, index)
+        if c.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(wide).tiny)
+        weights = weights * c.scale
+        index = _within_capacity(index, routed, c)
+        if routed is not None:
+            index = index.masked_fill(~routed.unsqueeze(-1), c.n_experts)
+        if self.training and not is_recomputing():
+            self._count(index)
+        if self.training and (c.sequence_loss or c.z_loss):
+            weights = self._with_losses(weights, logits, scores, index, routed)
+        return index.flatten(0, 1), weights.flatten(0, 1).to(x.dtype)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """(rows, seq, k) int64 of (rows, seq, experts)."""
+        c = self.config
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        if c.n_groups > 1:
+            groups = scores.unflatten(-1, (c.n_groups, -1))
+            best = groups.amax(-1) if c.router == "softmax" else groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+            chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(c.top_groups, -1).indices, True)
+            scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(c.top_k, -1).indices
+
+    def _count(self, index: Tensor) -> None:
+        found = tokens_per_expert(index.flatten(), self.config.n_experts)
+        self.counts = found if self.counts is None else self.counts + found
+
+    def balance(self, counts: Tensor) -> None:
+        """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches; forget those of this process."""
+        self.counts = None
+        if self.bias is not None:
+            load = counts.to(torch.float64)
+            self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+
+    def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, index: Tensor, routed: Tensor | None) -> Tensor:
+        """``weights``, such that their backward brings the auxiliary losses' gradients with it."""
+        c = self.config
+        real = torch.ones_like(index[..., 0], dtype=logits.dtype) if routed is None else routed.to(logits.dtype)
+        total = logits.new_zeros(())
+        if c.sequence_loss:
+            shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(-1)
+            loads = F.one_hot(index, c.n_experts + 1)[..., : c.n_experts].sum((1, 2)).to(logits.dtype)  # (rows, experts)
+            lengths = real.sum(1, keepdim=True)
+            if self.across is not None:
+                loads, lengths = self.across(torch.cat([loads, lengths], dim=1)).split([c.n_experts, 1], dim=1)
+            total = total + c.sequence_loss * c.n_experts / c.top_k * (loads / lengths.clamp(min=1) * shares.sum(1)).sum()
+        if c.z_loss:
+            total = total + c.z_loss * (logits.logsumexp(-1).square() * real).sum()
+        if self.loss_share is None:
+            self.auxiliary = total
+            return weights
+        return _attached(weights, total, self.loss_share)
+
+
+@torch._disable_dynamo  # which takes a loss that no result shows for one without a gradient
+def _attached(value: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+    return _Attached.apply(value, loss, share)
+
+
+class _Attached(torch.autograd.Function):
+    """The first argument; in the backward the second has a gradient of its own, whatever became of the first. So a loss that is computed
+    inside a model needs no way out of it: not past pipeline stages, nor recomputed blocks."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, loss: Tensor, share: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(share)
+        ctx.dtype = loss.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (share,) = ctx.saved_tensors
+        return gradient, share.to(ctx.dtype), None
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards of one shape, stacked: all of them in three grouped matrix products.
+
+    Where torch has none for the dtype or the shape (``is_grouped``), a product for each expert computes the same.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, n_experts: int):
+        super().__init__()
+        self.n_experts = n_experts
+        self.w_gate = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w_up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w_down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Each token's experts' outputs, weighted and added up: (n, dim).
+
+        Args:
+            x: (n, dim).
+            index: (n, k) int64 experts; ``n_experts``: nowhere.
+            weights: (n, k).
+        """
+        n, k = index.shape
+        order = index.flatten().argsort(stable=True)  # (n * k), by expert; what goes nowhere comes last
+        ends = tokens_per_expert(index.flatten(), self.n_experts).cumsum(0)
+        ends[-1] = n * k  # the last expert computes these too, for nothing: rows that no product wrote would have gradients of chance
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=order.device))
+        out = self.compute(x[order // k], ends)[places].unflatten(0, (n, k))
+        out = out.masked_fill((index == self.n_experts).unsqueeze(-1), 0)
+        return (out * weights.unsqueeze(-1)).sum(1)
+
+    def compute(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows through their experts: (m, dim).
+
+        Args:
+            x: (m, dim), the rows of each expert one behind the other.
+            ends: (experts,) int64: where each expert's rows end; the last one's at m.
+        """
+        product = grouped_product if is_grouped(x, self.w_gate, self.w_down) else product_by_expert
+        hidden = F.silu(product(x, self.w_gate, ends)) * product(x, self.w_up, ends)
+        return product(hidden, self.w_down, ends)
+
+
+def tokens_per_expert(index: Tensor, n_experts: int) -> Tensor:
+    """(experts,) int64 of any number of expert numbers; on a device without waiting for it."""
+    counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(0, index, torch.ones_like(index))[:n_experts]
+
+
+def is_grouped(x: Tensor, *weights: Tensor) -> bool:
+    """Whether torch's grouped product takes these."""
+    fits = all(weight.shape[-1] * weight.element_size() % GROUPED_BYTES == 0 for weight in weights)
+    return x.dtype in GROUPED_DTYPES and fits and len(x) > 0
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """(m, in), (experts, out, in) → (m, out)."""
+    return _Contiguous.apply(F.grouped_mm(x, weight.transpose(-2, -1), offs=ends.to(torch.int32)))
+
+
+class _Contiguous(torch.autograd.Function):
+    """The same; the backward's gradient is laid out as grouped products want it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+def product_by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same as ``grouped_product``, an expert at a time."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ w.mT for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)])
+
+
+def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) -> Tensor:
+    """Drop what is over an expert's capacity, which is counted per sequence: so it depends on no microbatch and no layout."""
+    if not config.capacity_factor:
+        return index
+    _, seq, k = index.shape
+    limit = max(1, int(config.capacity_factor * seq * k / config.n_experts))
+    chosen = F.one_hot(index, config.n_experts)  # (rows, seq, k, experts)
+    if routed is not None:
+        chosen = chosen * routed[..., None, None]
+    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))  # how many of the sequence an expert has, up to here
+    return index.masked_fill((before * chosen).sum(-1) > limit, config.n_experts)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is under way: what is computed there was computed, and counted, before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of which each token uses a part; shared experts see every token."""
+
+    def __init__(self, dim: int, hidden_dim: int, config: MoEConfig):
+        super().__init__()
+        self.router = Router(dim, config)
+        self.experts = Experts(dim, hidden_dim, config.n_experts)
+        self.shared = FeedForward(dim, config.n_shared * hidden_dim) if config.n_shared else None
+
+    def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """(rows, seq, dim); see ``Router`` for ``routed``."""
+        index, weights = self.router(x, routed)
+        out = self.experts(x.flatten(0, 1), index, weights).view_as(x)
+        return out if self.shared is None else out + self.shared(x)

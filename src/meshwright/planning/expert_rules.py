@@ -1,0 +1,73 @@
+"""The rules about expert parallelism; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.names import pattern
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.models.moe import Router
+
+from .expert_plan import sharing_ranks
+
+if TYPE_CHECKING:
+    from .rules import Case
+
+
+def experts_fit(case: Case) -> Iterator[MeshwrightError]:
+    """The expert axis divides the ranks that can share experts out, and the experts of every stack."""
+    layout, ranks = case.layout, case.layout.ep
+    if ranks == 1 or case.facts.expert_plan is not None:
+        return
+    among = sharing_ranks(layout)
+    if layout.tp > 1 and not case.techniques.sequence_parallel:
+        yield ConfigError(
+            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs techniques.sequence_parallel = true: else all {layout.tp} ranks of the"
+            f" tensor axis would send the same tokens to the experts. Set it true, or layout.ep = 1."
+        )
+    stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
+    if not stacks:
+        yield ConfigError(
+            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its blocks (parameters"
+            f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set layout.ep = 1."
+        )
+        return
+    least = math.gcd(among, *(stack.experts for stack in stacks.values()))
+    legal = ", ".join(str(n) for n in range(1, least + 1) if least % n == 0)
+    for stack in stacks.values():
+        if stack.experts % ranks:
+            where = pattern(stack.path)
+            yield ConfigError(f"layout.ep = {ranks} does not divide the {stack.experts} experts of {where}. Legal here: {legal}.")
+            return
+
+
+def _routers(case: Case) -> list[Router]:
+    return [] if case.facts.module is None else [module for module in case.facts.module.modules() if isinstance(module, Router)]
+
+
+def own_loss_of_experts(case: Case) -> Iterator[MeshwrightError]:
+    """A model of transformers adds a loss of its routers to a loss that it computes itself, which nobody here asks it for."""
+    config = getattr(case.facts.module, "config", None)
+    if getattr(config, "output_router_logits", False):
+        yield UnsupportedError(
+            f"the config of {case.facts.kind} has output_router_logits = true, which adds the loss of its routers (router_aux_loss_coef) to"
+            f" the model's own loss; that one is not used here. Set output_router_logits = false to train without it."
+        )
+
+
+def experts_companions(case: Case) -> Iterator[MeshwrightError]:
+    """Techniques that do not go with experts that are shared out, and kinds of experts that do not go with a technique."""
+    capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
+    if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
+        yield UnsupportedError(
+            f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's capacity depends on the"
+            f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or techniques.sequence_parallel ="
+            f" false."
+        )
+    if case.layout.ep > 1 and case.techniques.cpu_offload:
+        yield UnsupportedError(
+            "techniques.cpu_offload does not go with layout.ep > 1 in this version. Set techniques.cpu_offload = false, or layout.ep = 1."
+        )

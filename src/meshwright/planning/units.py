@@ -1,0 +1,69 @@
+"""Communication units: what parameters travel together under fully_shard."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.core.names import owner
+from meshwright.introspection.facts import ModelFacts, ParameterFact
+
+from .expert_plan import ExpertPlan
+from .plan import Unit
+from .tensor_plan import TensorPlan
+
+
+def units_of(
+    facts: ModelFacts, shards: int, reshard: bool | int, tensor: TensorPlan | None, experts: ExpertPlan | None = None
+) -> tuple[Unit, ...]:
+    """Communication units in forward order, the root ("") first: it is gathered first and stays."""
+    early = _trains_before_blocks(facts)
+    units = [make_unit(facts, "", shards, False, False, tensor)]
+    flows = early
+    for block in facts.blocks:
+        flows = flows or any(p.trainable for p in facts.of_unit(block))
+        keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
+        units.append(make_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor, experts))
+        if experts is not None and (inside := experts.only((block,))) is not None:
+            units += [_stack_unit(facts, stack.path, not keeps and bool(reshard), flows and not keeps, experts) for stack in inside.stacks]
+    return tuple(unit for unit in units if unit.elements)
+
+
+def make_unit(
+    facts: ModelFacts,
+    name: str,
+    shards: int,
+    reshard: bool | int,
+    gathers: bool,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+) -> Unit:
+    parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
+    total = sum(_padded(p, shards, tensor) for p in parameters)
+    return Unit(name, total, sum(_padded(p, shards, tensor) for p in parameters if p.trainable), reshard, gathers)
+
+
+def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan) -> Unit:
+    parameters = [p for p in facts.parameters if owner(p.name) == path]
+    sizes = [(experts.padded(p.shape), p.trainable) for p in parameters]
+    return Unit(path, sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains), reshard, gathers, experts=True)
+
+
+def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
+    """Elements of the parameter (of the first tensor-parallel rank's part of it) when dim 0 is filled up to a multiple of ``shards``, as
+    FSDP2 sends it."""
+    shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
+    rows = shape[0] if shape else 1
+    return -(-rows // shards) * shards * math.prod(shape[1:])
+
+
+def _trains_before_blocks(facts: ModelFacts) -> bool:
+    """Whether gradients flow into the first block: a trainable parameter is registered before it."""
+    names = [p.name for p in facts.parameters]
+    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
+    return any(p.trainable for p in facts.parameters[:first])
+
+
+def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:
+    """Whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts."""
+    trained = [p for p in facts.parameters if p.trainable]
+    return tuple(sorted({tensor is not None and tensor.cut_of(p.name, p.shape) is not None for p in trained}))

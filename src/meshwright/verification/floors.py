@@ -1,0 +1,128 @@
+"""How far rounding goes: one process computes a problem several times, each time rounding otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from meshwright.comparison.equality import farthest, relative_errors, sum_floor
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import IntegrityError
+
+from .one_process import narrows
+from .outcome import Reference, reference
+from .problem import Problem
+
+Errors = dict[tuple[str, int], dict[str, float]]
+"""(stage, step) → name → relative error."""
+
+ORDERS = (1, 2, 3)
+"""Rows at a time. By chance one run may be close where a small tensor is concerned; that several are is rarer."""
+SHAKEN = 5
+"""More runs, of all rows at a time, where outputs are changed at random. The gradient of a norm of two elements is off along one
+direction, like one number: in one case of seven three draws of it are all within 0.7 standard deviations, and then four times the farthest
+is less than three of them; with eight draws that is one case of two hundred."""
+NOISE_FLOOR = 1e-12
+"""A float64 run whose reordered sums differ by more than this rounds to float32 somewhere inside."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """How far rounding may move what is compared.
+
+    Attributes:
+        whole: of gradients, parameters, losses and norms.
+        seen: of the sketches of what modules compute, and of every step's state.
+    """
+
+    whole: Errors
+    seen: Errors
+
+    @property
+    def round_inside(self) -> bool:
+        """Whether a model in float64 computes in float32 somewhere: reordering its sums shows it."""
+        return any(error > NOISE_FLOOR for error in self.whole["gradient", 1].values())
+
+
+def references(problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False) -> tuple[Reference, Floors]:
+    """The oracle, and how far rounding moves it.
+
+    In float32 that is the farthest of three more runs, which take one, two and three rows at a time and so add up in other orders. In
+    bfloat16 it is the farthest of three runs (all rows at a time, one, two) from one in float32. In float64, one more run shows whether the
+    model rounds to float32 somewhere. Where features are cut, there are five runs more.
+
+    Args:
+        are_features_cut: the layout adds up features in another order too, which one process cannot: every module's output is changed by
+            as much as that rounds; in float64 too, if the model computes in float32 somewhere.
+        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
+
+    Raises:
+        IntegrityError: two runs begin with different weights or buffers.
+    """
+    one = reference(problem, always_clips=always_clips)
+    problem = replace(problem, max_norm=one.max_norm)
+    if problem.dtype == "bfloat16":
+        return one, _from_float32(problem, one, are_features_cut)
+    one.narrows = are_features_cut and problem.dtype == "float64" and narrows(problem)
+    noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0
+    first = _distances(_started_alike(reference(problem, 1, noise=noise), one), one)
+    if problem.dtype == "float64" and not (one.narrows or first.round_inside):
+        return one, first
+    return one, _farthest([first, *(_distances(other, one) for other in _more(problem, ORDERS[1:], noise))])
+
+
+def _from_float32(problem: Problem, one: Reference, are_features_cut: bool) -> Floors:
+    noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # it rounds to the nearest
+    exact = _started_alike(reference(replace(problem, dtype="float32")), one)
+    return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise))])
+
+
+def _more(problem: Problem, orders: Sequence[int], noise: float) -> Iterator[Reference]:
+    """A run for each number of rows; where there is noise, some of all rows at a time too."""
+    for seed, rows in enumerate((*orders, *[0] * (SHAKEN if noise else 0)), 1):
+        yield reference(problem, rows, noise=noise, seed=seed)
+
+
+def _started_alike(other: Reference, one: Reference) -> Reference:
+    for what, here, there in (("weights", one.initial, other.initial), ("buffers", one.buffers, other.buffers)):
+        for name in {**here, **there}:
+            if name not in here or name not in there or not here[name].equal(there[name]):
+                raise IntegrityError(
+                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared: the model factory draws"
+                    f" random numbers that the seed does not govern. Seed it inside the factory"
+                )
+    return other
+
+
+def _distances(found: Reference, one: Reference) -> Floors:
+    whole = {("gradient", 1): relative_errors(found.gradients, one.gradients)}
+    whole |= {("parameter", step): relative_errors(found.parameters[step], kept) for step, kept in one.parameters.items()}
+    for stage, parts, theirs in (("loss", found.loss_parts, one.loss_parts), ("norm", found.norm_parts, one.norm_parts)):
+        whole |= {(stage, step): {"": sum_floor(*pair)} for step, pair in enumerate(zip(parts, theirs, strict=True), 1)}
+    mine, theirs = found.seen[0], one.seen[0]
+    seen = {
+        (stage, step): relative_errors(getattr(mine, stage)[step], rows)
+        for stage in ("forward", "backward")
+        for step, rows in getattr(theirs, stage).items()
+    }
+    return Floors(whole, seen | {key: state_errors(mine.sketches[key], there) for key, there in theirs.sketches.items()})
+
+
+def _farthest(runs: Sequence[Floors]) -> Floors:
+    return Floors(farthest([run.whole for run in runs]), farthest([run.seen for run in runs]))
+
+
+def state_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative errors, each kind of optimizer state ("exp_avg of …") for itself."""
+    kinds = dict.fromkeys(name.rpartition(" of ")[0] for name in (*reference, *found))
+    errors = {}
+    for kind in kinds:
+        errors |= relative_errors(dict(_of_kind(found, kind)), dict(_of_kind(reference, kind)))
+    return errors
+
+
+def _of_kind(tensors: Mapping[str, Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in tensors.items() if name.rpartition(" of ")[0] == kind)

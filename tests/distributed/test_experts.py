@@ -1,0 +1,506 @@
+"""Experts in real processes: equal to one process in every layout, nothing sent in vain, and checkpoints that keep every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from support import families
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint import load, save
+from meshwright.comparison.equality import relative_errors
+from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, expert_parallel, init_distributed, routing
+from meshwright.distributed.local import WorkerFailed
+from meshwright.distributed.mesh import data_position, get_ep_mesh
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.shards import placed_like
+from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.world import get_world_info
+from meshwright.introspection.structure.experts import Stack
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.models.moe import Router
+from meshwright.planning.batch import Batch
+from meshwright.planning.collectives import step_traffic
+from meshwright.planning.layout import Layout
+from meshwright.verification.problem import RandomBatches
+from meshwright.verification.verify import verify
+
+VOCABULARY = 61
+DENSE = DecoderConfig(VOCABULARY, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
+SOFTMAX = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, sequence_loss=0.05, z_loss=0.01))
+SIGMOID = replace(
+    DENSE,
+    moe=MoEConfig(
+        n_experts=8,
+        top_k=3,
+        hidden_dim=12,
+        n_shared=1,
+        first_dense=1,
+        router="sigmoid",
+        n_groups=4,
+        top_groups=2,
+        scale=2.5,
+        bias_rate=0.01,
+        sequence_loss=0.05,
+    ),
+)
+CAPPED = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=12, capacity_factor=1.0, bias_rate=0.01))
+BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
+
+ONE = Layout(dp_shard=1)
+EP2, EP4, HALVES = Layout(dp_shard=2, ep=2), Layout(dp_shard=4, ep=4), Layout(dp_shard=4, ep=2)
+HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
+TENSOR, ALL_TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=1, tp=4, ep=4), Layout(dp_shard=2, tp=2, ep=4)
+STAGED = Layout(pp=2, dp_shard=2, ep=2)
+
+WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
+    "replicated": (SIGMOID, Layout(dp_replicate=2, dp_shard=1), {}),
+    "sharded": (SIGMOID, Layout(dp_shard=4), {}),
+    "tensor": (SIGMOID, Layout(dp_shard=1, tp=4), {}),
+    "tensor, whole sequences": (SIGMOID, Layout(dp_shard=1, tp=2), {"sequence_parallel": False}),
+    "pipeline": (SIGMOID, Layout(pp=2, dp_shard=1), {"pipeline_schedule": "dualpipe_v"}),
+    **{f"{name}, ep2": (model, EP2, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID), ("capped", CAPPED))},
+    **{f"ep4, {name}": (model, EP4, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID))},
+    "halves": (SIGMOID, HALVES, {}),
+    "hybrid": (SIGMOID, HYBRID, {}),
+    "tensor, ep2": (SIGMOID, TENSOR, {}),
+    "tensor alone, ep4": (SOFTMAX, ALL_TENSOR, {}),
+    "tensor, ep4": (SIGMOID, ACROSS, {}),
+    "1f1b": (SIGMOID, STAGED, {}),
+    "zbv": (SOFTMAX, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
+    "tensor in a pipeline": (SIGMOID, Layout(pp=2, dp_shard=1, tp=2, ep=2), {"pipeline_schedule": "zbv_zero_bubble"}),
+    "recomputed": (SIGMOID, EP2, {"activation_checkpointing": "full"}),
+    "attention recomputed": (SIGMOID, HALVES, {"activation_checkpointing": "selective"}),
+    "kept gathered": (SOFTMAX, HALVES, {"reshard_after_forward": False}),
+    "resharded to 2": (SOFTMAX, HALVES, {"reshard_after_forward": 2}),
+    "every microbatch": (SOFTMAX, HYBRID, {"sync_grad_accum": True}),
+    "all-reduce postponed": (SOFTMAX, HYBRID, {"sync_grad_accum": "shard"}),
+    "compiled": (SOFTMAX, EP2, {"compile": True, "compile_backend": "aot_eager"}),
+    "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
+    "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
+    "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
+    "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
+}
+
+
+IN_FLOAT32 = ("softmax, ep2", "halves", "tensor, ep2", "1f1b", "compiled")
+"""Products are grouped there."""
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_experts_are_equal_to_one_process(pool, measured, name):
+    model, layout, techniques = WAYS[name]
+    rows = 2 if "microbatch" in name or "postponed" in name else 0
+    dtypes = ("float64", "float32") if name in IN_FLOAT32 else ("float64",)
+    report = verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("layout", [EP2, TENSOR], ids=str)
+def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
+    report = verify(SIGMOID, layout, BATCHES, dtypes=("bfloat16",), steps=2, pool=pool)
+    assert report, str(report)
+
+
+SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_family_is_equal_to_one_process(pool, name):
+    batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    report = verify(families.config_of(name), HALVES, batches, steps=2, pool=pool)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("layout", [STAGED, TENSOR], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_family_is_equal_beside_other_axes(pool, name, layout):
+    batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    report = verify(families.config_of(name), layout, batches, steps=2, pool=pool)
+    assert report, str(report)
+
+
+# --- tokens travel, whatever their experts
+
+LOCAL = 2
+"""Experts of each rank."""
+
+
+def compute(rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("nd,ndo->no", rows, weights[numbers])
+
+
+def travelled(drawn: list[list[list[int]]]) -> list[tuple[float, int, float]]:
+    """For each routing of all ranks' tokens: the largest difference from computing it here, tokens that had to move, bytes that did."""
+    world = get_world_info()[2]
+    mesh = init_distributed(Layout(dp_shard=world, ep=world))
+    axis = get_ep_mesh(mesh)  # type: ignore[arg-type]
+    assert axis is not None
+    group, rank, ranks = axis.get_group(), axis.get_local_rank(), axis.size()
+    stack = Stack("experts", LOCAL * ranks, ("weight",), (), top_k=2, width=3)
+    g = torch.Generator().manual_seed(0)
+    everything = torch.randn(stack.experts, 3, 3, dtype=torch.float64, generator=g)
+    found = []
+    for chosen in drawn:
+        all_rows = torch.randn(len(chosen), 3, dtype=torch.float64, generator=g)
+        share = -(-len(chosen) // ranks)
+        own = slice(rank * share, (rank + 1) * share)
+        index = torch.tensor(chosen, dtype=torch.int64).view(-1, 2)
+        rows = all_rows[own].clone().requires_grad_()
+        weights = everything[rank * LOCAL : (rank + 1) * LOCAL].clone().requires_grad_()
+        with WireCounter() as wire:
+            out = expert_parallel._everywhere(lambda x, n, w=weights: compute(x, n, w), stack, group, rows, index[own])
+            out.square().sum().backward()
+        whole_rows, whole_weights = all_rows.clone().requires_grad_(), everything.clone().requires_grad_()
+        is_somewhere = index < stack.experts
+        wanted = torch.stack([compute(whole_rows, index[:, k].clamp(max=stack.experts - 1), whole_weights) for k in range(2)], 1)
+        wanted = wanted * is_somewhere.unsqueeze(-1)
+        wanted.square().sum().backward()
+        assert rows.grad is not None and weights.grad is not None and whole_rows.grad is not None and whole_weights.grad is not None
+        pairs = [
+            (out, wanted[own]),
+            (rows.grad, whole_rows.grad[own]),
+            (weights.grad, whole_weights.grad[rank * LOCAL : (rank + 1) * LOCAL]),
+        ]
+        error = max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in pairs)
+        home = torch.arange(len(chosen)).unsqueeze(1) // share
+        away = int((is_somewhere & (index // LOCAL != home)).sum())
+        sent = [s for s in wire.sent if s.op == "all_to_all"]
+        found.append((error, away, sum(s.bytes for s in sent[1:])))
+    return found
+
+
+def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
+    """Two experts of each token: any, few, one, or none."""
+    experts = LOCAL * ranks
+    numbers = st.one_of(
+        st.integers(0, experts), st.integers(0, 1), st.just(0), st.just(experts - 1), st.just(experts), st.integers(experts - 1, experts)
+    )
+    one = st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=1, max_size=14)
+    same = numbers.flatmap(lambda n: st.integers(1, 14).map(lambda tokens: [[n, n]] * tokens))
+    return st.one_of(one, same)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
+    """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
+
+    @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate))  # to shrink would take minutes
+    @given(st.lists(routings(ranks), min_size=25, max_size=25))
+    def check(drawn: list[list[list[int]]]) -> None:
+        seen = spmd(ranks, travelled, drawn)
+        for number in range(len(drawn)):
+            assert max(one[number][0] for one in seen) <= 1e-12
+            moved = sum(one[number][2] for one in seen)
+            assert moved == 4 * seen[0][number][1] * 3 * 8, "there and back, in forward and backward; three numbers of eight bytes"
+
+    check()
+
+
+# --- what travels in a model
+
+
+def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, Tensor]:
+    return RandomBatches(VOCABULARY, rows, seq)(step)
+
+
+def own_rows(model: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    rank, ranks = data_position(model.mesh)
+    share = len(batch["tokens"]) // ranks
+    return {key: value[rank * share : (rank + 1) * share] for key, value in batch.items()}
+
+
+Figures = dict[tuple[str, int], tuple[int, float]]
+
+
+def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -> tuple[Figures, Figures, int]:
+    """What the plan foresees for this rank and what it sent, by operation and ranks; and how many rows its tokens sent elsewhere."""
+    laid = parallelize(model, layout, techniques=techniques, seed=3)
+    optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
+    away = 0
+    everywhere = expert_parallel._everywhere
+
+    def counting(compute: Any, stack: Stack, group: Any, rows: Tensor, index: Tensor) -> Tensor:
+        nonlocal away
+        own = stack.experts // group.size()
+        away += int(((index < stack.experts) & (index // own != group.rank())).sum())
+        return everywhere(compute, stack, group, rows, index)
+
+    for step in range(2):
+        away = 0
+        with patch.object(expert_parallel, "_everywhere", counting), WireCounter() as wire:
+            laid.forward_backward(own_rows(laid, batch_of(8, 9, step)))
+            laid.optimizer_step(optimizer, 1.0)
+    foreseen: Figures = {}
+    for t in step_traffic(laid.plan, Batch(8, 9)):
+        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
+        foreseen[t.op, t.ranks] = calls + (t.calls or 0), moved + t.bytes
+    counted: Figures = {}
+    for sent in wire.sent:
+        if sent.ranks > 1:
+            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
+            counted[sent.op, sent.ranks] = calls + 1, moved + sent.bytes
+    return foreseen, counted, away
+
+
+EVEN = replace(SIGMOID, vocab_size=64)
+"""The plan counts what the first tensor-parallel rank sends: here all have as many token ids."""
+WIRE = {
+    "ep2": (SOFTMAX, EP2, {}),
+    "halves, balanced": (SIGMOID, HALVES, {}),
+    "hybrid": (SIGMOID, HYBRID, {}),
+    "recomputed": (SIGMOID, EP4, {"activation_checkpointing": "full"}),
+    "experts frozen": (SOFTMAX, HALVES, {"freeze": ("experts",)}),
+    "tensor": (EVEN, ACROSS, {}),
+    "tensor, recomputed": (EVEN, TENSOR, {"activation_checkpointing": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_what_travels_is_what_the_plan_said(spmd, name):
+    model, layout, techniques = WIRE[name]
+    assert model.moe is not None
+    said = spmd(layout.world, one_step, model, layout, techniques)
+    for foreseen, counted, _ in said:
+        assert {key: calls for key, (calls, _) in counted.items()} == {key: calls for key, (calls, _) in foreseen.items()}
+        for key, (_, moved) in counted.items():
+            assert key[0] == "all_to_all" or moved == pytest.approx(foreseen[key][1], rel=1e-12), key
+    again = techniques.get("activation_checkpointing") == "full"
+    layers = model.n_layers - model.moe.first_dense
+    sent = sum(counted["all_to_all", layout.ep][1] for _, counted, _ in said)
+    counts = layout.world * layers * (1 + again) * 8 * model.moe.n_experts * (layout.ep - 1) / layout.ep
+    rows = sum(away for *_, away in said) // (1 + again)  # of two forwards
+    assert sent - counts == rows * (4 + 2 * again) * model.dim * 4
+
+
+# --- the bias
+
+
+def bias_after(layout: Layout, steps: int, fault: str = "") -> list[Tensor]:
+    laid = parallelize(SIGMOID, layout, techniques={"precision": {"master": "float64"}}, seed=3, microbatch_rows=2)
+    optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
+    with FAULTS[fault]() if fault else nullcontext():
+        for step in range(steps):
+            laid.forward_backward(own_rows(laid, batch_of(8, 9, step)))
+            laid.optimizer_step(optimizer, 1.0)
+    return [buffer.clone() for name, buffer in laid.named_buffers() if name.endswith("router.bias")]
+
+
+def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd):
+    wanted = spmd(1, bias_after, ONE, 20)[0]
+    assert len(wanted) == 3 and all(bias.count_nonzero() > 2 for bias in wanted)
+    for layout in (EP2, HYBRID, ACROSS):
+        for found in spmd(layout.world, bias_after, layout, 20):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), layout
+    staged = spmd(4, bias_after, STAGED, 20)
+    assert all(torch.equal(a, b) for a, b in zip([*staged[0], *staged[2]], wanted, strict=True))
+
+
+# --- one public function
+
+DOOR_LAYOUTS = {"sharded": HALVES, "hybrid": HYBRID, "tensor": TENSOR}
+
+
+def by_the_doors(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a mean loss by the public functions, and by one process."""
+    torch.manual_seed(0)
+    model = Decoder(replace(SOFTMAX, moe=replace(SOFTMAX.moe, sequence_loss=0.0, z_loss=0.0))).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) / 3)
+    tokens = torch.randint(0, VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(5))
+    model(tokens).logsumexp(-1).mean().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    mesh = init_distributed(layout)
+    assert mesh is not None
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh)
+    apply_expert_parallel(model, mesh)
+    assert isinstance(model.layers["0"].feed_forward.experts.w_up, DTensor)  # type: ignore[union-attr]
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    apply_fsdp2(model, mesh, MixedPrecisionPolicy())
+    rank, ranks = data_position(mesh)
+    share = 8 // ranks
+    model(tokens[rank * share : (rank + 1) * share]).logsumexp(-1).mean().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return whole_on_first(found), wanted
+
+
+@pytest.mark.parametrize("name", DOOR_LAYOUTS)
+def test_the_public_functions_average_as_torch_does(spmd, name):
+    found, wanted = spmd(4, by_the_doors, DOOR_LAYOUTS[name])[0]
+    assert found.keys() == wanted.keys()
+    errors = relative_errors(found, wanted)
+    assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
+
+
+# --- checkpoints
+
+Held = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
+    """Weights and moments, whole, on rank 0."""
+    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    differ = model.plan.pipeline is not None
+    buffers = dict(model.named_buffers())
+    return whole_on_first(dict(model.named_parameters()) | buffers, differ=differ), whole_on_first(moments, differ=differ)
+
+
+def trained(layout: Layout, folder: str) -> Held:
+    model = parallelize(SIGMOID, layout, seed=3)
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    for step in range(2):
+        model.forward_backward(own_rows(model, batch_of(8, 9, step)))
+        model.optimizer_step(optimizer, 1.0)
+    save(model, folder, optimizer=optimizer)
+    return held(model, optimizer)
+
+
+def read(layout: Layout, folder: str, onto: str) -> Held:
+    model = parallelize(SIGMOID, layout, seed=4)
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    load(model, folder, optimizer=optimizer)
+    save(model, onto, optimizer=optimizer)
+    model.audit(optimizer)
+    return held(model, optimizer)
+
+
+def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path):
+    folder = str(tmp_path / "first")
+    written = spmd(4, trained, EP4, folder)[0]
+    assert len(written[0]) > 40 and any(name.endswith("router.bias") for name in written[0])
+    others = (Layout(dp_shard=4), HALVES, HYBRID, Layout(dp_shard=2, tp=2), ACROSS, Layout(pp=2, dp_shard=2), STAGED, EP4)
+    for number, layout in enumerate(others):
+        onto = str(tmp_path / str(number))
+        found = spmd(4, read, layout, folder, onto)[0]
+        for one, other in zip(found, written, strict=True):
+            assert one.keys() == other.keys(), layout
+            assert all(torch.equal(one[name], other[name]) for name in one), layout
+        folder = onto
+
+
+def trained_and_lost(folder: str) -> None:
+    """Writes every share of a stack where the first one belongs."""
+    from meshwright.checkpoint import pieces as written
+    from meshwright.distributed.shards import Piece
+
+    true = written.pieces
+
+    def first(tensor: Tensor) -> list[Piece]:
+        shares = isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
+        return [replace(piece, offset=(0,) * tensor.dim()) if shares else piece for piece in true(tensor)]
+
+    with patch.object(written, "pieces", first):
+        trained(EP2, folder)
+
+
+def test_a_checkpoint_that_lost_an_expert_is_not_read(spmd, tmp_path):
+    folder = str(tmp_path / "lost")
+    with pytest.raises(WorkerFailed, match=r"experts\.w_"):
+        spmd(2, trained_and_lost, folder)
+        spmd(1, read, ONE, folder, str(tmp_path / "again"))
+
+
+# --- faults
+
+
+@contextmanager
+def gradients_times_ranks() -> Iterator[None]:
+    """Experts' gradients are as many times too large as ranks share them out."""
+    share_out = expert_parallel.use_local_parameters
+    with patch.object(expert_parallel, "use_local_parameters", lambda module, **_: share_out(module, gradient_factor=2.0)):
+        yield
+
+
+@contextmanager
+def bias_by_own_tokens() -> Iterator[None]:
+    """Every rank moves the bias by the tokens that it has seen itself."""
+    ended = routing.end_step
+    with patch.object(routing, "end_step", lambda routers, groups, *, skipped: ended(routers, [], skipped=skipped)):
+        yield
+
+
+@contextmanager
+def padding_is_routed() -> Iterator[None]:
+    """Experts compute padding, and the bias counts it."""
+    forward = Router.forward
+    with patch.object(Router, "forward", lambda self, x, routed=None: forward(self, x)):
+        yield
+
+
+@contextmanager
+def losses_of_parts() -> Iterator[None]:
+    """The loss per sequence is that of a rank's part of the sequence."""
+    with patch.object(Router, "across", property(lambda self: None, lambda self, value: None), create=True):
+        yield
+
+
+@contextmanager
+def alike_experts() -> Iterator[None]:
+    """Each rank draws the first experts for its own."""
+    from meshwright.distributed import weights
+
+    fill = weights.fill_normal
+
+    def first(local: Tensor, offset: tuple, shape: tuple, *args: Any) -> None:
+        fill(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
+
+    with patch.object(weights, "fill_normal", first):
+        yield
+
+
+@contextmanager
+def equal_rows() -> Iterator[None]:
+    """Ranks of the expert axis are given the first one's rows."""
+    from meshwright.distributed import agree
+
+    step = ParallelModel.forward_backward
+    with patch.object(ParallelModel, "forward_backward", lambda self, batch: step(self, agree.from_rank_zero(batch))):
+        yield
+
+
+FAULTS = {f.__name__: f for f in (gradients_times_ranks, bias_by_own_tokens, padding_is_routed, losses_of_parts, alike_experts, equal_rows)}
+WHERE = {
+    "gradients_times_ranks": (SOFTMAX, EP2, "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward"),
+    "bias_by_own_tokens": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward) of step 2"),
+    "padding_is_routed": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward)"),
+    "losses_of_parts": (SIGMOID, TENSOR, "the gradient of the parameter embedding.weight, after the backward"),
+    "alike_experts": (SOFTMAX, EP2, "the initial weight layers.0.feed_forward.experts.w_gate"),
+    "equal_rows": (SOFTMAX, EP2, "the output of embedding (forward), on rank 1"),
+}
+
+
+def broken_by(problem: Any, layout: Layout, parallelize_fn: Any, fault: str) -> Any:
+    from meshwright.verification.outcome import candidate
+
+    with FAULTS[fault]():
+        return candidate(problem, layout, parallelize_fn)
+
+
+@pytest.mark.parametrize("fault", WHERE)
+def test_a_fault_is_found_where_it_is(pool, monkeypatch, fault):
+    from functools import partial
+
+    from meshwright.verification import verify as verifying
+
+    model, layout, where = WHERE[fault]
+    monkeypatch.setattr(verifying, "candidate", partial(broken_by, fault=fault))
+    report = verifying.verify(model, layout, BATCHES, steps=2, dtypes=("float64",), pool=pool)
+    (comparison,) = report.comparisons
+    assert comparison.first is not None and comparison.first.place == where
+    assert comparison.first.error > 1e4 * max(comparison.first.bound, 1e-16), "found by a hair"
