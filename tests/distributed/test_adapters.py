@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import families
 from support.adapters import adapted
-from test_tensor_parallel import DATA4, SHARDED, TP2, TP4, Held, Way, assert_all_foreseen, batch_of, held, one_warm_step, own_rows
+from support.laid_out import Held, assert_same, held, own_rows
+from test_tensor_parallel import DATA4, SHARDED, TP2, TP4, Way, assert_all_foreseen, batch_of, one_warm_step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.checkpoint import load, save
@@ -198,9 +199,7 @@ def test_a_checkpoint_with_adapters_is_read_by_every_other_layout_bit_by_bit(spm
     assert sum("lora_" in name for name in written[0]) == 16 and len(written[1]) == 3 * 16
     for layout in reads:
         read = spmd(layout.world, loaded, layout, str(tmp_path / "checkpoint"))[0]
-        for mine, theirs in zip(read, written, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], layout
+        assert_same(read, written, layout)
 
 
 def on_meta() -> str:

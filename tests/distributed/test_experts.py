@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import families
+from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from meshwright.distributed.local import WorkerFailed
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.shards import placed_like
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.distributed.world import get_world_info
@@ -32,7 +32,6 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router
 from meshwright.planning.batch import Batch
-from meshwright.planning.collectives import step_traffic
 from meshwright.planning.layout import Layout
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
@@ -125,7 +124,7 @@ def test_a_family_is_equal_to_one_process(pool, name):
 
 
 @pytest.mark.parametrize("layout", [STAGED, TENSOR], ids=str)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe"])
 def test_a_family_is_equal_beside_other_axes(pool, name, layout):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), layout, batches, steps=2, pool=pool)
@@ -216,15 +215,6 @@ def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, Tensor]:
     return RandomBatches(VOCABULARY, rows, seq)(step)
 
 
-def own_rows(model: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    rank, ranks = data_position(model.mesh)
-    share = len(batch["tokens"]) // ranks
-    return {key: value[rank * share : (rank + 1) * share] for key, value in batch.items()}
-
-
-Figures = dict[tuple[str, int], tuple[int, float]]
-
-
 def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -> tuple[Figures, Figures, int]:
     """What the plan foresees for this rank and what it sent, by operation and ranks; and how many rows its tokens sent elsewhere."""
     laid = parallelize(model, layout, techniques=techniques, seed=3)
@@ -243,16 +233,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -
         with patch.object(expert_parallel, "_everywhere", counting), WireCounter() as wire:
             laid.forward_backward(own_rows(laid, batch_of(8, 9, step)))
             laid.optimizer_step(optimizer, 1.0)
-    foreseen: Figures = {}
-    for t in step_traffic(laid.plan, Batch(8, 9)):
-        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
-        foreseen[t.op, t.ranks] = calls + (t.calls or 0), moved + t.bytes
-    counted: Figures = {}
-    for sent in wire.sent:
-        if sent.ranks > 1:
-            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
-            counted[sent.op, sent.ranks] = calls + 1, moved + sent.bytes
-    return foreseen, counted, away
+    return foreseen(laid.plan, Batch(8, 9)), counted(wire), away
 
 
 EVEN = replace(SIGMOID, vocab_size=64)
@@ -273,16 +254,16 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     assert model.moe is not None
     said = spmd(layout.world, one_step, model, layout, techniques)
-    for foreseen, counted, _ in said:
-        assert {key: calls for key, (calls, _) in counted.items()} == {key: calls for key, (calls, _) in foreseen.items()}
-        for key, (_, moved) in counted.items():
-            assert key[0] == "all_to_all" or moved == pytest.approx(foreseen[key][1], rel=1e-12), key
+    for planned, sent, _ in said:
+        assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in planned.items()}
+        for key, (_, moved) in sent.items():
+            assert key[0] == "all_to_all" or moved == pytest.approx(planned[key][1], rel=1e-12), key
     again = techniques.get("activation_checkpointing") == "full"
     layers = model.n_layers - model.moe.first_dense
-    sent = sum(counted["all_to_all", layout.ep][1] for _, counted, _ in said)
+    exchanged = sum(sent["all_to_all", layout.ep][1] for _, sent, _ in said)
     counts = layout.world * layers * (1 + again) * 8 * model.moe.n_experts * (layout.ep - 1) / layout.ep
     rows = sum(away for *_, away in said) // (1 + again)  # of two forwards
-    assert sent - counts == rows * (4 + 2 * again) * model.dim * 4
+    assert exchanged - counts == rows * (4 + 2 * again) * model.dim * 4
 
 
 # --- the bias
@@ -350,16 +331,6 @@ def test_the_public_functions_average_as_torch_does(spmd, name):
 
 # --- checkpoints
 
-Held = tuple[dict[str, Tensor], dict[str, Tensor]]
-
-
-def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
-    """Weights and moments, whole, on rank 0."""
-    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
-    differ = model.plan.pipeline is not None
-    buffers = dict(model.named_buffers())
-    return whole_on_first(dict(model.named_parameters()) | buffers, differ=differ), whole_on_first(moments, differ=differ)
-
 
 def trained(layout: Layout, folder: str) -> Held:
     model = parallelize(SIGMOID, layout, seed=3)
@@ -388,9 +359,7 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
     for number, layout in enumerate(others):
         onto = str(tmp_path / str(number))
         found = spmd(4, read, layout, folder, onto)[0]
-        for one, other in zip(found, written, strict=True):
-            assert one.keys() == other.keys(), layout
-            assert all(torch.equal(one[name], other[name]) for name in one), layout
+        assert_same(found, written, layout)
         folder = onto
 
 

@@ -15,25 +15,23 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import families
+from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import fully_sharded, parallel_model
 from meshwright.distributed.deferred import DeferredGradients
-from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.pipeline.messages import StageLost
 from meshwright.distributed.pipeline.run import Pipeline
 from meshwright.distributed.pipeline.ties import Ties
-from meshwright.distributed.shards import placed_like
 from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.batch import Batch
-from meshwright.planning.collectives import step_traffic
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline_parts import pipeline_collectives
 from meshwright.planning.schedules.orders import KINDS
@@ -142,12 +140,6 @@ def test_a_block_is_recomputed_once_for_each_microbatch(spmd, schedule):
 
 def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, torch.Tensor]:
     return dict(RandomBatches(VOCABULARY, rows, seq, ())(step))
-
-
-def own_rows(model: ParallelModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    rank, ranks = data_position(model.mesh)
-    n = len(batch["tokens"]) // ranks
-    return {key: value[rank * n : (rank + 1) * n] for key, value in batch.items()}
 
 
 def made(layout: Layout, schedule: str = "1f1b", model: DecoderConfig = TIED, **techniques: Any) -> ParallelModel:
@@ -259,7 +251,6 @@ WIRE = {
     "replicated": (TIED, REPLICATED, {"pipeline_schedule": "looped_bfs"}),
     "frozen": (UNTIED, TENSOR, {"freeze": ("embedding", r"layers\.0")}),
 }
-Figures = dict[tuple[str, int], tuple[int, float]]
 
 
 def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], seq: int) -> tuple[Figures, Figures, int, int]:
@@ -273,26 +264,17 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], s
     assert laid.mesh is not None and laid.plan.pipeline is not None
     rank = laid.mesh.get_local_rank("pp")
     plan = replace(laid.plan, collectives=pipeline_collectives(laid.facts, laid.plan, rank))
-    foreseen: Figures = {}
-    for t in step_traffic(plan, Batch(8, seq)):
-        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
-        foreseen[t.op, t.ranks] = calls + (t.calls or 0), moved + t.bytes
-    counted: Figures = {}
-    for sent in wire.sent:
-        if sent.ranks > 1:
-            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
-            counted[sent.op, sent.ranks] = calls + 1, moved + sent.bytes
     runner = laid._runner
     assert isinstance(runner, Pipeline)
     order = laid.plan.pipeline.order(8 // (plan.data_ranks * laid.plan.pipeline.rows_per_microbatch(8 // plan.data_ranks)))
-    return foreseen, counted, peak_live(order)[rank], runner.most_kept
+    return foreseen(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
-    for foreseen, counted, promised, kept in spmd(layout.world, one_step, model, layout, techniques, 9):
-        assert counted == foreseen
+    for planned, sent, promised, kept in spmd(layout.world, one_step, model, layout, techniques, 9):
+        assert sent == planned
         assert kept == promised
 
 
@@ -300,21 +282,11 @@ def test_a_boundary_carries_the_hidden_states_of_a_microbatch(spmd):
     """bytes per element · ⌈seq / tp⌉ · rows · features, each way."""
     for layout, share in ((PP2, 9), (TENSOR, 5)):
         rows, microbatches = 2, 4
-        for rank, (_, counted, *_) in enumerate(spmd(layout.world, one_step, UNTIED, layout, {}, 9)):
-            assert counted["send", 2] == (microbatches, microbatches * 4 * share * rows * UNTIED.dim), rank
+        for rank, (_, sent, *_) in enumerate(spmd(layout.world, one_step, UNTIED, layout, {}, 9)):
+            assert sent["send", 2] == (microbatches, microbatches * 4 * share * rows * UNTIED.dim), rank
 
 
 # --- checkpoints
-
-Held = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
-def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
-    """Weights and moments, whole, on rank 0."""
-    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
-    return whole_on_first(dict(model.named_parameters()), differ=model.plan.pipeline is not None), whole_on_first(
-        moments, differ=model.plan.pipeline is not None
-    )
 
 
 def trained(layout: Layout, schedule: str, folder: str) -> Held:
@@ -344,9 +316,7 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
     for number, layout in enumerate((Layout(dp_shard=4), Layout(tp=2, dp_shard=2), SHARDED)):
         onto = str(tmp_path / str(number))
         found = spmd(4, read, layout, schedule, folder, onto)[0]
-        for mine, theirs in zip(found, written, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], layout
+        assert_same(found, written, layout)
         folder = onto
 
 

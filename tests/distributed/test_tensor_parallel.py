@@ -13,21 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import families, users
+from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import whole_model
-from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.shards import placed_like
 from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.tensor.sums import Sums
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.batch import Batch
-from meshwright.planning.collectives import step_traffic
 from meshwright.planning.layout import Layout
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
@@ -141,6 +139,18 @@ def gpt_neox() -> torch.nn.Module:
     return family("gpt_neox", use_cache=False)
 
 
+def latent() -> torch.nn.Module:
+    return family("deepseek_v3", use_cache=False, first_k_dense_replace=2)
+
+
+def latent_keys_alone() -> torch.nn.Module:
+    """Queries come from all features, and the layers that give few features have biases."""
+    config = families.config_of("deepseek_v2", use_cache=False, first_k_dense_replace=2, attention_bias=True)
+    config.q_lora_rank = None
+    with torch.device("cpu"):
+        return families.on_cpu(config)
+
+
 def falcon_two_norms() -> torch.nn.Module:
     return family("falcon_grouped", use_cache=False, num_kv_heads=4)
 
@@ -156,6 +166,9 @@ SOFTCAPPED = {"loss_chunks": 3}
         (olmo2, TP4, {}),
         (falcon, TP4, {}),
         (gemma2, SHARDED, SOFTCAPPED),
+        *((factory, layout, {}) for factory in (latent, latent_keys_alone) for layout in (TP4, SHARDED)),
+        (latent_keys_alone, TP2, {"sequence_parallel": False}),
+        (latent, TP2, {"sequence_parallel": False, "activation_checkpointing": "full"}),
         *((factory, layout, {}) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
         (gpt_neox, SHARDED, {"activation_checkpointing": "full", "regather": False}),
         *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
@@ -174,18 +187,9 @@ def batch_of(rows: int, seq: int, vocabulary: int, step: int = 0) -> dict[str, t
     return dict(RandomBatches(vocabulary, rows, seq, ())(step))
 
 
-def own_rows(model: ParallelModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    rank, ranks = data_position(model.mesh)
-    rows = len(batch["tokens"]) // ranks
-    return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
-
-
 def lay_out(source: Any, way: Way, **options: Any) -> ParallelModel:
     techniques = {"precision": {"master": "float32", "compute": "float32"}, **way.wishes}
     return parallelize(source, way.layout, techniques=techniques, microbatch_rows=way.rows, **options)
-
-
-Figures = dict[tuple[str, int], tuple[int | None, float]]
 
 
 def one_warm_step(source: Any, way: Way, vocabulary: int) -> tuple[Figures, Figures]:
@@ -197,33 +201,17 @@ def one_warm_step(source: Any, way: Way, vocabulary: int) -> tuple[Figures, Figu
         with WireCounter() if number == 2 else nullcontext() as wire:
             model.forward_backward(mine)
             model.optimizer_step(optimizer, 1.0)
-    foreseen: Figures = {}
-    for t in step_traffic(model.plan, Batch(4, way.seq, way.rows)):
-        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
-        foreseen[t.op, t.ranks] = None if calls is None or t.calls is None else calls + t.calls, moved + t.bytes
-    counted: Figures = {}
-    for sent in wire.sent:
-        if sent.ranks > 1:
-            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
-            counted[sent.op, sent.ranks] = (calls or 0) + 1, moved + sent.bytes
-    return foreseen, counted
-
-
-def assert_foreseen(foreseen: Figures, counted: Figures) -> None:
-    assert counted.keys() == foreseen.keys()
-    for key, (calls, moved) in counted.items():
-        assert moved == pytest.approx(foreseen[key][1], rel=1e-12), key
-        assert calls == foreseen[key][0] or foreseen[key][0] is None, key
+    return foreseen(model.plan, Batch(4, way.seq, way.rows)), counted(wire)
 
 
 def assert_all_foreseen(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
     """The plan speaks for the first rank of the tensor axis; the others may have fewer rows of the vocabulary, and send no more."""
-    for rank, (foreseen, counted) in enumerate(ranks):
+    for rank, (planned, sent) in enumerate(ranks):
         if rank % tp == 0:
-            assert_foreseen(foreseen, counted)
+            assert_foreseen(planned, sent)
         else:
-            assert {key: calls for key, (calls, _) in counted.items()} == {key: calls for key, (calls, _) in ranks[0][1].items()}
-            assert all(0 < moved <= foreseen[key][1] for key, (_, moved) in counted.items())
+            assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in ranks[0][1].items()}
+            assert all(0 < moved <= planned[key][1] for key, (_, moved) in sent.items())
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -240,6 +228,9 @@ def test_the_plan_foresees_every_byte(spmd, name):
         (olmo2, Way(TP4)),
         (falcon, Way(TP4)),
         (gemma2, Way(TP2, tuple(SOFTCAPPED.items()))),
+        (latent, Way(SHARDED, rows=1)),
+        (latent_keys_alone, Way(TP2, (("sequence_parallel", False),))),
+        (latent, Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
         *((factory, Way(layout)) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
         (gpt_neox, Way(TP2, (("regather", False),))),
         (gpt_neox, Way(TP2, (("sequence_parallel", False),))),
@@ -257,15 +248,15 @@ def test_the_plan_foresees_every_byte_of_a_family(spmd, factory, way):
 def test_branches_behind_two_norms_gather_their_input_once(spmd):
     """Forward 1 all-gather and 1 reduce-scatter in each of two blocks, backward 2 and 1; one more of each for embedding and head, and the
     head gathers again."""
-    for _, counted in spmd(2, one_warm_step, gpt_neox, Way(TP2), families.VOCABULARY):
-        assert (counted["all_gather", 2][0], counted["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
+    for _, sent in spmd(2, one_warm_step, gpt_neox, Way(TP2), families.VOCABULARY):
+        assert (sent["all_gather", 2][0], sent["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
 
 
 def test_a_collective_that_is_not_in_the_plan_is_seen(spmd):
-    foreseen, counted = spmd(2, one_warm_step, UNTIED, Way(TP2), 257)[0]
-    foreseen["all_reduce", 2] = (foreseen["all_reduce", 2][0] - 1, foreseen["all_reduce", 2][1])  # type: ignore[operator]
+    planned, sent = spmd(2, one_warm_step, UNTIED, Way(TP2), 257)[0]
+    planned["all_reduce", 2] = (planned["all_reduce", 2][0] - 1, planned["all_reduce", 2][1])  # type: ignore[operator]
     with pytest.raises(AssertionError, match="all_reduce"):
-        assert_foreseen(foreseen, counted)
+        assert_foreseen(planned, sent)
 
 
 # --- evaluation, generation, a loss of the user's own
@@ -371,13 +362,6 @@ def decoder_for(layout: Layout, seed: int) -> ParallelModel:
 
 
 BUILDERS = {"decoder": (decoder_for, 257), "phi3": (phi3_for, families.VOCABULARY)}
-Held = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
-def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
-    """Weights and moments, whole, on rank 0."""
-    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
-    return whole_on_first(dict(model.named_parameters())), whole_on_first(moments)
 
 
 def trained(kind: str, layout: Layout, folder: str) -> Held:
@@ -412,9 +396,7 @@ def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, k
     assert len(written[0]) > 5 and len(written[1]) == 3 * len(written[0])
     for layout, folders, onto in ((DATA4, [sharded], data), (TP4, [sharded], tp4), (SHARDED, [data, tp4], "")):
         for folder, read in zip(folders, spmd(4, passed_on, kind, layout, folders, onto)[0], strict=True):
-            for mine, theirs in zip(read, written, strict=True):
-                assert mine.keys() == theirs.keys()
-                assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == [], (layout, folder)
+            assert_same(read, written, (layout, folder))
 
 
 # --- nothing is changed that others can see

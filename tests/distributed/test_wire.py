@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.laid_out import Figures, assert_foreseen, counted, foreseen
 from support.problems import (
     DDP2,
     DDP4,
@@ -35,10 +36,6 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.batch import Batch
-from meshwright.planning.collectives import step_traffic
-
-Figures = dict[tuple[str, int], tuple[int | None, float]]
-"""(operation, ranks) -> (calls, bytes per rank)."""
 
 
 def one_warm_step(problem: Problem, way: Way, loss_fn: LossFunction | None = None) -> tuple[Figures, Figures]:
@@ -51,23 +48,7 @@ def one_warm_step(problem: Problem, way: Way, loss_fn: LossFunction | None = Non
             model.forward_backward(as_brought(share(batch, rank, world), way))
             model.optimizer_step(optimizer, 1.0)
     rows = {"one": 0, "list": -(-problem.data.rows // world // 3), "rows": way.microbatch_rows}[way.microbatches]
-    foreseen: Figures = {}
-    for t in step_traffic(model.plan, Batch(problem.data.rows, problem.data.seq, rows)):
-        calls, moved = foreseen.get((t.op, t.ranks), (0, 0.0))
-        foreseen[t.op, t.ranks] = None if calls is None or t.calls is None else calls + t.calls, moved + t.bytes
-    counted: Figures = {}
-    for sent in wire.sent:
-        if sent.ranks > 1:  # over one rank nothing travels
-            calls, moved = counted.get((sent.op, sent.ranks), (0, 0.0))
-            counted[sent.op, sent.ranks] = calls + 1, moved + sent.bytes
-    return foreseen, counted
-
-
-def assert_foreseen(foreseen: Figures, counted: Figures) -> None:
-    assert counted.keys() == foreseen.keys()
-    for key, (calls, moved) in counted.items():
-        assert moved == pytest.approx(foreseen[key][1], rel=1e-12), key
-        assert calls == foreseen[key][0] or foreseen[key][0] is None, key
+    return foreseen(model.plan, Batch(problem.data.rows, problem.data.seq, rows)), counted(wire)
 
 
 BF16 = ("precision", {"master": "float32", "compute": "bfloat16", "reduce": "float32"})
@@ -99,8 +80,8 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_the_plan_foresees_every_byte(spmd, name):
     model, way = WAYS[name]
-    for foreseen, counted in spmd(way.layout.world, one_warm_step, Problem(model, dtype="float32"), way):
-        assert_foreseen(foreseen, counted)
+    for planned, sent in spmd(way.layout.world, one_warm_step, Problem(model, dtype="float32"), way):
+        assert_foreseen(planned, sent)
 
 
 @st.composite
@@ -185,6 +166,6 @@ def loss_that_talks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_collective_that_no_plan_lists_is_seen(spmd):
-    foreseen, counted = spmd(2, one_warm_step, Problem(dtype="float32"), Way(FSDP2), loss_that_talks)[0]
+    planned, sent = spmd(2, one_warm_step, Problem(dtype="float32"), Way(FSDP2), loss_that_talks)[0]
     with pytest.raises(AssertionError, match="all_reduce"):
-        assert_foreseen(foreseen, counted)
+        assert_foreseen(planned, sent)

@@ -135,6 +135,22 @@ class OneKeyForAll(Attention):
         return by_heads(self.wq(x)), by_heads(self.wq(x.flip(-1))), by_heads(self.wv(x))
 
 
+class Latent(Attention):
+    """Keys and values of all heads come from a few features, the queries do not; a part of the key is every head's (arXiv 2405.04434)."""
+
+    def __init__(self):
+        super().__init__()
+        del self.wk, self.wv
+        self.squeezed = nn.Linear(DIM, 6 + HEAD // 2)
+        self.norm = nn.LayerNorm(6)
+        self.to_heads = nn.Linear(6, HEADS * (HEAD // 2 + HEAD), bias=False)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        few, everybodys = self.squeezed(x).split([6, HEAD // 2], dim=-1)
+        own, v = self.to_heads(self.norm(few)).unflatten(-1, (-1, HEAD // 2 + HEAD)).transpose(1, 2).split([HEAD // 2, HEAD], dim=-1)
+        return by_heads(self.wq(x)), torch.cat([own, everybodys.unsqueeze(1).expand_as(own)], dim=-1), v
+
+
 class LogScaled(Attention):
     """Queries grow with the length of the sequence that they see, and with a learnt factor of all heads."""
 
@@ -474,6 +490,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "interleaved": of(Interleaved),
     "norms over all heads": of(NormedOverAllHeads),
     "gated": of(Gated),
+    "latent": of(Latent),
     "gated by head": of(GatedByHead),
     "sinks": of(WithSinks),
     "relative bias": of(RelativeBias),

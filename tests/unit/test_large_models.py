@@ -89,5 +89,26 @@ class Wide(nn.Module):
 
 
 def test_a_large_model_without_a_config_is_refused():
-    with pytest.raises(UnsupportedError, match=r"32,\d+,\d+ parameters and no config from which a small one could be built"):
+    with pytest.raises(UnsupportedError, match=r"has 32,\d+,\d+ parameters; .* Wide\(config\) failed .*takes 1 positional argument"):
         measure_structure(model_facts(as_module(Wide)), 2)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
+def test_mixtures_of_experts_of_full_size_are_planned(family):
+    """As transformers' own configs have them: hundreds of billions of parameters, many experts, heads in parts."""
+    from transformers import AutoConfig
+
+    made = plan(AutoConfig.for_model(family), Layout(dp_shard=4, tp=2, ep=8))
+    assert made.tensor is not None and made.tensor.sequence_parallel and made.experts is not None and made.experts.ranks == 8
+    regions = [planned.region for kind in made.tensor.kinds for planned in kind.regions]
+    assert {region.kind for region in regions} >= {"attention"}
+
+
+def test_latent_attention_of_full_size_is_cut_by_its_heads():
+    from transformers import AutoConfig
+
+    model = as_module(CausalLM(AutoConfig.for_model("deepseek_v3")))
+    found = parts_of(model, 16)
+    cut = {"q_b_proj": 128 * 192, "kv_b_proj": 128 * 256, "o_proj": 128 * 128}
+    assert {name: found[f"self_attn.{name}.weight"] for name in cut} == {name: [(size, 128)] for name, size in cut.items()}
+    assert not any(name.startswith(("self_attn.q_a", "self_attn.kv_a")) for name in found)

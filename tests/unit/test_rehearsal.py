@@ -237,6 +237,12 @@ def norms_side_by_side_not_summed() -> AbstractContextManager:
     return patch.object(TensorPlan, "is_summed", lambda self, name: whole(self, name) and "layernorm" not in name)
 
 
+def latent_gradients_not_summed() -> AbstractContextManager:
+    """With whole sequences, what all heads come from has on each rank the gradient of its heads."""
+    whole = TensorPlan.is_summed
+    return patch.object(TensorPlan, "is_summed", lambda self, name: whole(self, name) and "squeezed" not in name)
+
+
 def normed_input_not_reduced() -> AbstractContextManager:
     return in_backward(Unreduced, normed._NormedColumnParallel)
 
@@ -298,6 +304,7 @@ FAULTS: dict[Callable[[], AbstractContextManager], tuple[Callable[[], ModelFacts
     bias_on_every_rank: (lambda: family("gpt2"), 2),
     norm_of_own_features: (lambda: family("olmo2"), 2),
     norms_side_by_side_not_summed: (lambda: family("gpt_neox"), 2),
+    latent_gradients_not_summed: (lambda: user("latent"), 2),
     normed_input_not_reduced: (lambda: family("gpt_neox"), 2),
     normed_again_in_another_order: (lambda: family("gpt_neox"), 2),
     gradient_of_one_branch_dropped: (lambda: user("two norms"), 2),

@@ -199,6 +199,31 @@ def test_numbers_and_arguments_that_one_rank_changes(name, ranks, numbers, argum
     assert found.hidden
 
 
+BEFORE_HEADS = {
+    "deepseek_v2": {
+        "producers": ("q_b_proj", "kv_b_proj"),
+        "latent": ("q_a_proj", "kv_a_proj_with_mqa"),
+        "fed": ("q_b_proj", "kv_b_proj"),
+        "norms": ("q_a_layernorm", "kv_a_layernorm"),
+    },
+    "latent": {"producers": ("wq", "to_heads"), "latent": ("squeezed",), "fed": ("to_heads",), "norms": ("norm",)},
+}
+"""Attention whose heads are made from a few features."""
+
+
+@pytest.mark.parametrize("name", BEFORE_HEADS)
+def test_what_all_heads_come_from_stays_whole_and_is_shared(name):
+    facts = user(name) if name == "latent" else family(name)
+    found, expected = region(facts), BEFORE_HEADS[name]
+    where = f"{found.container}."
+    for what in ("producers", "latent", "fed"):
+        assert set(getattr(found, what)) == {where + path for path in expected[what]}
+    assert {path.rpartition(".")[0] for path in found.shared} == {where + path for path in (*expected["latent"], *expected["norms"])}
+    assert found.groups == found.joint == 4
+    assert set(kind(facts).gathers[0]) == set(found.begins) == {*found.latent, *found.producers} - {*found.fed}
+    assert measured(facts).forms[structure(facts).blocks[0], found.consumer]
+
+
 def test_a_group_that_does_not_divide_has_no_form():
     assert region(family("falcon_grouped")).groups == 2 and form("falcon_grouped", 4) is None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -204,18 +203,31 @@ def records_of(content: bytes) -> list[bytes]:
     return records
 
 
+PART_OF_A_RUN = """
+import math, sys
+from pathlib import Path
+from types import SimpleNamespace
+from meshwright.training.monitoring.trackers import open_trackers
+
+folder, resumed, *steps = sys.argv[1], *map(int, sys.argv[2:])
+logging = SimpleNamespace(tensorboard="off", wandb="offline", wandb_project="")
+trackers = open_trackers(Path(folder), logging, "tiny", {"model": {"dim": 64}}, print)
+if resumed:
+    trackers.resumed(resumed)
+for step in steps:
+    trackers.log(step, {"loss": math.nan if step == 2 else 10.0 + step, "tokens": 7})
+trackers.event("startup", {"imports": 1.5})
+trackers.close()
+"""
+
+
 @needs_wandb
 def test_the_real_wandb_keeps_the_steps_of_a_continued_run_under_one_id(tmp_path, monkeypatch):
+    """Each part in a process of its own, as runs are: W&B's service, one for each process, ends with all that it was given written."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    for resumed, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):
-        trackers = open_trackers(tmp_path, logging(wandb="offline"), "tiny", {"model": {"dim": 64}}, print)
-        if resumed is not None:
-            trackers.resumed(resumed)
-        for step in steps:
-            trackers.log(step, {"loss": math.nan if step == 2 else 10.0 + step, "tokens": 7})
-        trackers.event("startup", {"imports": 1.5})
-        trackers.close()
+    for resumed, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
+        subprocess.run([sys.executable, "-c", PART_OF_A_RUN, str(tmp_path), str(resumed), *map(str, steps)], check=True)
     from wandb.proto import wandb_internal_pb2
 
     kept, ids, configs = [], set(), []

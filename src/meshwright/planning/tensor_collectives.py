@@ -134,14 +134,14 @@ class _BlockWork:
         self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
         names = [name for name in count.shapes if is_within(name, block)]
         self.trains = any(count.is_trained(name) for name in names)
-        self._with = {path: r.region.linears_of(path) for r in kind.regions for path in (*r.region.producers, r.region.consumer)}
+        self._with = {path: r.region.linears_of(path) for r in kind.regions for path in r.region.linears}
         linears = {path for paths in self._with.values() for path in paths}
         self.norms_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] in kind.norms)
         self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
-        producers = {path for planned in regions for path in planned.region.producers}
-        gathers = sum(1 for paths in self.kind.gathers if producers.intersection(paths))
+        begins = {path for planned in regions for path in planned.region.begins}
+        gathers = sum(1 for paths in self.kind.gathers if begins.intersection(paths))
         gathers = min(gathers, 1) if self.kind.norms else gathers
         consumers = {planned.region.consumer for planned in regions}
         ends = sum(1 for path in self._ends() if path in consumers)
@@ -157,19 +157,19 @@ class _BlockWork:
         flows = flows or self.others_train
         for planned in self.kind.regions:
             region = planned.region
-            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.producers) and not self.kind.norms]
-            first = [paths for paths in begins if paths[0] in region.producers]  # shared ones count where they begin
-            if region.consumer in self._ends() and (flows or self._train(*region.producers, region.consumer)):
+            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.begins) and not self.kind.norms]
+            first = [paths for paths in begins if paths[0] in region.begins]  # shared ones count where they begin
+            if region.consumer in self._ends() and (flows or self._train(*region.linears)):
                 gathered += 1
             if self.cut and self.regather:
                 gathered += sum(1 for paths in first if self._train(*paths) and not self._is_kept(paths))
             if flows:
                 scattered += len(first)
             for norm, _, features in self._spanning((planned,)):
-                if flows or self._train(*region.producers):
+                if flows or self._train(*region.latent, *region.producers):
                     yield self.count.one("all_reduce", f"{self.block}.{norm}", features)
             if not self.kind.summed:
-                flows = flows or self._train(*region.producers, region.consumer)
+                flows = flows or self._train(*region.linears)
         if self.cut and gathered:
             yield self.count.one("all_gather", self.block, self.width, gathered)
         if scattered:

@@ -39,7 +39,7 @@ class BlocksPlan:
         blocks: their paths.
         hidden: which argument of a block is the residual stream.
         regions: what is cut.
-        gathers: column-parallel layers that share one gathered input.
+        gathers: layers that begin regions and share one gathered input.
         summed: row-parallel layers that are reduced together, the last one last; empty: each by itself.
         norms: of the block's input, one before each of ``gathers``: it is gathered once, and normed whole; empty: what norms give is.
     """
@@ -234,7 +234,7 @@ def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None,
         given.check_alike(kind)
     for region in kind.regions:
         if given is not None and not given.cuts(first, region):
-            paths = tuple(f"{block}.{path}" for block in kind.blocks for path in (*region.producers, region.consumer))
+            paths = tuple(f"{block}.{path}" for block in kind.blocks for path in region.linears)
             where = ".".join(filter(None, (name, region.container)))
             notes.append(f"{where} stays whole: the plan does not cut it; {_bytes_of(measured, paths)} on every rank")
             continue
@@ -250,8 +250,8 @@ def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None,
     notes += [f"{name}.{text}" for text in kind.strange]
     if not kind.regions and not built:
         notes.append(f"{name}: no layers were found whose features fall into groups; every rank computes it whole")
-    producers = {path for planned in kept for path in planned.region.producers}
-    gathers = tuple(paths for group in kind.gathers if (paths := tuple(path for path in group if path in producers)))
+    begins = {path for planned in kept for path in planned.region.begins}
+    gathers = tuple(paths for group in kind.gathers if (paths := tuple(path for path in group if path in begins)))
     gathers += tuple((path,) for region in built for path in region.producers)
     consumers = {planned.region.consumer for planned in kept}
     summed = kind.summed if consumers.issuperset(kind.summed) and not built else ()

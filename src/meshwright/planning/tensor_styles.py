@@ -137,7 +137,7 @@ class GivenStyles:
             ConfigError: such layers without their counterpart, or of sizes that the ranks cannot share.
         """
         block = kind.blocks[0]
-        known = {path for region in kind.regions for path in (*region.producers, region.consumer)}
+        known = {path for region in kind.regions for path in region.linears}
         cut = {path: word for path, word in self.of_block(block).items() if STYLES[word].kind in ("column", "row") and path not in known}
         columns = [path for path, word in cut.items() if STYLES[word].kind == "column"]
         found = []

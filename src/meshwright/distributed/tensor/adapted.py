@@ -48,19 +48,6 @@ class GatheredInput:
         return whole
 
 
-def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
-    """A linear layer that computes with this rank's part of its weight, whatever sizes its own forward expects."""
-
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
-            weight, bias, transposed = layer.tensors(runtime)
-            return nn.functional.linear(x, weight.T if transposed else weight, bias)
-
-        return run
-
-    wrap(layer.module, make)
-
-
 def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -> None:
     """A row-parallel layer, or the first one of an adapter beside it: what it gives on all ranks adds up to the whole.
 

@@ -20,16 +20,18 @@ from .sums import summing_copies
 
 @dataclass(frozen=True)
 class ColumnLayer:
-    """A linear layer of which each rank has some output features.
+    """A linear layer of which each rank has some output features, or all of them for a part of their use.
 
     Attributes:
         transposed: its weight is stored (in, out).
         copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over them at once.
+        sums: so are those of all parameters, which lie whole on every rank.
     """
 
     module: nn.Module
     transposed: bool
     copied: dict[str, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
+    sums: bool = False
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, bool]:
         """This rank's weight and bias."""
@@ -39,9 +41,24 @@ class ColumnLayer:
 
     def _local(self, name: str, runtime: Runtime) -> Tensor | None:
         part = local(self.module._parameters.get(name))
+        if part is not None and self.sums:
+            return functions.summing_gradients(part, runtime.group)
         if part is None or name not in self.copied:
             return part
         return summing_copies(part, *self.copied[name], runtime.group)
+
+
+def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
+    """A linear layer that computes with this rank's part of its weight, whatever sizes its own forward expects."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor) -> Tensor:
+            weight, bias, transposed = layer.tensors(runtime)
+            return nn.functional.linear(x, weight.T if transposed else weight, bias)
+
+        return run
+
+    wrap(layer.module, make)
 
 
 class SharedInput:

@@ -143,7 +143,7 @@ class SharedNormInput(SharedInput):
         self.branches = branches
         self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.transposed for x in b.layers)) for b in branches)
         for branch in branches:
-            wrap(branch.norm, lambda forward: stand_in_for)
+            wrap(branch.norm, lambda forward: lambda x: stand_in_for(x))  # a new function for each: it keeps what it wraps
 
     def input_of(self, x: Tensor) -> Tensor:
         entered = getattr(super().input_of(x), "_normed", None)

@@ -167,14 +167,22 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
     if kind.norms:
         return wrapped | _wrap_normed(block, kind, ways, runtime, sums_at_once)
     regions = [planned.region for planned in kind.regions]
+    latent = {path for region in regions for path in region.latent}
+    for path in (path for region in regions for path in region.fed):
+        layer = layers.ColumnLayer(block.get_submodule(path), ways[path], _copied(kind, path, runtime.group.size) if sums_at_once else {})
+        layers.local_linear(layer, runtime)
+        wrapped.add(layer.module)
     for paths in kind.gathers:
         around = {path: found for region in regions for path in paths if (found := region.adapters_of(path)) is not None}
         cut = [*paths, *(second for found in around.values() for _, second in found.pairs)]
         copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in cut}
-        linears = [layers.ColumnLayer(block.get_submodule(path), ways[path], copied[path]) for path in cut]
+        linears = [
+            layers.ColumnLayer(block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent)
+            for path in cut
+        ]
         if around:
             for layer in linears:
-                adapted.local_linear(layer, runtime)
+                layers.local_linear(layer, runtime)
             modules = [block.get_submodule(around[path].around if path in around else path) for path in paths]
             adapted.GatheredInput(runtime, modules)
         else:

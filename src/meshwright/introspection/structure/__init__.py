@@ -44,7 +44,7 @@ class Measured:
         """How a region that was not measured runs on one rank; None where no way was found."""
         probes = self.probes.get(block, [])
         known = {path for probe in probes for path in probe.calls}
-        if not probes or not known.issuperset((region.container, *region.producers, region.consumer)):
+        if not probes or not known.issuperset((region.container, *region.linears)):
             return None
         small = resized(region, self.shapes[block], shapes_of(probes[0].block), Fraction(1, self.sample.heads))
         return local_form(probes, small, self.ranks)
@@ -61,7 +61,7 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
     """
     trouble: UnsupportedError | None = None
     try:
-        for sample in samples_of(model, arguments, ranks):
+        for sample in samples_of(model, arguments, ranks, few_experts=True):
             try:
                 structure, tried = measure(sample, model)
             except UnsupportedError as error:  # what a small one shows does not hold for the large one: the next is larger

@@ -41,9 +41,8 @@ def _region(region: Region) -> list[str]:
     lines = [f"    {region.kind.replace('_', '-')}: {region.groups:,} {what}{fewer}"]
     for path, role in region.roles:
         cut = region.cut_of(f"{path}.weight")
-        assert cut is not None
-        sizes = " + ".join(f"{part.size}" for part in cut.parts)
-        lines.append(f"      {role:<16} {path} ({sizes} along dim {cut.dim})")
+        how = "whole" if cut is None else f"{' + '.join(f'{part.size}' for part in cut.parts)} along dim {cut.dim}"
+        lines.append(f"      {role:<16} {path} ({how})")
     lines += [f"      {'norm of all':<16} {path}" for path in region.spanning]
     lines += [f"      {'shared':<16} {name}" for name in region.shared]
     return lines

@@ -100,7 +100,7 @@ def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[
 
 
 class _Rehearsal:
-    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave."""
+    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave, latent layers all of it."""
 
     def __init__(self, probe: Probe, region: Region, ranks: int):
         self.probe, self.region, self.ranks = probe, region, ranks
@@ -110,7 +110,7 @@ class _Rehearsal:
         self.copies = [self._copy(rank) for rank in range(ranks)]
 
     def _hidden(self) -> tuple[int | str, ...]:
-        inputs = [next(iter(self.probe.calls[path][0].tensors.values())) for path in self.region.producers]
+        inputs = [next(iter(self.probe.calls[path][0].tensors.values())) for path in self.region.begins]
         return tuple(key for key, value in self.call.tensors.items() if all(value is taken for taken in inputs))
 
     def _copy(self, rank: int) -> nn.Module:
@@ -123,6 +123,7 @@ class _Rehearsal:
             assert cut is not None
             given = probe.output_of(path)
             stubs[probe.place_of(path)] = _Gives(take(given, -1, cut.parts, rank, self.ranks))
+        stubs |= {path: _Gives(probe.output_of(path)) for path in region.latent}
         stubs[probe.place_of(region.consumer)] = _Takes(self, probe.output_of(region.consumer))
         for path, stub in stubs.items():
             parent, _, name = path.removeprefix(inside).rpartition(".")
@@ -178,7 +179,7 @@ class _Rehearsal:
         """(module, attribute) -> the (whole, local) values to try, of those without which the container computes something else."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         module, container = self.probe.module(self.region.container), self.region.container
-        layers = [self.probe.place_of(path) for path in (*self.region.producers, *self.region.spanning, self.region.consumer)]
+        layers = [self.probe.place_of(path) for path in (*self.region.linears, *self.region.spanning)]
         for path, part in module.named_modules(prefix=container):
             if any(is_within(path, layer) for layer in layers):
                 continue

@@ -37,7 +37,7 @@ class Region:
     Attributes:
         kind: attention mixes tokens, a feed-forward does not.
         container: path of the smallest module around it ("" is the block itself).
-        producers: linear layers that begin it.
+        producers: linear layers that are cut by their output features.
         consumer: the linear layer that ends it.
         groups: groups of the consumer's input features (query heads; hidden features).
         cuts: of the weights and biases of the producers, the consumer's weight, and what else belongs to single groups.
@@ -46,6 +46,9 @@ class Region:
         roles: (linear layer, what it is) of each: query, key, value, gate, up, several joined by +, and output or down.
         adapted: those of its linear layers that have adapters. Before a region ends, an adapter's first layer is whole and its second is
             cut as its host; where it ends, the first is cut and the second is whole, and the host's bias is one rank's summand.
+        latent: linear layers before producers that every rank computes whole, since all groups use what they give: the compressed
+            queries, keys and values of multi-head latent attention (arXiv 2405.04434).
+        fed: producers that take what follows from latent layers, and nothing from outside.
     """
 
     kind: Literal["attention", "feed_forward"]
@@ -58,6 +61,18 @@ class Region:
     spanning: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     adapted: tuple[Adapted, ...] = ()
+    latent: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Linear layers that take something from outside."""
+        return (*(path for path in self.producers if path not in self.fed), *self.latent)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All of its linear layers but those of adapters."""
+        return (*self.latent, *self.producers, self.consumer)
 
     def adapters_of(self, host: str) -> Adapted | None:
         return next((found for found in self.adapted if found.host == host), None)

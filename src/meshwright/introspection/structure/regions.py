@@ -28,7 +28,11 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
         producers = _producers(influence, consumer)
         if not producers:
             continue
-        region = _region(probe, influence, producers, consumer) or _with_norms(probe, producers, consumer)
+        region = (
+            _region(probe, influence, producers, consumer)
+            or _with_norms(probe, producers, consumer)
+            or _with_latent(probe, influence, producers, consumer)
+        )
         if region is not None:
             found.append(region)
     return _apart(probe, found)
@@ -66,6 +70,19 @@ def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | N
     return _region(probe, influence, begins, consumer, {norm: sources[0] for norm, sources in through.items()}, held)
 
 
+def _with_latent(probe: Probe, influence: Influence, producers: list[str], consumer: str) -> Region | None:
+    """Once more with the layers before producers held whole, where these take the block's input and reach no other layers."""
+    latent = tuple(dict.fromkeys(path for path, other in influence if other in producers))
+    begin = not any(other in latent for _, other in influence)
+    stay = all(other in (*producers, consumer) for path, other in influence if path in latent)
+    if not latent or not begin or not stay or any(probe.linears[path] or path in probe.adapted for path in latent):
+        return None
+    cut = [path for path in producers if path not in latent]
+    fed = tuple(path for path in cut if any((other, path) in influence for other in latent))
+    region = _region(probe, influence, cut, consumer, latent=latent, fed=fed) if cut else None
+    return region if region is not None and region.kind == "attention" and not region.adapted else None
+
+
 def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
     """Whether it is a module with parameters of its own that takes the very output of a producer and returns as much."""
     calls = probe.calls[path]
@@ -84,11 +101,14 @@ def _region(
     consumer: str,
     through: dict[str, str] | None = None,
     held: list[str] | None = None,
+    latent: tuple[str, ...] = (),
+    fed: tuple[str, ...] = (),
 ) -> Region | None:
     """The region that a consumer ends, where its input features fall into groups; else None.
 
     Args:
         through: norm -> the linear layer before it, for producers that are norms.
+        latent, fed: see ``Region``.
     """
     through, held = through or {}, held or list(probe.linears)
     if any(other != consumer and producer in producers for producer, other in influence if producer not in through.values()):
@@ -110,16 +130,19 @@ def _region(
     linears = [through.get(producer, producer) for producer in producers]
     adapted = tuple(probe.adapted[path] for path in (*linears, consumer) if path in probe.adapted)
     cuts += _cuts_of_adapters(probe, adapted, cuts, consumer)
-    container = _common([*linears, consumer])
-    others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, consumer, (fine, joint), held)
+    container = _common([*latent, *linears, consumer])
+    others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, (consumer, *fed), (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
     roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
     roles = _named_by_each_other(roles) if kind == "feed_forward" else roles
-    roles.append((consumer, "output" if kind == "attention" else "down"))
+    roles = [*((path, "latent") for path in latent), *roles, (consumer, "output" if kind == "attention" else "down")]
+    shared += tuple(f"{path}.{name}" for path in latent for name, p in probe.module(path)._parameters.items() if p is not None)
     shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
     if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
         shared += (f"{consumer}.bias",)
-    return Region(kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles), adapted)
+    return Region(
+        kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles), adapted, latent, fed
+    )
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
@@ -245,9 +268,14 @@ def _common(paths: list[str]) -> str:
 
 
 def _other_tensors(
-    probe: Probe, container: str, known: set[str], consumer: str, partitions: tuple[list[list[int]], ...], held: list[str]
+    probe: Probe, container: str, known: set[str], readers: tuple[str, ...], partitions: tuple[list[list[int]], ...], held: list[str]
 ) -> tuple[list[Cut], tuple[str, ...]]:
-    """Cuts of the other parameters and buffers in the container that belong to single groups; names of the parameters that all use."""
+    """Cuts of the other parameters and buffers in the container that belong to single groups; names of the parameters that all use.
+
+    Args:
+        readers: the layer that ends the region, and those inside it that take what follows from whole layers.
+    """
+    consumer, *fed = readers
     cuts: list[Cut] = []
     shared: list[str] = []
     module = probe.module(container)
@@ -256,10 +284,13 @@ def _other_tensors(
         name = name.removeprefix(".")
         if name in known or not tensor.is_floating_point() or owner(name) in (*probe.linears, *probe.beside, *idle):
             continue
-        reach = probe.influence_of_tensor(name, tensor, held).get((name, consumer))
-        if reach is None:
+        influence = probe.influence_of_tensor(name, tensor, held)
+        reach = influence.get((name, consumer))
+        inside = any((name, path) in influence for path in fed)
+        if reach is None and not inside:
             continue
-        cut = next((found for columns in partitions if (found := _cut_of(name, tensor, reach.places, columns))), None)
+        places = None if reach is None or inside else reach.places
+        cut = None if places is None else next((found for columns in partitions if (found := _cut_of(name, tensor, places, columns))), None)
         if cut is not None:
             cuts.append(cut)
         elif isinstance(tensor, torch.nn.Parameter):

@@ -41,20 +41,22 @@ class Sample:
     heads: int = 1
 
 
-def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Iterator[Sample]:
+def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
     """Copies of ``model`` that can be measured, small ones first.
 
     Args:
         model: on meta or not; it is left as it is.
         arguments: "tokens" -> what the forward calls them.
         ranks: of the tensor axis.
+        few_experts: a few of a layer's experts do.
 
     Raises:
         UnsupportedError: after the last one, if the model itself is too large, or its weights cannot be made up here.
     """
-    for made, heads in _constructed(model, ranks):
+    failed: list[Exception] = []
+    for made, heads in _constructed(model, ranks, few_experts, failed):
         yield _sample(made, arguments, heads)
-    yield _sample(_copied(model), arguments, 1)
+    yield _sample(_copied(model, failed), arguments, 1)
 
 
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
@@ -84,10 +86,10 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
 
 
-def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]]:
+def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]) -> Iterator[tuple[nn.Module, int]]:
     """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one.
 
-    What is wrapped around the model and around its layers is put around those of the copy.
+    What is wrapped around the model and around its layers is put around those of the copy. What a copy fails with is added to ``failed``.
     """
     core = core_of(model)
     kind, config = type(core), getattr(core, "config", None)
@@ -95,7 +97,7 @@ def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]
         return
     names = _names(model)
     needed = max(2, 1 + max((index for index, _ in kinds_of(model).values()), default=1))
-    for small in small_configs(config, needed, ranks):
+    for small in small_configs(config, needed, ranks, few_experts=few_experts):
         try:
             with torch.device("meta"):
                 is_like = _names(grafted(model, kind(small.config))) == names
@@ -104,7 +106,8 @@ def _constructed(model: nn.Module, ranks: int) -> Iterator[tuple[nn.Module, int]
             with torch.device("cpu"), torch.no_grad():
                 made = grafted(model, kind(small.config))
                 made.eval()(torch.zeros((1, 2), dtype=torch.int64))
-        except Exception:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
+        except Exception as error:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
+            failed.append(error)
             continue
         yield made, small.heads
 
@@ -129,13 +132,16 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
     return found
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     """A copy of the module itself; one on meta is given memory and its modules' own initial values."""
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
-        raise UnsupportedError(
-            f"{type(model).__name__} has {size:,} parameters and no config from which a small one could be built, so its structure cannot"
-            f" be measured (up to {LARGEST:,}): let its class take a config that it keeps as .config"
+        name = type(model).__name__
+        why = (
+            f"{name}(config) failed for its config with fewer features: {type(failed[0]).__name__}: {failed[0]}"
+            if failed
+            else "none could be built: let its class take a config that it keeps as .config"
         )
+        raise UnsupportedError(f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}")
     made = copy.deepcopy(model)
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()

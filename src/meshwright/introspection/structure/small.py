@@ -18,6 +18,14 @@ WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "n_inner", "ffn_hidden_size", "dff")
+EXPERT_HIDDEN = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "moe_k")
+FEW_EXPERTS = 16
+LATENT = ("q_lora_rank", "kv_lora_rank")
+ROTATED = "qk_rope_head_dim"
+HEAD_PARTS = ("qk_nope_head_dim", ROTATED, "v_head_dim")
+"""Of latent attention: features of a head's query and key, those of them that are rotated, and of its value."""
 VOCABULARY = 307
 HEAD_SIZES = (8, 64)
 """Features of a head that are tried; then the model's own."""
@@ -31,13 +39,14 @@ class Small:
     heads: int = 1
 
 
-def small_configs(config: Any, blocks: int, ranks: int) -> Iterator[Small]:
+def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) -> Iterator[Small]:
     """Smaller ones, smallest first, then the config itself with no more blocks than ``blocks``.
 
     Args:
         ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config can.
+        few_experts: of many experts in a layer a few do.
     """
-    layers = _fewer_layers(config, blocks)
+    layers = _fewer_layers(config, blocks) | (_fewer_experts(config) if few_experts else {})
     heads, width = _get(config, HEADS), _get(config, WIDTH)
     if heads is not None and width is not None:
         key_heads = _get(config, KEY_HEADS) or heads
@@ -61,18 +70,33 @@ def _kept(key_heads: int, ranks: int) -> int | None:
 def _narrow(config: Any, heads: int, key_heads: int, size: int, ranks: int) -> dict[str, Any]:
     width = heads * size
     changes: dict[str, Any] = {}
-    for names, value in ((WIDTH, width), (HEADS, heads), (KEY_HEADS, key_heads), (HIDDEN, 4 * math.lcm(2, ranks))):
+    hidden = 4 * math.lcm(2, ranks)
+    for names, value in ((WIDTH, width), (HEADS, heads), (KEY_HEADS, key_heads), (HIDDEN + EXPERT_HIDDEN, hidden), (LATENT, 2 * size)):
         changes |= {name: value for name in names if isinstance(_own(config, name), int)}
     if isinstance(found := _own(config, "rotary_dim"), int) and found > size:
         changes["rotary_dim"] = size // 2
     if isinstance(_own(config, "head_dim"), int):
         changes["head_dim"] = size
+    changes |= _narrow_parts(config, size)
     if (_get(config, ("vocab_size",)) or 0) > VOCABULARY:
         changes["vocab_size"] = VOCABULARY
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(found := _own(config, name), int) and found >= VOCABULARY:
             changes[name] = 1
     return changes
+
+
+def _narrow_parts(config: Any, size: int) -> dict[str, int]:
+    """Heads that are made of parts of several sizes, in the same proportions."""
+    parts = {name: found for name in HEAD_PARTS if isinstance(found := _own(config, name), int)}
+    unit = math.gcd(*parts.values())
+    if ROTATED not in parts or unit <= size // 2:
+        return {}
+    found = {name: part // unit * (size // 2) for name, part in parts.items()}
+    whole = {name: found[ROTATED] for name in ("head_dim",) if _own(config, name) == parts[ROTATED]}
+    if isinstance(_own(config, "qk_head_dim"), int):
+        whole["qk_head_dim"] = sum(found.get(name, 0) for name in HEAD_PARTS[:2])
+    return found | whole
 
 
 def _head_size(config: Any, heads: int, width: int) -> int:
@@ -85,6 +109,15 @@ def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
             kinds = _own(config, "layer_types")
             return {name: blocks} | ({"layer_types": list(kinds)[:blocks]} if isinstance(kinds, (list, tuple)) else {})
     return {}
+
+
+def _fewer_experts(config: Any) -> dict[str, Any]:
+    """As many as let tokens choose, of as many groups as there are."""
+    top_k, groups = _get(config, TOP_K), _get(config, ("n_group",)) or 1
+    if top_k is None:
+        return {}
+    few = groups * -(-max(FEW_EXPERTS, 2 * top_k) // groups)
+    return {name: few for name in EXPERTS if isinstance(found := _own(config, name), int) and found > few}
 
 
 def _get(config: Any, names: tuple[str, ...]) -> int | None:

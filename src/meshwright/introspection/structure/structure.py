@@ -137,10 +137,10 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
 
 
 def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...], ...]:
-    """The regions' producers, grouped by the identity of what they take."""
+    """The layers that begin regions, grouped by the identity of what they take."""
     found: dict[int, list[str]] = {}
     for region in regions:
-        for path in region.producers:
+        for path in region.begins:
             found.setdefault(id(next(iter(probe.calls[path][0].tensors.values()))), []).append(path)
     return tuple(tuple(paths) for paths in found.values())
 
