@@ -113,6 +113,14 @@ def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     assert report, str(report)
 
 
+@pytest.mark.parametrize("layout", [HALVES, TENSOR], ids=str)
+def test_bf16_costs_a_family_no_more_either(pool, layout):
+    """In its third step rounding sends some tokens to other experts."""
+    batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    report = verify(families.config_of("mixtral"), layout, batches, dtypes=("bfloat16",), steps=3, pool=pool)
+    assert report, str(report)
+
+
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 

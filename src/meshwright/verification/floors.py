@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from meshwright.core.errors import IntegrityError
 from .one_process import narrows
 from .outcome import Reference, reference
 from .problem import Problem
+from .routes import Routes
 
 Errors = dict[tuple[str, int], dict[str, float]]
 """(stage, step) → name → relative error."""
@@ -36,10 +37,12 @@ class Floors:
     Attributes:
         whole: of gradients, parameters, losses and norms.
         seen: of the sketches of what modules compute, and of every step's state.
+        scores: by step and stack of experts, absolutely, of what they are chosen by; where routes were given.
     """
 
     whole: Errors
     seen: Errors
+    scores: dict[tuple[int, str], float] = field(default_factory=dict)
 
     @property
     def round_inside(self) -> bool:
@@ -47,7 +50,9 @@ class Floors:
         return any(error > NOISE_FLOOR for error in self.whole["gradient", 1].values())
 
 
-def references(problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False) -> tuple[Reference, Floors]:
+def references(
+    problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False, routes: Sequence[Routes] = ()
+) -> tuple[Reference, Floors]:
     """The oracle, and how far rounding moves it.
 
     In float32 that is the farthest of three more runs, which take one, two and three rows at a time and so add up in other orders. In
@@ -58,32 +63,34 @@ def references(problem: Problem, *, are_features_cut: bool = False, always_clips
         are_features_cut: the layout adds up features in another order too, which one process cannot: every module's output is changed by
             as much as that rounds; in float64 too, if the model computes in float32 somewhere.
         always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
+        routes: of each step's batch; by default all runs have that of the first, so that how far they are apart is rounding.
 
     Raises:
         IntegrityError: two runs begin with different weights or buffers.
     """
-    one = reference(problem, always_clips=always_clips)
+    one = reference(problem, always_clips=always_clips, routes=routes)
+    routes = one.routes if any(one.routes) else ()
     problem = replace(problem, max_norm=one.max_norm)
     if problem.dtype == "bfloat16":
-        return one, _from_float32(problem, one, are_features_cut)
+        return one, _from_float32(problem, one, are_features_cut, routes)
     one.narrows = are_features_cut and problem.dtype == "float64" and narrows(problem)
     noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0
-    first = _distances(_started_alike(reference(problem, 1, noise=noise), one), one)
+    first = _distances(_started_alike(reference(problem, 1, noise=noise, routes=routes), one), one)
     if problem.dtype == "float64" and not (one.narrows or first.round_inside):
         return one, first
-    return one, _farthest([first, *(_distances(other, one) for other in _more(problem, ORDERS[1:], noise))])
+    return one, _farthest([first, *(_distances(other, one) for other in _more(problem, ORDERS[1:], noise, routes))])
 
 
-def _from_float32(problem: Problem, one: Reference, are_features_cut: bool) -> Floors:
+def _from_float32(problem: Problem, one: Reference, are_features_cut: bool, routes: Sequence[Routes]) -> Floors:
     noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # it rounds to the nearest
-    exact = _started_alike(reference(replace(problem, dtype="float32")), one)
-    return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise))])
+    exact = _started_alike(reference(replace(problem, dtype="float32"), routes=routes), one)
+    return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))])
 
 
-def _more(problem: Problem, orders: Sequence[int], noise: float) -> Iterator[Reference]:
+def _more(problem: Problem, orders: Sequence[int], noise: float, routes: Sequence[Routes]) -> Iterator[Reference]:
     """A run for each number of rows; where there is noise, some of all rows at a time too."""
     for seed, rows in enumerate((*orders, *[0] * (SHAKEN if noise else 0)), 1):
-        yield reference(problem, rows, noise=noise, seed=seed)
+        yield reference(problem, rows, noise=noise, seed=seed, routes=routes)
 
 
 def _started_alike(other: Reference, one: Reference) -> Reference:
@@ -108,11 +115,19 @@ def _distances(found: Reference, one: Reference) -> Floors:
         for stage in ("forward", "backward")
         for step, rows in getattr(theirs, stage).items()
     }
-    return Floors(whole, seen | {key: state_errors(mine.sketches[key], there) for key, there in theirs.sketches.items()})
+    seen |= {key: state_errors(mine.sketches[key], there) for key, there in theirs.sketches.items()}
+    return Floors(whole, seen, {key: _apart(found.scores[key], there) for key, there in one.scores.items() if key in found.scores})
+
+
+def _apart(found: Tensor, reference: Tensor) -> float:
+    """Of numbers that both have."""
+    both = found.isfinite() & reference.isfinite()
+    return (found - reference)[both].abs().amax().item() if both.any() else 0.0
 
 
 def _farthest(runs: Sequence[Floors]) -> Floors:
-    return Floors(farthest([run.whole for run in runs]), farthest([run.seen for run in runs]))
+    scores = {key: max(run.scores.get(key, 0.0) for run in runs) for key in runs[0].scores}
+    return Floors(farthest([run.whole for run in runs]), farthest([run.seen for run in runs]), scores)
 
 
 def state_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import stack_paths
 
 from .problem import Batch, Problem, count, labels_of, without_dropout
+from .routes import Replay, Routes, noting
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class OneStep:
     losses: Tensor
     """(rows,) each row's share of the loss; their sum is the mean over the real tokens of the batch."""
     observed: Observed
+    routes: Routes
+    """Of the tokens, one behind the other."""
 
 
 class OneProcess:
@@ -60,19 +63,29 @@ class OneProcess:
             for module in self._computing.modules():
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
 
-    def forward_backward(self, batch: Batch, *, observe: bool = True) -> OneStep:
-        """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``."""
+    def replay(self, routes: Routes) -> Replay:
+        """Of a batch's routing, for one step."""
+        return Replay(self._computing, routes)
+
+    def forward_backward(self, batch: Batch, *, observe: bool = True, replay: Replay | None = None) -> OneStep:
+        """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``.
+
+        Args:
+            replay: tokens go to the experts that it says.
+        """
         self._round_weights()
         tokens, routed = count(batch), max(count_routed([batch]), 1)
-        losses = []
-        with observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed()) as observed:
+        losses: list[Tensor] = []
+        watched = observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
+        with watched as observed, noting([self._computing]) as routes:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
-                loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
+                with replay.at(sum(map(len, losses)), len(piece["tokens"])) if replay is not None else nullcontext():
+                    loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 sum(auxiliary, loss.sum()).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
-        return OneStep(torch.cat(losses).double().cpu(), observed)
+        return OneStep(torch.cat(losses).double().cpu(), observed, routes)
 
     def end_step(self) -> None:
         """Move the biases of routers by what their experts were given since the last step."""

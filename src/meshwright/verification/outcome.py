@@ -23,6 +23,7 @@ from meshwright.planning.layout import Layout
 from .laid_out import LaidOut, lay_out
 from .one_process import OneProcess, build
 from .problem import Parallelize, Problem, share
+from .routes import Routes, noting, put_together
 
 Named = dict[str, Tensor]
 
@@ -92,6 +93,8 @@ class Outcome:
     """After the first and after the last step."""
     seen: list[Seen] = field(default_factory=list)
     """By rank."""
+    routes: list[Routes] = field(default_factory=list)
+    """Where the tokens of each step's batch went."""
 
     def is_kept(self, step: int, steps: int) -> bool:
         """Whether the parameters after a step (1 the first) are kept whole."""
@@ -110,6 +113,10 @@ class Reference(Outcome):
     """Per step: the squared norm of each parameter's gradient."""
     max_norm: float | None = None
     """What gradients were clipped to."""
+    lacks: dict[tuple[int, str], float] = field(default_factory=dict)
+    """With given routes, by step and stack: by how much they are worse than what this process would have chosen."""
+    scores: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """With given routes, by step and stack: what would have been chosen by."""
     narrows: bool = False
     """Whether the model computes in less than its own dtype somewhere, where a layout adds up in another order."""
 
@@ -128,7 +135,9 @@ def watches(problem: Problem, step: int) -> bool:
     return step == 1 or problem.dtype == "float64"
 
 
-def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int = 0, always_clips: bool = False) -> Reference:
+def reference(
+    problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int = 0, always_clips: bool = False, routes: Sequence[Routes] = ()
+) -> Reference:
     """The oracle.
 
     Args:
@@ -136,6 +145,7 @@ def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int 
         noise: relative size of random changes to every module's output.
         seed: of the noise.
         always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
+        routes: of each step's batch, what its tokens' routing is to be.
     """
     model = build(problem)
     one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed)
@@ -145,7 +155,13 @@ def reference(problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int 
     outcome, seen = Reference(initial=_copies(named), buffers=_copies(buffers)), Seen()
     _sketch_initial(seen, named, buffers)
     for step in range(1, problem.steps + 1):
-        computed = one.forward_backward(problem.batch(step - 1), observe=watches(problem, step))
+        batch = problem.batch(step - 1)
+        replay = one.replay(routes[step - 1]) if routes else None
+        computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay)
+        outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape))
+        if replay is not None:
+            outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}
+            outcome.scores |= {(step, what): torch.cat(scores) for what, scores in replay.scores.items()}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
         if watches(problem, step):
             seen.observe(step, computed.observed)
@@ -177,11 +193,14 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     outcome, seen = Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)), Seen(laid_out.place, laid_out.stage)
     _sketch_initial(seen, named, laid_out.buffers())
     opaque = stack_paths(*laid_out.models)
+    noted: list[Routes] = []
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
-        with observing(*laid_out.models, opaque=opaque) if watches(problem, step) else nullcontext(Observed()) as observed:
+        watched = observing(*laid_out.models, opaque=opaque) if watches(problem, step) else nullcontext(Observed())
+        with watched as observed, noting(laid_out.models if opaque and not problem.techniques.get("compile") else ()) as routes:
             outcome.losses.append(laid_out.forward_backward(mine))
+        noted.append(routes)
         gradients = _of_all(laid_out)
         if watches(problem, step):
             seen.observe(step, observed, laid_out.backward_share(mine, batch))
@@ -192,6 +211,9 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
+    if any(agree.everybody_says(bool(opaque))):
+        for step, said in enumerate(zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)):
+            outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape))
     said = agree.everybody_says(seen)
     outcome.seen = whole_ranks(said) if is_rank_zero() else []
     return outcome

@@ -21,12 +21,16 @@ from meshwright.planning.layout import Layout
 
 from .compare import differences, notes
 from .floors import Floors, references
-from .outcome import Reference, candidate, reference
+from .outcome import Outcome, Reference, candidate, reference
 from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
 from .random_numbers import Nature, draws, nature, random_differences
 from .report import Report
+from .routes import flips
 
 LIMIT_SEC = 600.0
+ROUNDED = 4.0
+"""Times the farthest that rounding moved what experts are chosen by: a token may go to another expert that is so much worse."""
+TINY = 1e-300
 DEPENDENT = 1e-3
 """Rounding never moves gradients of the first step that far."""
 
@@ -125,12 +129,14 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
         one, floors = _references(pool, problem, layout)
         problem = replace(problem, max_norm=one.max_norm)
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
+        again = _rerouted(pool, problem, layout, found, one)
+        one, floors, said = again or (one, floors, "")
         compared = differences(found, one, floors, problem.dtype)
         if number == 0 and known.drawn is not None:
             problem = replace(problem, evaluating=False)
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
-        yield Comparison(problem.dtype, tuple(compared), (*known.notes, *notes(found, one)))
+        yield Comparison(problem.dtype, tuple(compared), (*known.notes, *notes(found, one), *filter(None, (said,))))
 
 
 def _check_rows(problem: Problem, ranks: int) -> None:
@@ -168,8 +174,7 @@ def _nature(pool: WorkerPool, problem: Problem) -> Nature:
 
 def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Floors]:
     """The problem's references, computed once for a pool: several layouts and techniques have the same."""
-    # with a loss in chunks too, the products of the head's backward have other shapes, and add up in another order
-    are_features_cut = layout.world > layout.pp * layout.dp_replicate * layout.dp_shard or problem.techniques.get("loss_chunks", 1) > 1
+    are_features_cut = _are_features_cut(problem, layout)
     asked = (problem.of_one_process(), are_features_cut)
     known = _REFERENCES.setdefault(pool, [])
     for other, outcomes in known:
@@ -182,6 +187,31 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
         _check_rows_are_independent(pool, asked[0], one, floors)
     known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
     return one, floors
+
+
+def _are_features_cut(problem: Problem, layout: Layout) -> bool:
+    """With a loss in chunks too, the products of the head's backward have other shapes, and add up in another order."""
+    return layout.world > layout.pp * layout.dp_replicate * layout.dp_shard or problem.techniques.get("loss_chunks", 1) > 1
+
+
+def _rerouted(pool: WorkerPool, problem: Problem, layout: Layout, found: Outcome, one: Reference) -> tuple[Reference, Floors, str] | None:
+    """One process once more, with the routing of the layout, where tokens went to other experts there and rounding explains it; with a
+    note. None where they did not, or it does not."""
+    flipped = [flips(*pair) for pair in zip(found.routes, one.routes, strict=False)]
+    if not any(flipped):
+        return None
+    ask = partial(references, are_features_cut=_are_features_cut(problem, layout), routes=found.routes)
+    again, floors = pool.run(ask, problem.of_one_process(), world=1, timeout=LIMIT_SEC)[0]
+    if any(flips(*pair) for pair in zip(found.routes, again.routes, strict=True)):
+        return None  # a router that does not choose by topk
+    if any(lack > ROUNDED * max(floors.scores.get(key, 0.0), TINY) for key, lack in again.lacks.items()):
+        return None
+    said = ", ".join(f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items())
+    return (
+        again,
+        floors,
+        f"rounding alone sent tokens to other experts than in one process, which computed again with their routing: {said}",
+    )
 
 
 def _check_finite(one: Reference) -> None:

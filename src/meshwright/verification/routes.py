@@ -1,0 +1,131 @@
+"""Which experts tokens go to: noted in a run, and given to another run of the same batches.
+
+Two experts that are almost equally good for a token change places by rounding, and then everything behind differs. So routing is compared
+first; where rounding alone moved it, one process computes once more with the layout's routing, and the rest is compared with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.names import clean
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.models.moe import is_recomputing
+
+Routes = dict[str, Tensor]
+"""By stack of experts: (rows, seq, k) int32 numbers of each token's experts, as chosen; the number of experts stands for none."""
+
+
+@contextmanager
+def noting(models: Iterable[nn.Module]) -> Iterator[Routes]:
+    """Inside, the stacks' experts are noted, (tokens, k) of all calls one behind the other; what a backward computes once more is not."""
+    calls: dict[str, list[Tensor]] = {}
+    found: Routes = {}
+    with ExitStack() as stack:
+        for model in models:
+            known = find_stacks(model)
+            for raw, module in model.named_modules():
+                if (path := clean(raw)) in known:
+                    hook = partial(_note, calls.setdefault(path, []))
+                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield found
+    found |= {path: torch.cat(parts) for path, parts in calls.items() if parts}
+
+
+def _note(calls: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
+    if len(numbers) == 1 and not is_recomputing():
+        calls.append(numbers[0].detach().flatten(0, -2).to("cpu", torch.int32))
+
+
+def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int) -> Routes:
+    """The routes of a batch of ``rows`` × ``seq`` tokens.
+
+    Args:
+        said: of every rank, its place among those with other rows, its place among those with other tokens of the same rows (or the same
+            ones), and the routes of its own tokens.
+    """
+    found: Routes = {}
+    for path in dict.fromkeys(path for *_, routes in said for path in routes):
+        by_rows: dict[int, list[Tensor]] = {}
+        own_rows = rows // said[0][0][1]
+        for (rank, _), _, routes in sorted(said, key=lambda one: one[:2]):
+            if path in routes and len(routes[path]) % own_rows == 0:
+                by_rows.setdefault(rank, []).append(routes[path].unflatten(0, (own_rows, -1)))
+        shares = [parts[0] if parts[0].shape[1] >= seq else torch.cat(parts, dim=1) for _, parts in sorted(by_rows.items())]
+        if len(shares) == said[0][0][1] and all(share.shape[1] >= seq for share in shares):
+            found[path] = torch.cat([share[:, :seq] for share in shares])
+    return found
+
+
+def flips(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, int]:
+    """By stack, how many tokens went to other experts; stacks without any are left out."""
+    both = {path: (found[path].sort(-1).values, reference[path].sort(-1).values) for path in found.keys() & reference.keys()}
+    counted = {path: int((one != other).any(-1).sum()) for path, (one, other) in both.items() if one.shape == other.shape}
+    return {path: number for path, number in counted.items() if number}
+
+
+class Replay(TorchFunctionMode):
+    """Inside ``at``, routers that choose by ``topk`` choose what is given; those that choose among groups of experts first, its groups.
+
+    Attributes:
+        lacks: by stack, by how much the scores of what is given are at most lower than of what would have been chosen; of groups too.
+        scores: by stack, of each forward, what was chosen by.
+    """
+
+    def __init__(self, model: nn.Module, routes: Routes):
+        super().__init__()
+        stacks = find_stacks(model)
+        self._experts = {path: stack.experts for path, stack in stacks.items() if path in routes}
+        self._modules = {path: module for raw, module in model.named_modules() if (path := clean(raw)) in self._experts}
+        self._routes = routes
+        self._waiting: list[str] = []
+        self._rows = slice(0)
+        self.lacks: dict[str, float] = {}
+        self.scores: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def at(self, first: int, rows: int) -> Iterator[None]:
+        """A forward of ``rows`` rows of the batch."""
+        self._rows, self._waiting = slice(first, first + rows), list(self._experts)
+        with ExitStack() as stack:
+            for path, module in self._modules.items():
+                stack.callback(module.register_forward_pre_hook(partial(self._arrived, path)).remove)
+            with self:
+                yield
+
+    def _arrived(self, path: str, module: nn.Module, args: tuple) -> None:
+        """A stack is called: what is chosen from now on is for others."""
+        self._waiting.remove(path)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or not self._waiting:
+            return found
+        path, scores = self._waiting[0], args[0] if args else (kwargs or {})["input"]
+        experts, choices = self._experts[path], scores.shape[-1]
+        wanted = self._routes[path][self._rows].flatten(0, 1).to(scores.device, torch.int64)
+        if scores.numel() != len(wanted) * choices or experts % choices:
+            return found
+        if choices == experts and found.indices.numel() == wanted.numel():
+            wanted = wanted.view(found.indices.shape)
+            return self._chosen(path, scores, found, torch.where(wanted < experts, wanted, found.indices))
+        if choices < experts:
+            needed = torch.nn.functional.one_hot(wanted * choices // experts, choices + 1)[..., :choices].amax(1).view(scores.shape)
+            indices = scores.masked_fill(needed.bool(), torch.inf).topk(found.indices.shape[-1], -1).indices
+            return self._chosen(f"{path} groups", scores, found, indices)
+        return found
+
+    def _chosen(self, what: str, scores: Tensor, found: Any, indices: Tensor) -> Any:
+        values = scores.gather(-1, indices)
+        lack = (found.values.amin(-1) - values.amin(-1)).amax().item()
+        self.lacks[what] = max(self.lacks.get(what, 0.0), lack)
+        self.scores.setdefault(what, []).append(scores.detach().double().flatten(0, -2).cpu())
+        return torch.return_types.topk((values, indices))  # type: ignore[attr-defined]
