@@ -380,12 +380,22 @@ def test_the_load_of_experts_is_counted_where_they_are_given_tokens():
     tokens = torch.arange(12).view(2, 6)
     padded = torch.zeros(2, 6, dtype=torch.int64)
     padded[:, 5] = -1
+    expected: list[float] = []
+
+    def note(router: torch.nn.Module, args: tuple, _: object) -> None:
+        if router.training:
+            expected.append(F.linear(args[0][:, :5], router.weight).logsumexp(-1).square().mean().item())  # type: ignore[arg-type]
+
+    for block in model.layers.values():
+        block.feed_forward.router.register_forward_hook(note)  # type: ignore[union-attr]
     model(tokens, document_ids=padded)
     model.eval()(tokens)
     found = load.take([], [])
     assert [one.path for one in found] == [f"layers.{i}.feed_forward.experts" for i in range(3)]
     assert all(sum(one.tokens) == 2 * 5 * 2 and one.dropped == 2 * 2 for one in found)
-    assert all(sum(one.tokens) == 0 for one in load.take([], []))
+    assert [one.router_z for one in found] == pytest.approx(expected)
+    again = load.take([], [])
+    assert all(sum(one.tokens) == 0 and one.router_z == 0 for one in again)
 
 
 def test_the_load_in_numbers():
@@ -394,3 +404,6 @@ def test_the_load_in_numbers():
     figures = figures_of_experts([even, one])
     assert figures["experts.max_over_mean"] == 4.0 and figures["experts.entropy"] == 0.0 and figures["experts.dropped"] == 5.0
     assert figures["experts.a.max_over_mean"] == 1.0 and figures_of_experts([]) == {}
+    assert not any("router_z" in name for name in figures)
+    figures = figures_of_experts([replace(even, router_z=2.5), replace(one, router_z=1.5)])
+    assert (figures["experts.router_z"], figures["experts.b.router_z"]) == (2.5, 1.5)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.core.names import clean, owner
 from meshwright.introspection.structure.experts import Stack, find_stacks
-from meshwright.models.moe import is_recomputing
+from meshwright.models.moe import Router, is_recomputing
 
 from . import agree
 
@@ -25,11 +26,13 @@ class LayerLoad:
         path: of their module.
         tokens: that each expert was given.
         dropped: choices that came to nothing: padding, and what was over an expert's capacity.
+        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None where that is none of ours.
     """
 
     path: str
     tokens: tuple[int, ...]
     dropped: int
+    router_z: float | None = None
 
     @property
     def max_over_mean(self) -> float:
@@ -50,7 +53,10 @@ class ExpertLoad:
 
     def __init__(self, models: Sequence[nn.Module]):
         self._counts: dict[str, Tensor] = {}
+        self._routers: dict[str, Router] = {}
         for model in models:
+            beside = {owner(clean(raw)): module for raw, module in model.named_modules() if isinstance(module, Router)}
+            self._routers |= {path: beside[owner(path)] for path in find_stacks(model) if owner(path) in beside}
             for path, stack in find_stacks(model).items():
                 module = model.get_submodule(path)
                 module.register_forward_pre_hook(self._hook(stack), with_kwargs=True, prepend=True)
@@ -78,10 +84,21 @@ class ExpertLoad:
         found: list[LayerLoad] = []
         if self._counts:
             total = agree.total(torch.cat([*self._counts.values()]), list(groups))
+            sizes = self._take_sizes(list(groups))
             for path, counts in zip(self._counts, total.split([len(c) for c in self._counts.values()]), strict=True):
                 *tokens, dropped = counts.tolist()
-                found.append(LayerLoad(path, tuple(tokens), dropped))
+                found.append(LayerLoad(path, tuple(tokens), dropped, sizes.get(path)))
                 self._counts[path].zero_()
         if pipeline:
             found = list({load.path: load for said in agree.everybody_says(found) for load in said}.values())
         return found
+
+    def _take_sizes(self, groups: list[dist.ProcessGroup]) -> dict[str, float]:
+        """Of the logits of our own routers, by the path of their experts."""
+        if not self._routers:
+            return {}
+        none = torch.zeros(2, dtype=torch.float64)
+        sizes = agree.total(torch.stack([none if router.z is None else router.z.cpu() for router in self._routers.values()]), groups)
+        for router in self._routers.values():
+            router.z = None
+        return {path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in zip(self._routers, sizes, strict=True)}

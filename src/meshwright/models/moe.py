@@ -35,6 +35,8 @@ class Router(nn.Module):
         auxiliary: the sum of the auxiliary losses over the tokens of the last forward (0 dims), where nobody set ``loss_share``.
         across: sums numbers, in place, over those who have other parts of the same sequences; None: nobody has.
         counts: (experts,) int64: tokens per expert since the last ``balance``, of forwards in training; None: no forward yet.
+        z: (2,) float64, of forwards in training: log²(Σ exp(logits)) added up over the routed tokens, and how many those were; for whoever
+            watches it, and begins again by None.
     """
 
     def __init__(self, dim: int, config: MoEConfig):
@@ -46,6 +48,7 @@ class Router(nn.Module):
         self.loss_share: Tensor | None = None
         self.auxiliary: Tensor | None = None
         self.counts: Tensor | None = None
+        self.z: Tensor | None = None
         self.across: Callable[[Tensor], Tensor] | None = None
 
     def reset_parameters(self) -> None:
@@ -72,7 +75,7 @@ class Router(nn.Module):
         if routed is not None:
             index = index.masked_fill(~routed.unsqueeze(-1), c.n_experts)
         if self.training and not is_recomputing():
-            self._count(index)
+            self._count(index, logits.detach(), routed)
         if self.training and (c.sequence_loss or c.z_loss):
             weights = self._with_losses(weights, logits, scores, index, routed)
         return index.flatten(0, 1), weights.flatten(0, 1).to(x.dtype)
@@ -89,9 +92,12 @@ class Router(nn.Module):
             scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(c.top_k, -1).indices
 
-    def _count(self, index: Tensor) -> None:
+    def _count(self, index: Tensor, logits: Tensor, routed: Tensor | None) -> None:
         found = tokens_per_expert(index.flatten(), self.config.n_experts)
         self.counts = found if self.counts is None else self.counts + found
+        real = torch.ones_like(logits[..., 0]) if routed is None else routed.to(logits.dtype)
+        z = torch.stack([(logits.logsumexp(-1).square() * real).sum(), real.sum()]).double()
+        self.z = z if self.z is None else self.z + z
 
     def balance(self, counts: Tensor) -> None:
         """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches; forget those of this process."""

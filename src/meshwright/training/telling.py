@@ -203,8 +203,11 @@ def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
         "experts.entropy": min(load.entropy for load in loads),
         "experts.dropped": float(sum(load.dropped for load in loads)),
     }
+    sizes = {load.path: load.router_z for load in loads if load.router_z is not None}
+    if sizes:
+        worst["experts.router_z"] = max(sizes.values())
     by_layer = {f"experts.{load.path}.{key}": getattr(load, key) for load in loads for key in ("max_over_mean", "entropy", "dropped")}
-    return worst | by_layer
+    return worst | by_layer | {f"experts.{path}.router_z": size for path, size in sizes.items()}
 
 
 def in_words(action: Callable[[], Result], what: str) -> Callable[[], Result]:
