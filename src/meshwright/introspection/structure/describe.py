@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.names import pattern
+from meshwright.core.names import owner, pattern
 
 from .region import Region
 from .structure import Structure
@@ -44,5 +44,5 @@ def _region(region: Region) -> list[str]:
         how = "whole" if cut is None else f"{' + '.join(f'{part.size}' for part in cut.parts)} along dim {cut.dim}"
         lines.append(f"      {role:<16} {path} ({how})")
     lines += [f"      {'norm of all':<16} {path}" for path in region.spanning]
-    lines += [f"      {'shared':<16} {name}" for name in region.shared]
+    lines += [f"      {'shared':<16} {name}" for name in region.shared if owner(name) not in region.latent]
     return lines
