@@ -55,6 +55,7 @@ SIGMOID = replace(
         sequence_loss=0.05,
     ),
 )
+BATCHED = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, batch_loss=0.3))
 CAPPED = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=12, capacity_factor=1.0, bias_rate=0.01))
 BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 
@@ -86,6 +87,13 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "resharded to 2": (SOFTMAX, HALVES, {"reshard_after_forward": 2}),
     "every microbatch": (SOFTMAX, HYBRID, {"sync_grad_accum": True}),
     "all-reduce postponed": (SOFTMAX, HYBRID, {"sync_grad_accum": "shard"}),
+    "balanced by batch": (BATCHED, EP2, {}),
+    "balanced by microbatch": (BATCHED, HYBRID, {}),
+    "balanced by microbatch, replicas": (BATCHED, Layout(dp_replicate=2, dp_shard=1), {"activation_checkpointing": "full"}),
+    "balanced by microbatch, tensor": (BATCHED, TENSOR, {"activation_checkpointing": "full"}),
+    "balanced by microbatch, 1f1b": (BATCHED, STAGED, {}),
+    "balanced, zbv": (BATCHED, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
+    "balanced, compiled": (BATCHED, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled": (SOFTMAX, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
@@ -254,6 +262,8 @@ WIRE = {
     "experts frozen": (SOFTMAX, HALVES, {"freeze": ("experts",)}),
     "tensor": (EVEN, ACROSS, {}),
     "tensor, recomputed": (EVEN, TENSOR, {"activation_checkpointing": "full"}),
+    "balanced by batch": (BATCHED, HYBRID, {"activation_checkpointing": "full"}),
+    "balanced by batch, tensor": (replace(BATCHED, vocab_size=64), TENSOR, {}),
 }
 
 
@@ -428,6 +438,13 @@ def losses_of_parts() -> Iterator[None]:
 
 
 @contextmanager
+def batches_of_one_rank() -> Iterator[None]:
+    """The loss per microbatch counts a rank's own tokens."""
+    with patch.object(routing, "share_microbatches", lambda routers, groups: None):
+        yield
+
+
+@contextmanager
 def alike_experts() -> Iterator[None]:
     """Each rank draws the first experts for its own."""
     from meshwright.distributed import weights
@@ -451,12 +468,16 @@ def equal_rows() -> Iterator[None]:
         yield
 
 
-FAULTS = {f.__name__: f for f in (gradients_times_ranks, bias_by_own_tokens, padding_is_routed, losses_of_parts, alike_experts, equal_rows)}
+FAULTS = {
+    f.__name__: f
+    for f in (gradients_times_ranks, bias_by_own_tokens, padding_is_routed, losses_of_parts, batches_of_one_rank, alike_experts, equal_rows)
+}
 WHERE = {
     "gradients_times_ranks": (SOFTMAX, EP2, "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward"),
     "bias_by_own_tokens": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward) of step 2"),
     "padding_is_routed": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward)"),
     "losses_of_parts": (SIGMOID, TENSOR, "the gradient of the parameter embedding.weight, after the backward"),
+    "batches_of_one_rank": (BATCHED, EP2, "the gradient of layers.3.feed_forward_norm's output (backward)"),
     "alike_experts": (SOFTMAX, EP2, "the initial weight layers.0.feed_forward.experts.w_gate"),
     "equal_rows": (SOFTMAX, EP2, "the output of embedding (forward), on rank 1"),
 }

@@ -209,6 +209,7 @@ def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refu
         (["--trace-steps=7"], 2, "--trace-steps = 7: the run has steps = 6"),
         (["--trace-steps=0"], 2, "--trace-steps = 0: at least 1"),
         (["--techniques.precision.master=bfloat16"], 3, "techniques.precision.master = bfloat16: a trace is written for weights in"),
+        (["--model.moe.batch-loss=0.01"], 3, "model.moe.batch_loss depends on how a layout cuts batches into microbatches"),
         (["--model.size=70B", "--model.vocab-size=128256"], 2, "3 steps in one process need about"),
         (["--optimizer.lr=1e38", "--schedule.warmup-steps=0"], 2, "in one process already: there is nothing to compare a run with"),
     ],

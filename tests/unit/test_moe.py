@@ -162,6 +162,31 @@ def test_auxiliary_losses_are_those_of_their_papers():
     assert router.auxiliary is not None and torch.allclose(router.auxiliary, total)
 
 
+def test_the_loss_of_a_microbatch_counts_all_its_tokens():
+    """arXiv 2501.11873, with as much weight for a token as the loss per sequence; padding counts for nothing."""
+    config = replace(SOFTMAX, batch_loss=0.3)
+    router, x = router_of(config), drawn(3, 6, DIM)
+    routed = torch.ones(3, 6, dtype=torch.bool)
+    routed[1, 2:] = False
+    index, _ = router(x, routed)
+    tokens, chosen = x[routed], index.view(3, 6, 2)[routed]
+    scores = (tokens @ router.weight.T).softmax(-1)
+    load = F.one_hot(chosen, EXPERTS).sum((0, 1)) * EXPERTS / (2 * 14)
+    expected = 14 * 0.3 * (load * scores.mean(0)).sum()
+    assert router.auxiliary is not None and torch.allclose(router.auxiliary, expected)
+    together = torch.zeros(())
+    counted: list[torch.Tensor] = []
+    router.everywhere = lambda found: counted.append(found) or found.sum(0, keepdim=True)
+    router(x, routed)
+    (of_rows,) = counted
+    router.everywhere = lambda found: of_rows.sum(0, keepdim=True)  # of ranks that have a row each
+    for row in range(3):
+        router(x[row : row + 1], routed[row : row + 1])
+        assert router.auxiliary is not None
+        together = together + router.auxiliary
+    assert torch.allclose(together, expected)
+
+
 def test_losses_that_are_attached_have_the_gradients_of_losses_that_are_added():
     config = replace(SOFTMAX, sequence_loss=0.3, z_loss=0.2)
     gradients = []

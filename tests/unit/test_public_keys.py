@@ -23,7 +23,8 @@ model.qk_norm model.tied_embeddings
 model.rope_scaling.factor model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor
 model.rope_scaling.original_max_seq_len
 model.moe.n_experts model.moe.top_k model.moe.hidden_dim model.moe.n_shared model.moe.first_dense model.moe.router model.moe.n_groups
-model.moe.top_groups model.moe.normalise model.moe.scale model.moe.bias_rate model.moe.sequence_loss model.moe.z_loss
+model.moe.top_groups model.moe.normalise model.moe.scale model.moe.bias_rate model.moe.sequence_loss model.moe.batch_loss
+model.moe.z_loss
 model.moe.capacity_factor
 data.source data.format data.task data.column data.dtype data.template data.on_bad_row data.too_long data.streaming
 data.max_epochs

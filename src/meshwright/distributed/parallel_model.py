@@ -82,6 +82,7 @@ class ParallelModel:
         cuts_sequences = plan.tensor is not None and plan.tensor.sequence_parallel
         self._token_groups = groups_of(mesh, *DATA_AXES, *((Axis.TP,) if cuts_sequences else ()))
         self._routers = routing.routers_of(self.parts)
+        routing.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
         self._runner = runner_of(self._parts, plan, mesh, loss_fn, lambda batch: self._signature.inputs(batch, self.device), self.device)
 

@@ -5,6 +5,7 @@ Both follow from numbers of the whole step, over all data ranks and microbatches
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -35,6 +36,20 @@ def begin_step(routers: Sequence[Router], tokens: int, device: torch.device) -> 
         share = torch.full((), 1 / max(tokens, 1), dtype=torch.float64, device=device)
         for router in routers:
             router.loss_share = share
+
+
+def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Losses per microbatch count the tokens of all ranks of ``groups``, which compute one together."""
+    for router in routers if groups else ():
+        router.everywhere = functools.partial(_sum_everywhere, list(groups))
+
+
+@torch._disable_dynamo
+def _sum_everywhere(groups: list[dist.ProcessGroup], counted: Tensor) -> Tensor:
+    found = counted.sum(0, keepdim=True)
+    for group in groups:
+        dist.all_reduce(found, group=group)
+    return found
 
 
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:

@@ -50,12 +50,14 @@ class BufferFact:
 
 @dataclass(frozen=True)
 class RouterFact:
-    """A router of ours. ``balances``: its bias follows its experts' load. ``sums_sequences``: its loss needs sums over whole sequences."""
+    """A router of ours. ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
+    ``sums_batches``: over all ranks' microbatches."""
 
     path: str
     experts: int
     balances: bool
     sums_sequences: bool
+    sums_batches: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,13 @@ def model_facts(model: nn.Module) -> ModelFacts:
         vocab_size=_stated(model, "vocab_size"),
         has_experts=bool(find_stacks(model)),
         routers=tuple(
-            RouterFact(clean(name), m.config.n_experts, m.bias is not None, m.config.sequence_loss > 0)
+            RouterFact(
+                clean(name),
+                m.config.n_experts,
+                m.bias is not None,
+                m.config.sequence_loss > 0 or m.config.batch_loss > 0,
+                m.config.batch_loss > 0,
+            )
             for name, m in model.named_modules()
             if isinstance(m, Router)
         ),

@@ -50,6 +50,8 @@ class MoEConfig:
     """Step of the bias that balances experts without a loss, moved once per optimizer step; 0: none."""
     sequence_loss: float = 0.0
     """Weight of the loss that balances experts within each sequence; 0: none."""
+    batch_loss: float = 0.0
+    """Weight of the loss that balances experts within a microbatch of all ranks; 0: none."""
     z_loss: float = 0.0
     """Weight of the loss on the size of the router's logits; 0: none."""
     capacity_factor: float = 0.0
@@ -60,7 +62,7 @@ class MoEConfig:
         for name in ("n_experts", "top_k", "n_groups", "top_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 1")
-        for name in ("hidden_dim", "n_shared", "first_dense", "bias_rate", "sequence_loss", "z_loss", "capacity_factor"):
+        for name in ("hidden_dim", "n_shared", "first_dense", "bias_rate", "sequence_loss", "batch_loss", "z_loss", "capacity_factor"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 0")
         if self.router not in ROUTERS:

@@ -26,14 +26,17 @@ class Router(nn.Module):
     Softmax scores (arXiv 2401.04088), or sigmoid scores (arXiv 2412.19437); with groups, only the
     experts of a token's best groups are chosen from. A group is as good as its best expert, or (sigmoid) its two best together.
 
-    What keeps experts balanced: a loss per sequence (arXiv 2412.19437, eq. 17 to 20), or a bias on the choice alone that follows the load
-    without a gradient (arXiv 2408.15664); a loss on the size of the logits (arXiv 2202.08906) keeps those small.
+    What keeps experts balanced: a loss per sequence (arXiv 2412.19437, eq. 17 to 20), or per microbatch with the tokens of all who compute
+    it (arXiv 2501.11873), or a bias on the choice alone that follows the load without a gradient (arXiv 2408.15664); a loss on the size of
+    the logits (arXiv 2202.08906) keeps those small.
 
     Attributes:
         loss_share: what one token's auxiliary loss counts for in the loss of the step, as a tensor without dims; None: it is left in
             ``auxiliary``, for the caller to add.
         auxiliary: the sum of the auxiliary losses over the tokens of the last forward (0 dims), where nobody set ``loss_share``.
         across: sums numbers, in place, over those who have other parts of the same sequences; None: nobody has.
+        everywhere: (rows, experts + 1) numbers of this microbatch's sequences → their sum over all sequences of the microbatch, whoever has
+            them: (1, experts + 1), or one for each row; None: they are all here.
         counts: (experts,) int64: tokens per expert since the last ``balance``, of forwards in training; None: no forward yet.
         z: (2,) float64, of forwards in training: log²(Σ exp(logits)) added up over the routed tokens, and how many those were; for whoever
             watches it, and begins again by None.
@@ -50,6 +53,7 @@ class Router(nn.Module):
         self.counts: Tensor | None = None
         self.z: Tensor | None = None
         self.across: Callable[[Tensor], Tensor] | None = None
+        self.everywhere: Callable[[Tensor], Tensor] | None = None
 
     def reset_parameters(self) -> None:
         """The choice begins without a bias; weights follow the model's law."""
@@ -76,7 +80,7 @@ class Router(nn.Module):
             index = index.masked_fill(~routed.unsqueeze(-1), c.n_experts)
         if self.training and not is_recomputing():
             self._count(index, logits.detach(), routed)
-        if self.training and (c.sequence_loss or c.z_loss):
+        if self.training and (c.sequence_loss or c.batch_loss or c.z_loss):
             weights = self._with_losses(weights, logits, scores, index, routed)
         return index.flatten(0, 1), weights.flatten(0, 1).to(x.dtype)
 
@@ -111,19 +115,27 @@ class Router(nn.Module):
         c = self.config
         real = torch.ones_like(index[..., 0], dtype=logits.dtype) if routed is None else routed.to(logits.dtype)
         total = logits.new_zeros(())
-        if c.sequence_loss:
-            shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(-1)
-            loads = F.one_hot(index, c.n_experts + 1)[..., : c.n_experts].sum((1, 2)).to(logits.dtype)  # (rows, experts)
-            lengths = real.sum(1, keepdim=True)
-            if self.across is not None:
-                loads, lengths = self.across(torch.cat([loads, lengths], dim=1)).split([c.n_experts, 1], dim=1)
-            total = total + c.sequence_loss * c.n_experts / c.top_k * (loads / lengths.clamp(min=1) * shares.sum(1)).sum()
+        if c.sequence_loss or c.batch_loss:
+            shares = (scores / scores.sum(-1, keepdim=True) * real.unsqueeze(-1)).sum(1)  # (rows, experts)
+            loads = F.one_hot(index, c.n_experts + 1)[..., : c.n_experts].sum((1, 2)).to(logits.dtype)
+            counted = torch.cat([loads, real.sum(1, keepdim=True)], dim=1)  # (rows, experts + 1)
+            counted = counted if self.across is None else self.across(counted)
+            if c.sequence_loss:
+                total = total + c.sequence_loss * self._unevenness(counted, shares)
+            if c.batch_loss:
+                counted = counted.sum(0, keepdim=True) if self.everywhere is None else self.everywhere(counted)
+                total = total + c.batch_loss * self._unevenness(counted, shares)
         if c.z_loss:
             total = total + c.z_loss * (logits.logsumexp(-1).square() * real).sum()
         if self.loss_share is None:
             self.auxiliary = total
             return weights
         return _attached(weights, total, self.loss_share)
+
+    def _unevenness(self, counted: Tensor, shares: Tensor) -> Tensor:
+        """1 for each token where experts are even: of tokens per expert and their sum, and of the scores' shares, (rows, experts)."""
+        loads, tokens = counted.split([self.config.n_experts, 1], dim=1)
+        return self.config.n_experts / self.config.top_k * (loads / tokens.clamp(min=1) * shares).sum()
 
 
 @torch._disable_dynamo  # which takes a loss that no result shows for one without a gradient

@@ -20,15 +20,19 @@ def router_collectives(
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
 ) -> Iterator[Collective]:
-    """Of our routers: what a loss per sequence sums where ranks have parts of it, and the load that moves biases, once in a step."""
+    """Of our routers: what a loss per sequence sums where ranks have parts of it, one per microbatch over the ranks that have others of
+    its sequences, and the load that moves biases, once in a step."""
     cut = tensor is not None and tensor.sequence_parallel
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = mesh.get(Axis.TP, 1)
     for router in facts.routers:
+        calls, what = 1 + _is_recomputed(router.path, recomputed), f"load by {router.path}"
+        elements = calls * (router.experts + 1)
         if cut and router.sums_sequences:
-            calls, what = 1 + _is_recomputed(router.path, recomputed), f"load by {router.path}"
-            elements = calls * (router.experts + 1)
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
+        for axis in DATA_AXES if router.sums_batches else ():
+            if (others := mesh.get(axis, 1)) > 1:
+                yield Collective("all_reduce", axis.value, others, what, router.experts + 1, wide, "microbatch", calls)
     balanced = sum(router.experts for router in facts.routers if router.balances)
     for axis in (*DATA_AXES, *((Axis.TP,) if cut else ())):
         if (ranks := mesh.get(axis, 1)) > 1 and balanced:

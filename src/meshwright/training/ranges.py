@@ -57,6 +57,7 @@ RANGES: dict[str, Range] = {
     "model.moe.scale": _ABOVE_0,
     "model.moe.bias_rate": _FROM_0,
     "model.moe.sequence_loss": _FROM_0,
+    "model.moe.batch_loss": _FROM_0,
     "model.moe.z_loss": _FROM_0,
     "model.moe.capacity_factor": _FROM_0,
     "data.source": _TEXT,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import stack_paths
+from meshwright.models.moe import Router
 
 from .problem import Batch, Problem, count, labels_of, without_dropout
 from .routes import Replay, Routes, noting
@@ -67,25 +69,48 @@ class OneProcess:
         """Of a batch's routing, for one step."""
         return Replay(self._computing, routes)
 
-    def forward_backward(self, batch: Batch, *, observe: bool = True, replay: Replay | None = None) -> OneStep:
+    def forward_backward(
+        self, batch: Batch, *, observe: bool = True, replay: Replay | None = None, microbatches: Sequence[int] = ()
+    ) -> OneStep:
         """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``.
 
         Args:
             replay: tokens go to the experts that it says.
+            microbatches: for each row, the one whose tokens a router's loss per microbatch counts; none: all rows are one.
         """
         self._round_weights()
         tokens, routed = count(batch), max(count_routed([batch]), 1)
         losses: list[Tensor] = []
+        loads = self._loads(batch, replay, microbatches) if any(r.config.batch_loss for r in self._routers) else {}
         watched = observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
         with watched as observed, noting([self._computing]) as routes:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
-                with replay.at(sum(map(len, losses)), len(piece["tokens"])) if replay is not None else nullcontext():
+                first, rows = sum(map(len, losses)), len(piece["tokens"])
+                for router, load in loads.items():
+                    router.everywhere = partial(_known, load[first : first + rows])
+                with replay.at(first, rows) if replay is not None else nullcontext():
                     loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 sum(auxiliary, loss.sum()).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
         return OneStep(torch.cat(losses).double().cpu(), observed, routes)
+
+    @torch.no_grad()
+    def _loads(self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]) -> dict[Router, Tensor]:
+        """By router, for each row what all rows of its microbatch count together, found in a forward for that alone."""
+        noted: dict[Router, Tensor] = {}
+        before = [(router, router.counts, router.z) for router in self._routers]
+        for router in self._routers:
+            router.everywhere = partial(_noted, noted, router)
+        rows = len(batch["tokens"])
+        with replay.at(0, rows) if replay is not None else nullcontext():
+            self._computing(**self._signature.inputs(batch, self._device))
+        for router, counts, z in before:
+            router.counts, router.z, router.auxiliary = counts, z, None
+        numbers = torch.tensor(microbatches or [0] * rows, device=self._device)
+        same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).to(next(iter(noted.values())).dtype)
+        return {router: same @ counted for router, counted in noted.items()}
 
     def end_step(self) -> None:
         """Move the biases of routers by what their experts were given since the last step."""
@@ -107,6 +132,15 @@ class OneProcess:
                     added = mine.grad.to(theirs.dtype)
                     theirs.grad = added if theirs.grad is None else theirs.grad + added
                     mine.grad = None
+
+
+def _known(load: Tensor, counted: Tensor) -> Tensor:
+    return load
+
+
+def _noted(noted: dict[Router, Tensor], router: Router, counted: Tensor) -> Tensor:
+    noted[router] = counted
+    return counted
 
 
 def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:

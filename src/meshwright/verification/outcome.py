@@ -157,7 +157,7 @@ def reference(
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         replay = one.replay(routes[step - 1]) if routes else None
-        computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay)
+        computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, microbatches=problem.microbatches)
         outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape))
         if replay is not None:
             outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}

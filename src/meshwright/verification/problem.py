@@ -79,6 +79,7 @@ class Problem:
         techniques: what the layout applies besides dtype; a plain dict of Techniques.
         microbatch_rows: rows per forward on each rank; 0: all at once.
         evaluating: compute in evaluation mode, since the model draws random numbers in training that no dropout layer owns.
+        microbatches: for each row of a batch, the number of the microbatch that a layout computes it in, where a loss depends on that.
     """
 
     model: Any
@@ -91,6 +92,7 @@ class Problem:
     techniques: dict[str, Any] = field(default_factory=dict)
     microbatch_rows: int = 0
     evaluating: bool = False
+    microbatches: tuple[int, ...] = ()
 
     @property
     def master(self) -> str:

@@ -17,6 +17,8 @@ from meshwright.core.names import clean
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.shards import sketches
 from meshwright.distributed.world import get_world_info
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, run_identity
 from meshwright.training.config import Config
@@ -51,7 +53,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     Raises:
         ConfigError: a config that cannot be trained, a model too large for this machine, more steps than the run has, or a loss that is
             not finite.
-        UnsupportedError: weights that are kept in less than float32.
+        UnsupportedError: weights that are kept in less than float32, a loss that depends on microbatches.
     """
     if get_world_info()[2] > 1:
         raise ConfigError("a trace is written by one process: call verify --write-trace without torchrun or srun")
@@ -64,6 +66,11 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
         raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
     tokenizer = run_tokenizer(config, progress.say)
     model = model_source(config, tokenizer)
+    if any(router.sums_batches for router in model_facts(as_module(model)).routers):
+        raise UnsupportedError(
+            "model.moe.batch_loss depends on how a layout cuts batches into microbatches, which a trace does not know. Compare the layout"
+            " by meshwright verify --layout, or write and check the trace with model.moe.batch_loss = 0."
+        )
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
     try:

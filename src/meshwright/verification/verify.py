@@ -17,6 +17,7 @@ from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
+from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
 from .compare import differences, notes
@@ -93,6 +94,7 @@ def verify(
         problem = Problem(
             model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
         )
+        problem = replace(problem, microbatches=_microbatches(problem, layout) if parallelize_fn is None else ())
         problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
     except (WorkerFailed, WorkerDied) as trouble:
@@ -137,6 +139,19 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
         yield Comparison(problem.dtype, tuple(compared), (*known.notes, *notes(found, one), *filter(None, (said,))))
+
+
+def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
+    """For each row of a batch, its microbatch on the layout; none where no loss depends on it."""
+    facts = model_facts(as_module(problem.source()))
+    if not any(router.sums_batches for router in facts.routers):
+        return ()
+    rows, ranks = len(problem.batch(0)["tokens"]), layout.dp_replicate * layout.dp_shard
+    own = rows // ranks
+    made = plan(facts, layout, techniques=problem.wishes)
+    size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
+    size = problem.microbatch_rows or size
+    return tuple(row % own // size for row in range(rows))
 
 
 def _check_rows(problem: Problem, ranks: int) -> None:
