@@ -151,6 +151,16 @@ class Latent(Attention):
         return by_heads(self.wq(x)), torch.cat([own, everybodys.unsqueeze(1).expand_as(own)], dim=-1), v
 
 
+class LatentAndInput(Latent):
+    """The few features are gated by the token itself: what heads are made from does not follow from them alone."""
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        few, everybodys = self.squeezed(x).split([6, HEAD // 2], dim=-1)
+        few = self.norm(few) * torch.sigmoid(x[..., :6])
+        own, v = self.to_heads(few).unflatten(-1, (-1, HEAD // 2 + HEAD)).transpose(1, 2).split([HEAD // 2, HEAD], dim=-1)
+        return by_heads(self.wq(x)), torch.cat([own, everybodys.unsqueeze(1).expand_as(own)], dim=-1), v
+
+
 class LogScaled(Attention):
     """Queries grow with the length of the sequence that they see, and with a learnt factor of all heads."""
 
@@ -270,6 +280,12 @@ class TwoNorms(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention(self.norm_1(x)) + self.feed_forward(self.norm_2(x))
+
+
+class LatentTwoNorms(TwoNorms):
+    def __init__(self):
+        super().__init__()
+        self.attention = Latent()
 
 
 class OneNormRead(TwoNorms):
@@ -491,6 +507,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "norms over all heads": of(NormedOverAllHeads),
     "gated": of(Gated),
     "latent": of(Latent),
+    "latent, gated by its input": of(LatentAndInput),
+    "latent, two norms": with_block(LatentTwoNorms),
     "gated by head": of(GatedByHead),
     "sinks": of(WithSinks),
     "relative bias": of(RelativeBias),

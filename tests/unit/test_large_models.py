@@ -104,6 +104,14 @@ def test_mixtures_of_experts_of_full_size_are_planned(family):
     assert {region.kind for region in regions} >= {"attention"}
 
 
+def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
+    """Routers that add up the two best of a group need two."""
+    from transformers import AutoConfig
+
+    made = plan(AutoConfig.for_model("deepseek_v3", n_group=16, topk_group=4, num_hidden_layers=8), Layout(dp_shard=1, tp=2))
+    assert made.tensor is not None and made.tensor.sequence_parallel
+
+
 def test_latent_attention_of_full_size_is_cut_by_its_heads():
     from transformers import AutoConfig
 

@@ -224,6 +224,15 @@ def test_what_all_heads_come_from_stays_whole_and_is_shared(name):
     assert measured(facts).forms[structure(facts).blocks[0], found.consumer]
 
 
+def test_few_features_that_are_not_all_that_heads_are_made_from_leave_attention_whole():
+    assert [found.kind for found in kind(user("latent, gated by its input")).regions] == ["feed_forward"]
+
+
+def test_latent_attention_beside_a_norm_of_its_own_gathers_what_norms_give():
+    found = kind(user("latent, two norms"))
+    assert found.norms == () and {r.kind for r in found.regions} == {"attention", "feed_forward"} and found.regions[0].latent
+
+
 def test_a_group_that_does_not_divide_has_no_form():
     assert region(family("falcon_grouped")).groups == 2 and form("falcon_grouped", 4) is None
 

@@ -145,6 +145,16 @@ def test_a_plan_that_does_not_fit_is_refused(llama, words, kind, text):
         planned(llama, words)
 
 
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_what_all_heads_are_made_from_is_not_cut(style):
+    latent = family("deepseek_v3")
+    whole = {f"{BLOCK}self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj", f"{BLOCK}self_attn.o_proj": "rowwise"}
+    whole |= {f"{BLOCK}self_attn.{name}": "colwise" for name in ("q_b_proj", "kv_b_proj")}
+    assert planned(latent, whole).tensor is not None
+    with pytest.raises(ConfigError, match=rf"q_a_proj \({style}, pattern .*computes it whole. Legal here: mla_kv_a_proj, replicate"):
+        planned(latent, whole | {f"{BLOCK}self_attn.q_a_proj": style})
+
+
 def test_names_alone_need_no_model():
     kinds = {"a.0.up": "linear layer", "a.1.up": "linear layer", "a.1.up.deep": "linear layer", "norm": "norm"}
     given = given_styles([TensorStyleWish("a.*.up", "colwise"), TensorStyleWish("norm", "replicate")], kinds)  # type: ignore[arg-type]

@@ -119,6 +119,13 @@ class GivenStyles:
 
     def cuts(self, block: str, region: Region) -> bool:
         """Whether a region is to be cut. Raises ConfigError where a plan names a part of its layers only."""
+        for path in (f"{block}.{path}" for path in region.latent):
+            if self.kind_at(path) in ("column", "row"):
+                named = self.named[path]
+                raise ConfigError(
+                    f"tensor plan: {pattern(path)} ({named.word}, pattern '{named.pattern}') gives what all heads are made from, so every"
+                    f" rank computes it whole. Legal here: mla_kv_a_proj, replicate."
+                )
         begins, end = [f"{block}.{path}" for path in region.producers], f"{block}.{region.consumer}"
         kinds = {self.kind_at(path) for path in begins}
         if kinds == {"column"} and self.kind_at(end) == "row":

@@ -37,7 +37,7 @@ class Floors:
     Attributes:
         whole: of gradients, parameters, losses and norms.
         seen: of the sketches of what modules compute, and of every step's state.
-        scores: by step and stack of experts, absolutely, of what they are chosen by; where routes were given.
+        scores: by step and stack of experts, absolutely, of what they are chosen by.
     """
 
     whole: Errors

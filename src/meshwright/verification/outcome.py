@@ -23,7 +23,7 @@ from meshwright.planning.layout import Layout
 from .laid_out import LaidOut, lay_out
 from .one_process import OneProcess, build
 from .problem import Parallelize, Problem, share
-from .routes import Routes, noting, put_together
+from .routes import Routes, noting, numbers_of_experts, put_together
 
 Named = dict[str, Tensor]
 
@@ -154,11 +154,12 @@ def reference(
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
     outcome, seen = Reference(initial=_copies(named), buffers=_copies(buffers)), Seen()
     _sketch_initial(seen, named, buffers)
+    nowhere = numbers_of_experts([model])
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         replay = one.replay(routes[step - 1]) if routes else None
         computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, microbatches=problem.microbatches)
-        outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape))
+        outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape, nowhere=nowhere))
         if replay is not None:
             outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}
             outcome.scores |= {(step, what): torch.cat(scores) for what, scores in replay.scores.items()}
@@ -211,9 +212,10 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
-    if any(agree.everybody_says(bool(opaque))):
+    nowhere = {path: number for said in agree.everybody_says(numbers_of_experts(laid_out.models)) for path, number in said.items()}
+    if nowhere:
         for step, said in enumerate(zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)):
-            outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape))
+            outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
     said = agree.everybody_says(seen)
     outcome.seen = whole_ranks(said) if is_rank_zero() else []
     return outcome

@@ -45,12 +45,19 @@ def _note(calls: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str,
         calls.append(numbers[0].detach().flatten(0, -2).to("cpu", torch.int32))
 
 
-def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int) -> Routes:
-    """The routes of a batch of ``rows`` × ``seq`` tokens.
+def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
+    """By stack, how many there are: the number that stands for none."""
+    return {path: stack.experts for model in models for path, stack in find_stacks(model).items()}
+
+
+def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]) -> Routes:
+    """The routes of a batch of ``rows`` × ``seq`` tokens, of stacks that each token meets once. Those that drop single choices of tokens
+    (over an expert's capacity) are left out: what was chosen cannot be told from what is left.
 
     Args:
         said: of every rank, its place among those with other rows, its place among those with other tokens of the same rows (or the same
             ones), and the routes of its own tokens.
+        nowhere: by stack, the number that stands for no expert.
     """
     found: Routes = {}
     for path in dict.fromkeys(path for *_, routes in said for path in routes):
@@ -59,10 +66,21 @@ def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int,
         for (rank, _), _, routes in sorted(said, key=lambda one: one[:2]):
             if path in routes and len(routes[path]) % own_rows == 0:
                 by_rows.setdefault(rank, []).append(routes[path].unflatten(0, (own_rows, -1)))
-        shares = [parts[0] if parts[0].shape[1] >= seq else torch.cat(parts, dim=1) for _, parts in sorted(by_rows.items())]
-        if len(shares) == said[0][0][1] and all(share.shape[1] >= seq for share in shares):
-            found[path] = torch.cat([share[:, :seq] for share in shares])
+        shares = [_row(parts, seq) for _, parts in sorted(by_rows.items())]
+        if len(shares) == said[0][0][1] and all(share is not None for share in shares):
+            whole = torch.cat(shares)  # type: ignore[arg-type]
+            is_none = whole == nowhere[path]
+            if torch.equal(is_none.any(-1), is_none.all(-1)):
+                found[path] = whole
     return found
+
+
+def _row(parts: Sequence[Tensor], seq: int) -> Tensor | None:
+    """Whole rows, where ranks have all of them or each an equal part, the last one filled up."""
+    lengths = {part.shape[1] for part in parts}
+    if lengths == {seq}:
+        return parts[0]
+    return torch.cat(list(parts), dim=1)[:, :seq] if lengths == {-(-seq // len(parts))} else None
 
 
 def flips(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, int]:
@@ -76,7 +94,8 @@ class Replay(TorchFunctionMode):
     """Inside ``at``, routers that choose by ``topk`` choose what is given; those that choose among groups of experts first, its groups.
 
     Attributes:
-        lacks: by stack, by how much the scores of what is given are at most lower than of what would have been chosen; of groups too.
+        lacks: by stack, by how much the scores of what is given are at most lower than of what would have been chosen, the best of both
+            compared, the second best and so on; of groups too. Infinite where a token is given an expert twice.
         scores: by stack, of each forward, what was chosen by.
     """
 
@@ -103,7 +122,8 @@ class Replay(TorchFunctionMode):
 
     def _arrived(self, path: str, module: nn.Module, args: tuple) -> None:
         """A stack is called: what is chosen from now on is for others."""
-        self._waiting.remove(path)
+        if path in self._waiting:
+            self._waiting.remove(path)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -125,7 +145,9 @@ class Replay(TorchFunctionMode):
 
     def _chosen(self, what: str, scores: Tensor, found: Any, indices: Tensor) -> Any:
         values = scores.gather(-1, indices)
-        lack = (found.values.amin(-1) - values.amin(-1)).amax().item()
-        self.lacks[what] = max(self.lacks.get(what, 0.0), lack)
+        lack = (found.values.sort(-1).values - values.sort(-1).values).nan_to_num(torch.inf).amax().item()
+        ordered = indices.sort(-1).values
+        is_twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
+        self.lacks[what] = max(self.lacks.get(what, 0.0), torch.inf if is_twice else lack)
         self.scores.setdefault(what, []).append(scores.detach().double().flatten(0, -2).cpu())
         return torch.return_types.topk((values, indices))  # type: ignore[attr-defined]

@@ -10,8 +10,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from meshwright.comparison.equality import relative_errors
 from meshwright.comparison.findings import Comparison
+from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.introspection.facts import model_facts
@@ -131,8 +135,8 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
         one, floors = _references(pool, problem, layout)
         problem = replace(problem, max_norm=one.max_norm)
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
-        again = _rerouted(pool, problem, layout, found, one)
-        one, floors, said = again or (one, floors, "")
+        again, said = _rerouted(pool, problem, layout, found, one)
+        one, floors = again or (one, floors)
         compared = differences(found, one, floors, problem.dtype)
         if number == 0 and known.drawn is not None:
             problem = replace(problem, evaluating=False)
@@ -209,24 +213,32 @@ def _are_features_cut(problem: Problem, layout: Layout) -> bool:
     return layout.world > layout.pp * layout.dp_replicate * layout.dp_shard or problem.techniques.get("loss_chunks", 1) > 1
 
 
-def _rerouted(pool: WorkerPool, problem: Problem, layout: Layout, found: Outcome, one: Reference) -> tuple[Reference, Floors, str] | None:
-    """One process once more, with the routing of the layout, where tokens went to other experts there and rounding explains it; with a
-    note. None where they did not, or it does not."""
+def _rerouted(
+    pool: WorkerPool, problem: Problem, layout: Layout, found: Outcome, one: Reference
+) -> tuple[tuple[Reference, Floors] | None, str]:
+    """One process once more, with the routing of the layout, where tokens went to other experts there and rounding explains it; and what is
+    to be said of that."""
     flipped = [flips(*pair) for pair in zip(found.routes, one.routes, strict=False)]
-    if not any(flipped):
-        return None
+    told = ", ".join(f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items())
+    if not told:
+        return None, ""
     ask = partial(references, are_features_cut=_are_features_cut(problem, layout), routes=found.routes)
     again, floors = pool.run(ask, problem.of_one_process(), world=1, timeout=LIMIT_SEC)[0]
     if any(flips(*pair) for pair in zip(found.routes, again.routes, strict=True)):
-        return None  # a router that does not choose by topk
-    if any(lack > ROUNDED * max(floors.scores.get(key, 0.0), TINY) for key, lack in again.lacks.items()):
-        return None
-    said = ", ".join(f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items())
-    return (
-        again,
-        floors,
-        f"rounding alone sent tokens to other experts than in one process, which computed again with their routing: {said}",
-    )
+        return None, f"tokens went to other experts than in one process, whose routers do not choose by topk: {told}"
+    limits = {key: _limit(scores, floors.scores.get(key, 0.0), problem.dtype) for key, scores in again.scores.items()}
+    worst = max(again.lacks, key=lambda key: again.lacks[key] / limits[key])
+    lack, limit = again.lacks[worst], limits[worst]
+    if not lack <= limit:
+        return None, f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is rounding: {told}"
+    rounded = f"worse by at most {lack:.1e}, of which {limit:.1e} is rounding"
+    return (again, floors), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {told}"
+
+
+def _limit(scores: Tensor, floor: float, dtype: str) -> float:
+    """How much worse an expert may be that a token goes to by rounding."""
+    largest = scores[scores.isfinite()].abs().amax().item()
+    return ROUNDED * max(floor, largest * torch.finfo(torch_dtype(dtype)).eps, TINY)
 
 
 def _check_finite(one: Reference) -> None:

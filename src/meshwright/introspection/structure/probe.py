@@ -123,9 +123,13 @@ class Probe:
                     return transposed
         return None
 
-    def rerun(self) -> Tensor:
-        """The block's output for its recorded arguments."""
-        output = self.block(*self.call.args, **self.call.kwargs)
+    def rerun(self, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The block's output for its recorded arguments; the hidden states among them changed."""
+        args, kwargs = list(self.call.args), dict(self.call.kwargs)
+        if change is not None:
+            hidden = next(key for key, value in self.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
+            (args if isinstance(hidden, int) else kwargs)[hidden] = change(self.call.tensors[hidden])  # type: ignore[index]
+        output = self.block(*args, **kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output
 
     def influence(self, producers: list[str], held: list[str]) -> Influence:

@@ -136,11 +136,12 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     """A copy of the module itself; one on meta is given memory and its modules' own initial values."""
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
         name = type(model).__name__
-        why = (
-            f"{name}(config) failed for its config with fewer features: {type(failed[0]).__name__}: {failed[0]}"
-            if failed
-            else "none could be built: let its class take a config that it keeps as .config"
-        )
+        if failed:
+            why = f"{name}(config) failed for its config with fewer features: {type(failed[0]).__name__}: {failed[0]}"
+        elif getattr(core_of(model), "config", None) is not None:
+            why = "from its config with fewer features came no smaller model that is made of the same"
+        else:
+            why = "none could be built: let its class take a config that it keeps as .config"
         raise UnsupportedError(f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}")
     made = copy.deepcopy(model)
     if not any(parameter.is_meta for parameter in made.parameters()):

@@ -46,7 +46,14 @@ def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = F
         ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config can.
         few_experts: of many experts in a layer a few do.
     """
-    layers = _fewer_layers(config, blocks) | (_fewer_experts(config) if few_experts else {})
+    layers = _fewer_layers(config, blocks)
+    fewer = _fewer_experts(config) if few_experts else {}
+    for experts in (fewer, {}) if fewer else ({},):
+        yield from _narrow_configs(config, layers | experts, ranks)
+    yield Small(_replaced(config, layers))
+
+
+def _narrow_configs(config: Any, layers: dict[str, Any], ranks: int) -> Iterator[Small]:
     heads, width = _get(config, HEADS), _get(config, WIDTH)
     if heads is not None and width is not None:
         key_heads = _get(config, KEY_HEADS) or heads
@@ -56,7 +63,6 @@ def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = F
                 for size in (*HEAD_SIZES, _head_size(config, heads, width)):
                     changes = _narrow(config, heads // key_heads * kept, kept, size, ranks)
                     yield Small(_replaced(config, layers | changes), key_heads // kept)
-    yield Small(_replaced(config, layers))
 
 
 def _kept(key_heads: int, ranks: int) -> int | None:
@@ -112,11 +118,11 @@ def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
 
 
 def _fewer_experts(config: Any) -> dict[str, Any]:
-    """As many as let tokens choose, of as many groups as there are."""
+    """As many as let tokens choose, of as many groups as there are, at least two in each."""
     top_k, groups = _get(config, TOP_K), _get(config, ("n_group",)) or 1
     if top_k is None:
         return {}
-    few = groups * -(-max(FEW_EXPERTS, 2 * top_k) // groups)
+    few = groups * max(2, -(-max(FEW_EXPERTS, 2 * top_k) // groups))
     return {name: few for name in EXPERTS if isinstance(found := _own(config, name), int) and found > few}
 
 

@@ -129,7 +129,7 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
         hidden=hidden,
         regions=regions,
         gathers=gathers,
-        norms=() if probe.adapted else side_by_side(probe, gathers, hidden),
+        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
         summed=_summed(probe, regions),
         mixes_outside=_mixes_outside(probe, regions, hidden),
         strange=tuple(find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])),
