@@ -93,6 +93,11 @@ class Probe:
     def call(self) -> Call:
         return self.calls[""][0]
 
+    @property
+    def hidden(self) -> int | str:
+        """Which argument of the block is the residual stream."""
+        return next(key for key, value in self.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
+
     def module(self, path: str) -> nn.Module:
         return self.block.get_submodule(path)
 
@@ -127,8 +132,7 @@ class Probe:
         """The block's output for its recorded arguments; the hidden states among them changed."""
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         if change is not None:
-            hidden = next(key for key, value in self.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
-            (args if isinstance(hidden, int) else kwargs)[hidden] = change(self.call.tensors[hidden])  # type: ignore[index]
+            (args if isinstance(self.hidden, int) else kwargs)[self.hidden] = change(self.call.tensors[self.hidden])  # type: ignore[index]
         output = self.block(*args, **kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from meshwright.core.names import owner
 from meshwright.core.parts import Part
 
 from .adapters import Adapted
+from .latent import follow_from
 from .probe import Influence, Probe, Reach
 from .region import Cut, Region
 
@@ -83,26 +83,7 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
     region = _region(probe, influence, cut, consumer, latent=latent, fed=fed) if cut else None
     if region is None or region.kind != "attention" or region.adapted or not region.container:
         return None
-    return region if _follow_from(probe, region.begins, fed) else None
-
-
-def _follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> bool:
-    """Whether what layers take is the same for another input of the block, as long as those that begin a region give what they gave."""
-    entered: dict[str, Tensor] = {}
-
-    def note(path: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        entered[path] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).clone()
-
-    handles = [probe.module(path).register_forward_pre_hook(partial(note, path), with_kwargs=True) for path in fed]
-    generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad(), probe.giving({path: probe.output_of(path) for path in begins}):
-            probe.rerun(lambda x: x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
-    finally:
-        for handle in handles:
-            handle.remove()
-    before = {path: probe.calls[path][0].entered for path in fed}
-    return all(kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items())
+    return region if follow_from(probe, region.begins, fed) else None
 
 
 def _spans(probe: Probe, path: str, producers: list[str]) -> bool:

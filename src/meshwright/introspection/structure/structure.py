@@ -122,16 +122,15 @@ def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
     regions = find_regions(probe)
-    hidden = next(key for key, value in probe.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
     gathers = _gathers(probe, regions)
     return BlockKind(
         blocks=blocks,
-        hidden=hidden,
+        hidden=probe.hidden,
         regions=regions,
         gathers=gathers,
-        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
+        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, probe.hidden),
         summed=_summed(probe, regions),
-        mixes_outside=_mixes_outside(probe, regions, hidden),
+        mixes_outside=_mixes_outside(probe, regions),
         strange=tuple(find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])),
     )
 
@@ -159,18 +158,18 @@ def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
     return tuple(order) if rest is not None and torch.allclose(found, rest, rtol=1e-6, atol=1e-9) else ()
 
 
-def _mixes_outside(probe: Probe, regions: tuple[Region, ...], hidden: int | str) -> bool:
+def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
     """Whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
     held = {region.consumer: probe.output_of(region.consumer) for region in regions}
-    args, kwargs = list(probe.call.args), dict(probe.call.kwargs)
-    pushed = probe.call.tensors[hidden].clone()
-    push = torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
-    pushed[:, PUSHED] += push  # not the same for all features: a norm that centres would not see it
-    (args if isinstance(hidden, int) else kwargs)[hidden] = pushed  # type: ignore[index]
+
+    def push(hidden: Tensor) -> Tensor:
+        pushed = hidden.clone()  # not by the same for all features: a norm that centres would not see it
+        pushed[:, PUSHED] += torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
+        return pushed
+
     with torch.no_grad(), probe.giving(held):
         rest = probe.rerun()
-        found = Call.of((), {}, probe.block(*args, **kwargs)).left
-    assert found is not None
+        found = probe.rerun(push)
     moved = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
     return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
 
