@@ -102,6 +102,7 @@ def test_mixtures_of_experts_of_full_size_are_planned(family):
     assert made.tensor is not None and made.tensor.sequence_parallel and made.experts is not None and made.experts.ranks == 8
     regions = [planned.region for kind in made.tensor.kinds for planned in kind.regions]
     assert {region.kind for region in regions} >= {"attention"}
+    assert not [note for note in made.notes if ".experts" in note], "every rank has its share of them"
 
 
 def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():

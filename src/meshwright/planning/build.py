@@ -14,6 +14,7 @@ from meshwright.core.names import matching, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts
+from meshwright.introspection.structure.experts import find_stacks
 
 from .batch import Batch
 from .collectives import step_collectives
@@ -174,6 +175,8 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple
         return facts.tensor_plan, ()
     measured = measure_structure(facts, layout.tp)
     words = words_for(facts, wishes.tensor_plan)
+    if layout.ep > 1 and facts.module is not None:
+        words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
     made, said = make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather, words=words)
     if wishes.async_tensor_parallel and not made.sequence_parallel:
         raise UnsupportedError(

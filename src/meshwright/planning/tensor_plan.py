@@ -171,12 +171,14 @@ class Words:
         own: the plan that the model brings along: patterns -> words of styles. What was measured is done, and where it differs is said.
         kinds: of the model's modules.
         tied: modules that share their weight, together.
+        elsewhere: modules that are shared out over another axis.
     """
 
     given: GivenStyles | None = None
     own: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, ModuleKind] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
 
 def make_tensor_plan(
@@ -222,7 +224,10 @@ def make_tensor_plan(
         tail=structure.tail,
     )
     if words.own and not given:
-        notes += dict.fromkeys(differences(words.own, words.kinds, structure, _cut_modules(plan)))
+        here: dict[str, ModuleKind] = {
+            path: kind for path, kind in words.kinds.items() if not any(is_within(path, other) for other in words.elsewhere)
+        }
+        notes += dict.fromkeys(differences(words.own, here, structure, _cut_modules(plan)))
     return plan, tuple(notes)
 
 
