@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from support.laid_out import Figures, Held, assert_same, counted, foreseen, held
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright import ConfigError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, expert_parallel, init_distributed, routing
@@ -102,7 +104,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
-IN_FLOAT32 = ("softmax, ep2", "halves", "tensor, ep2", "1f1b", "compiled")
+IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2", "1f1b", "compiled")
 """Products are grouped there."""
 
 
@@ -347,6 +349,72 @@ def test_the_public_functions_average_as_torch_does(spmd, name):
     assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
 
 
+def refused_doors() -> tuple[str, str]:
+    said = []
+    mesh = init_distributed(EP2)
+    assert mesh is not None
+    with pytest.raises(ConfigError) as error:
+        apply_fsdp2(Decoder(SOFTMAX), mesh)
+    said.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        apply_fsdp2(apply_expert_parallel(Decoder(SOFTMAX), mesh), mesh["dp_shard"])
+    return said[0], str(error.value)
+
+
+def warned_of() -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    mesh = init_distributed(Layout(dp_shard=2))
+    assert mesh is not None
+    for model in (SIGMOID, DENSE):
+        apply_fsdp2(Decoder(model), mesh)
+    logging.getLogger("meshwright").removeHandler(handler)
+    return [text for text in heard if "Router" in text]
+
+
+def test_what_functions_leave_to_the_users_loop_is_said(spmd):
+    for heard in spmd(2, warned_of):
+        assert len(heard) == 1 and heard[0].startswith("model.moe.bias_rate, sequence_loss: these functions lay a model out")
+
+
+def test_functions_in_another_order_are_refused(spmd):
+    for whole, sliced in spmd(2, refused_doors):
+        assert "ep = 2, and the experts of layers.0.feed_forward.experts are whole on every rank" in whole
+        assert "Call apply_expert_parallel" in whole
+        assert "the mesh that was given (dp_shard) does not know that axis" in sliced
+
+
+def bias_of_a_failed_step() -> list[Tensor]:
+    """And of a frozen layer."""
+    laid = parallelize(SIGMOID, ONE, seed=3, techniques={"freeze": (r"layers\.1\.",)}, microbatch_rows=4)
+    optimizer = torch.optim.SGD([p for p in laid.parameters() if p.requires_grad], lr=0.1)
+    broken = batch_of(8, 9)
+    seen = []
+
+    def fail(*_: object) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise ZeroDivisionError
+
+    handle = laid.parts[0].get_submodule("head").register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        laid.forward_backward(broken)
+    handle.remove()
+    optimizer.zero_grad()
+    routers = [module for module in laid.parts[0].modules() if isinstance(module, Router)]
+    assert all(router.counts is None for router in routers)
+    laid.forward_backward(batch_of(8, 9, 1))
+    laid.optimizer_step(optimizer, 1.0)
+    return [router.bias.clone() for router in routers if router.bias is not None]
+
+
+def test_failed_steps_and_frozen_layers_move_no_bias(spmd):
+    frozen, *moved = spmd(1, bias_of_a_failed_step)[0]
+    assert not frozen.any() and all(bias.any() for bias in moved)
+
+
 # --- checkpoints
 
 
@@ -358,6 +426,10 @@ def trained(layout: Layout, folder: str) -> Held:
         model.optimizer_step(optimizer, 1.0)
     save(model, folder, optimizer=optimizer)
     return held(model, optimizer)
+
+
+def trained_fewer(folder: str) -> None:
+    save(parallelize(FEWER, EP2, seed=3), folder)
 
 
 def read(layout: Layout, folder: str, onto: str) -> Held:
@@ -396,11 +468,23 @@ def trained_and_lost(folder: str) -> None:
         trained(EP2, folder)
 
 
-def test_a_checkpoint_that_lost_an_expert_is_not_read(spmd, tmp_path):
-    folder = str(tmp_path / "lost")
+def test_a_checkpoint_that_would_lose_an_expert_is_not_written(spmd, tmp_path):
     with pytest.raises(WorkerFailed, match=r"experts\.w_"):
-        spmd(2, trained_and_lost, folder)
-        spmd(1, read, ONE, folder, str(tmp_path / "again"))
+        spmd(2, trained_and_lost, str(tmp_path / "lost"))
+
+
+FEWER = replace(SIGMOID, moe=replace(SIGMOID.moe, n_experts=4, n_groups=2))
+
+
+def read_with_more_experts(folder: str) -> None:
+    load(parallelize(SIGMOID, EP2, seed=4), folder)
+
+
+def test_a_checkpoint_with_fewer_experts_is_not_read(spmd, tmp_path):
+    folder = str(tmp_path / "fewer")
+    spmd(2, trained_fewer, folder)
+    with pytest.raises(WorkerFailed, match=r"router|experts"):
+        spmd(2, read_with_more_experts, folder)
 
 
 # --- faults

@@ -14,6 +14,8 @@ from support import families
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed.expert_load import ExpertLoad, LayerLoad
+from meshwright.distributed.fully_sharded import gathering_orders
+from meshwright.distributed.parameter_groups import make_parameter_groups
 from meshwright.distributed.weights import materialise
 from meshwright.introspection.facts import measure_experts, model_facts
 from meshwright.introspection.huggingface import CausalLM
@@ -103,6 +105,14 @@ def test_what_torch_groups_not_is_known():
     assert not is_grouped(drawn(4, DIM, dtype=torch.float64), drawn(2, 8, DIM, dtype=torch.float64))
     assert not is_grouped(drawn(4, 6), drawn(2, 8, 6)), "rows of 24 bytes"
     assert not is_grouped(drawn(0, DIM), drawn(2, 8, DIM))
+
+
+def test_units_are_gathered_in_the_order_in_which_they_are_needed():
+    """A backward comes to a block before it comes to what is inside."""
+    units = ["layers.0", "layers.1", "layers.1.experts", "layers.10", "layers.10.experts", "head"]
+    forward, backward = gathering_orders(units)
+    assert forward == units
+    assert backward == ["head", "layers.10", "layers.10.experts", "layers.1", "layers.1.experts", "layers.0"]
 
 
 # --- routers
@@ -421,6 +431,57 @@ def test_the_load_of_experts_is_counted_where_they_are_given_tokens():
     assert [one.router_z for one in found] == pytest.approx(expected)
     again = load.take([], [])
     assert all(sum(one.tokens) == 0 and one.router_z == 0 for one in again)
+
+
+class ByHeads(torch.nn.Module):
+    """Attention whose weights are stacked by heads: it looks like a stack of experts, and is called like none."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_in, self.w_out = (torch.nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.einsum("bsd,hde,hef->bsf", x, self.w_in, self.w_out) + positions.unsqueeze(-1)
+
+
+def test_what_only_looks_like_experts_is_not_counted():
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attention": ByHeads(), "up": torch.nn.Linear(8, 8)}) for _ in range(2))
+    assert stacks.find_stacks(model).keys() == {"blocks.0.attention", "blocks.1.attention"}
+    load = ExpertLoad([model])
+    x, positions = torch.randn(2, 9, 8), torch.arange(9).expand(2, 9)
+    for mask in (None, torch.zeros(2, 9, 9)):
+        model.blocks[0]["attention"](x, positions, mask)  # type: ignore[index]
+    assert load.take([], []) == []
+
+
+def test_the_bias_is_cast_to_nothing_narrow():
+    router = router_of(replace(SOFTMAX, bias_rate=0.1))
+    router = router.to(torch.bfloat16)
+    assert router.bias is not None and router.weight.dtype == torch.bfloat16 and router.bias.dtype == torch.float32
+    assert router.double().bias.dtype == torch.float64  # type: ignore[union-attr]
+
+
+def test_biases_of_stacked_experts_do_not_decay():
+    facts = model_facts(as_module(CausalLM(families.config_of("gpt_oss"))))
+    assert facts.module is not None
+    named = dict(facts.module.named_parameters())
+    of = {id(p): group["weight_decay"] for group in make_parameter_groups(named.items(), weight_decay=0.1) for p in group["params"]}
+    decays = {name: of[id(p)] > 0 for name, p in named.items() if ".experts." in name}
+    assert decays and all(decays[name] is not name.endswith("_bias") for name in decays)
+
+
+def test_adapters_on_experts_do_not_go_with_their_axis():
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(families.config_of("mixtral"))
+    wished = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    adapted = peft.get_peft_model(model, wished)
+    with pytest.raises(UnsupportedError, match=r"have adapters around them.*target_parameters"):
+        plan(adapted, Layout(dp_shard=2, ep=2))
+    assert plan(adapted, Layout(dp_shard=2)).experts is None
 
 
 def test_the_load_in_numbers():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.names import clean, owner
-from meshwright.introspection.structure.experts import Stack, find_stacks
+from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
 from meshwright.models.moe import Router, is_recomputing
 
 from . import agree
@@ -66,7 +66,10 @@ class ExpertLoad:
         def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if not module.training or is_recomputing():
                 return
-            index = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_floating_point()).flatten()
+            numbers = asked_for(stack, args, kwargs)
+            if numbers is None:
+                return
+            index = numbers.flatten()
             before = self._counts.get(stack.path)
             if before is None:
                 before = self._counts[stack.path] = torch.zeros(stack.experts + 1, dtype=torch.int64, device=index.device)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, is_within
+from meshwright.introspection.facts import SHARED_OUT_BY
 from meshwright.planning.plan import Plan, PrecisionPlan, Unit
 
 from .mesh import axis_sizes, get_expert_mesh
@@ -30,6 +31,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     inner = replace(whole, output_dtype=None)  # what a block hands to the next one is no output of the model
     for unit in plan.units:
         if unit.experts:
+            _check_shared_out(model, unit, plan)
             _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh, inner)
     for unit in plan.units:
         if unit.name and not unit.experts:
@@ -44,14 +46,29 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if plan.device == "cuda":
-        _prefetch(sharded_modules(model)[1:])  # the root comes first
+        _prefetch(model)
     return model
+
+
+def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
+    if model.__dict__.get(SHARED_OUT_BY) is None:
+        assert plan.experts is not None
+        raise ConfigError(
+            f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing would add up their"
+            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with ep = 1."
+        )
 
 
 def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """A stack of experts, of which each rank of the expert axis has a share already; what it is given has its dtypes."""
     experts, mesh = plan.experts, get_expert_mesh(device_mesh)
-    assert experts is not None and mesh is not None
+    assert experts is not None
+    if mesh is None:
+        raise ConfigError(
+            f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
+            f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give all of it, as"
+            " init_distributed made it."
+        )
     replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
     made = fully_shard(
         stack,
@@ -195,11 +212,25 @@ def _offload(plan: Plan) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=plan.data.pin_memory) if plan.data.cpu_offload else OffloadPolicy()
 
 
-def _prefetch(blocks: list[FSDPModule]) -> None:
-    """Gather the next block while this one computes, in forward and backward order."""
-    for this, following in zip(blocks, blocks[1:], strict=False):
-        this.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([this])
+def _prefetch(model: nn.Module) -> None:
+    """Gather the next unit while this one computes, in forward and backward order."""
+    units = {name: module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
+    forward, backward = gathering_orders(list(units))
+    for this, following in zip(forward, forward[1:], strict=False):
+        units[this].set_modules_to_forward_prefetch([units[following]])
+    for this, following in zip(backward, backward[1:], strict=False):
+        units[this].set_modules_to_backward_prefetch([units[following]])
+
+
+def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
+    """In which order forward and backward come to units, which stand in the order of modules: to a unit inside another after that one."""
+    together: list[list[str]] = []
+    for name in units:
+        if together and is_within(name, together[-1][0]):
+            together[-1].append(name)
+        else:
+            together.append([name])
+    return units, [name for names in reversed(together) for name in names]
 
 
 def device_of(plan: Plan) -> torch.device:

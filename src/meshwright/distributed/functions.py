@@ -16,6 +16,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
+from meshwright.models.moe import Router
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
@@ -105,9 +106,22 @@ def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes
 
 def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:
     """A plan that shards over the data axes of a mesh, with torch's averaging and torch's policy."""
+    _warn_of_routers(facts)
     wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
+
+
+def _warn_of_routers(facts: ModelFacts) -> None:
+    """What a ParallelModel does for routers in a step is left to a loop of the user's own."""
+    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
+    wished = [key for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss") if any(getattr(config, key) for config in configs)]
+    if wished:
+        log.warning(
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their losses wait in"
+            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone. parallelize() does it all.",
+            ", ".join(wished),
+        )
 
 
 def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:

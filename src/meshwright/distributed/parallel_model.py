@@ -156,7 +156,11 @@ class ParallelModel:
         """
         pieces, tokens, routed = self._open_step(batch)
         routing.begin_step(self._routers, routed, self.device)
-        total = self._runner.forward_backward(pieces, tokens)
+        try:
+            total = self._runner.forward_backward(pieces, tokens)
+        except BaseException:
+            routing.forget_step(self._routers)
+            raise
         self._last_loss = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens)
 

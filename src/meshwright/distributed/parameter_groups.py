@@ -36,7 +36,7 @@ def make_parameter_groups(
         if not parameter.requires_grad:
             continue
         name = clean(raw)
-        key: Any = parameter.dim() >= 2
+        key: Any = parameter.dim() >= 2 and not name.endswith("bias")  # those of stacked experts are matrices
         options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
         for number, (text, chosen) in enumerate(overrides):
             if _matches(text, name):

@@ -69,6 +69,12 @@ def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, 
         router.counts = None
 
 
+def forget_step(routers: Sequence[Router]) -> None:
+    """A forward and backward failed: what it counted is no part of a step."""
+    for router in routers:
+        router.counts = None
+
+
 def _counts(router: Router) -> Tensor:
     if router.counts is not None:
         return router.counts

@@ -6,6 +6,7 @@ Shapes in comments: ``n`` tokens of ``dim`` features; each goes to ``k`` of ``ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,14 @@ class Router(nn.Module):
         self.z: Tensor | None = None
         self.across: Callable[[Tensor], Tensor] | None = None
         self.everywhere: Callable[[Tensor], Tensor] | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
+        """The bias stays in at least fp32 when the module is cast: its steps are small."""
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and self.bias.dtype != at_least_fp32(self.bias.dtype):
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def reset_parameters(self) -> None:
         """The choice begins without a bias; weights follow the model's law."""
@@ -104,9 +113,10 @@ class Router(nn.Module):
         self.z = z if self.z is None else self.z + z
 
     def balance(self, counts: Tensor) -> None:
-        """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches; forget those of this process."""
+        """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches; forget those of this process. That
+        of a frozen router stays."""
         self.counts = None
-        if self.bias is not None:
+        if self.bias is not None and self.weight.requires_grad:
             load = counts.to(torch.float64)
             self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
 
@@ -208,9 +218,10 @@ def tokens_per_expert(index: Tensor, n_experts: int) -> Tensor:
 
 
 def is_grouped(x: Tensor, *weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these."""
+    """Whether torch's grouped product takes these; to the compiler it says that it takes bfloat16 alone."""
+    dtypes = GROUPED_DTYPES[:1] if torch.compiler.is_compiling() else GROUPED_DTYPES
     fits = all(weight.shape[-1] * weight.element_size() % GROUPED_BYTES == 0 for weight in weights)
-    return x.dtype in GROUPED_DTYPES and fits and len(x) > 0
+    return x.dtype in dtypes and fits and len(x) > 0
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

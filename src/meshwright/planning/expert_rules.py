@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
-from meshwright.core.names import pattern
+from meshwright.core.names import owner, pattern
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.models.moe import Router
 
@@ -33,6 +33,13 @@ def experts_fit(case: Case) -> Iterator[MeshwrightError]:
         yield ConfigError(
             f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its blocks (parameters"
             f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set layout.ep = 1."
+        )
+        return
+    adapted = next((path for path in stacks if owner(path).rpartition(".")[2] == "base_layer" or path.endswith(".base_layer")), None)
+    if adapted is not None:
+        yield UnsupportedError(
+            f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to stacks that are shared"
+            f" out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
         )
         return
     least = math.gcd(among, *(stack.experts for stack in stacks.values()))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import clean
-from meshwright.introspection.structure.experts import find_stacks
+from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
 from meshwright.models.moe import is_recomputing
 
 Routes = dict[str, Tensor]
@@ -33,16 +33,16 @@ def noting(models: Iterable[nn.Module]) -> Iterator[Routes]:
             known = find_stacks(model)
             for raw, module in model.named_modules():
                 if (path := clean(raw)) in known:
-                    hook = partial(_note, calls.setdefault(path, []))
+                    hook = partial(_note, known[path], calls.setdefault(path, []))
                     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield found
     found |= {path: torch.cat(parts) for path, parts in calls.items() if parts}
 
 
-def _note(calls: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
-    if len(numbers) == 1 and not is_recomputing():
-        calls.append(numbers[0].detach().flatten(0, -2).to("cpu", torch.int32))
+def _note(stack: Stack, calls: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    numbers = asked_for(stack, args, kwargs)
+    if numbers is not None and not is_recomputing():
+        calls.append(numbers.detach().flatten(0, -2).to("cpu", torch.int32))
 
 
 def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:

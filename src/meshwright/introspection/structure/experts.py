@@ -71,6 +71,18 @@ class Stack:
         return _first(forward(given))
 
 
+def asked_for(stack: Stack, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The numbers of experts among the arguments of a call, where it is called as a stack is: with tokens, numbers, and weights for each
+    number or each expert. None where it only looks like one."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    numbers = [tensor for tensor in tensors if not tensor.is_floating_point()]
+    if len(tensors) != 3 or len(numbers) != 1:
+        return None
+    *tokens, k = numbers[0].shape
+    has_weights = any(t.is_floating_point() and list(t.shape) in ([*tokens, k], [*tokens, stack.experts]) for t in tensors)
+    return numbers[0] if has_weights else None
+
+
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
     """By path, the modules inside repeated blocks that look like stacks; nothing is called."""
     blocks = repeated_blocks(model)
