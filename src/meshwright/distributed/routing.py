@@ -46,10 +46,14 @@ def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessG
 
 @torch._disable_dynamo
 def _sum_everywhere(groups: list[dist.ProcessGroup], counted: Tensor) -> Tensor:
-    found = counted.sum(0, keepdim=True)
+    return _summed(groups, counted.sum(0, keepdim=True))
+
+
+def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
+    """In place, over the ranks of all groups."""
     for group in groups:
-        dist.all_reduce(found, group=group)
-    return found
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
@@ -60,9 +64,7 @@ def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, 
     """
     balanced = [router for router in routers if router.bias is not None]
     if balanced and not skipped:
-        counts = torch.stack([_counts(router) for router in balanced])
-        for group in groups:
-            dist.all_reduce(counts, group=group)
+        counts = _summed(groups, torch.stack([_counts(router) for router in balanced]))
         for router, found in zip(balanced, counts, strict=True):
             router.balance(found)
     for router in routers:

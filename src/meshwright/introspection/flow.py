@@ -14,7 +14,7 @@ from meshwright.core.names import clean, is_within, owner
 from .structure import Measured
 from .structure.region import shapes_of
 from .structure.sample import Sample
-from .structure.small import WIDTH
+from .structure.small import WIDTH, stated_width
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,8 @@ def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
     block = sample.blocks[0]
     if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
         return width
-    config, there = getattr(model, "config", None), getattr(sample.model, "config", None)
-    found = next(
-        (getattr(config, key) for key in WIDTH if getattr(there, key, None) == width and isinstance(getattr(config, key), int)), None
-    )
-    if found is None:
+    found = stated_width(model)
+    if found is None or stated_width(sample.model) != width:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says how many features"
             f" its blocks hand on. Set layout.pp = 1."

@@ -28,8 +28,9 @@ from .pipeline_rules import check_trained
 from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan
 from .rules import Case, check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
+from .tensor import make_tensor_plan
 from .tensor_collectives import tensor_collectives
-from .tensor_plan import TensorPlan, make_tensor_plan, placement_words
+from .tensor_plan import TensorPlan, placement_words
 from .tensor_words import words_for
 from .units import trained_cuts, units_of
 

@@ -237,18 +237,18 @@ class Pipeline:
         return [*pieces, *[blank] * (number - len(pieces))]
 
     def _room(self, piece: Batch) -> Tensor:
+        return torch.empty(self._boundary(piece), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
+
+    def _boundary(self, piece: Batch) -> tuple[int, int, int]:
+        """(rows, this rank's tokens, features) of what stages give each other."""
         rows, length = piece["tokens"].shape
-        tensor = self.plan.tensor
-        if tensor is not None and tensor.sequence_parallel:
+        if (tensor := self.plan.tensor) is not None and tensor.sequence_parallel:
             length = share_of_sequence(length, tensor.ranks)
-        return torch.empty((rows, length, self.pipeline.width), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
+        return rows, length, self.pipeline.width
 
     def _check(self, left: Tensor, stage: int, piece: Batch) -> None:
         """What is sent is what the next stage has room for."""
-        rows, length = piece["tokens"].shape
-        tensor = self.plan.tensor
-        share = share_of_sequence(length, tensor.ranks) if tensor is not None and tensor.sequence_parallel else length
-        wanted, dtype = (rows, share, self.pipeline.width), torch_dtype(self.pipeline.dtype)
+        wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
         if tuple(left.shape) != wanted or left.dtype != dtype:
             raise UnsupportedError(
                 f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives {tuple(left.shape)} of"
