@@ -43,8 +43,9 @@ class DeferredGradients:
         assert self._open is not None
         self._open.append(work)
 
+    @torch.no_grad()
     def do(self, microbatch: int) -> None:
-        """What was put off in the backward of a microbatch."""
+        """What was put off in the backward of a microbatch; as in any backward, nothing of it is recorded."""
         work = self.waiting.pop(microbatch, [])
         work.reverse()
         while work:  # what each keeps is freed as soon as it is done
