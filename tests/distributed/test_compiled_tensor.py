@@ -88,7 +88,7 @@ def length_as_a_number() -> AbstractContextManager:
 
 
 def caches_kept() -> AbstractContextManager:
-    return patch.object(signature, "KEEPS_CACHE", "")
+    return patch.object(signature, "SWITCHED_OFF", ())
 
 
 FAULTS = {

@@ -14,7 +14,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import families
-from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
+from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -147,6 +147,75 @@ def test_a_family_is_equal_beside_other_axes(pool, name, layout):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), layout, batches, steps=2, pool=pool)
     assert report, str(report)
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+BALANCED_WAYS: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    **{name: (name, HALVES, {}) for name in ("gpt_oss", "granitemoe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")},
+    "replicated, recomputed": ("mixtral", Layout(dp_replicate=2, dp_shard=1), {"activation_checkpointing": "full"}),
+    "by microbatch": ("mixtral", HYBRID, {"activation_checkpointing": "full"}),
+    "by microbatch, tensor": ("mixtral", TENSOR, {"loss_chunks": 2}),
+    "whole sequences": ("mixtral", Layout(dp_shard=1, tp=2), {"sequence_parallel": False}),
+    "compiled": ("mixtral", EP2, {"compile": True, "compile_backend": "aot_eager"}),
+    "tensor without ep": ("mixtral", Layout(dp_shard=1, tp=2), {"activation_checkpointing": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", BALANCED_WAYS)
+def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
+    family, layout, techniques = BALANCED_WAYS[name]
+    batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    rows = 2 if "microbatch" in name else 0
+    config = families.config_of(family, **BALANCED)
+    dtypes = ("float64",) if name in families.SPARSE else ("float64", "float32")
+    report = verify(config, layout, batches, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool)
+    assert report, str(report)
+
+
+def padded_batch(step: int) -> dict[str, Tensor]:
+    batch = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())(step)
+    mask = torch.arange(9) < torch.randint(4, 10, (8, 1), generator=torch.Generator().manual_seed(step))
+    labels = batch["tokens"].roll(-1, 1).masked_fill(~mask.roll(-1, 1), -100)
+    labels[:, -1] = -100
+    return {"tokens": batch["tokens"], "labels": labels, "attention_mask": mask.long()}
+
+
+def beside_transformers(layout: Layout) -> float:
+    """The largest error of a gradient against that of the loss that transformers computes."""
+    config = families.config_of("mixtral", **BALANCED)
+    config._experts_implementation = "eager"  # grouped kernels know no fp64
+    theirs, ours = families.on_cpu(config).double(), families.on_cpu(config).double()
+    batch = padded_batch(0)
+    mask = batch["attention_mask"]
+    theirs(input_ids=batch["tokens"], attention_mask=mask, labels=batch["tokens"].masked_fill(mask == 0, -100)).loss.backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    laid = parallelize(ours, layout, seed=3)
+    laid.evaluate(own_rows(laid, batch))
+    laid.forward_backward(own_rows(laid, batch))
+    found = whole_on_first({name: p.grad for name, p in laid.named_parameters() if p.grad is not None})
+    return max(relative_errors(found, wanted).values()) if found else 0.0
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), TENSOR], ids=str)
+def test_the_loss_of_a_familys_own_routers_is_transformers_own_and_counts_no_padding(spmd, layout):
+    """Which transformers computes in float32."""
+    assert max(spmd(layout.world, beside_transformers, layout)) <= 1e-6
+
+
+def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
+    laid = parallelize(families.on_cpu(families.config_of("mixtral", **BALANCED)), layout, seed=3)
+    optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
+    for step in range(2):
+        with WireCounter() as wire:
+            laid.forward_backward(own_rows(laid, RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())(step)))
+            laid.optimizer_step(optimizer, 1.0)
+    return foreseen(laid.plan, Batch(8, 9)), counted(wire)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
+def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
+    for planned, sent in spmd(layout.world, sent_for_routers, layout):
+        assert_foreseen(planned, sent)
 
 
 # --- tokens travel, whatever their experts
@@ -552,9 +621,25 @@ def equal_rows() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def choices_of_one_rank() -> Iterator[None]:
+    """The loss of a family's own routers counts the choices of a rank's own tokens."""
+    with patch("meshwright.distributed.router_loss.sum_over", lambda groups, counts: counts):
+        yield
+
+
 FAULTS = {
     f.__name__: f
-    for f in (gradients_times_ranks, bias_by_own_tokens, padding_is_routed, losses_of_parts, batches_of_one_rank, alike_experts, equal_rows)
+    for f in (
+        gradients_times_ranks,
+        bias_by_own_tokens,
+        padding_is_routed,
+        losses_of_parts,
+        batches_of_one_rank,
+        choices_of_one_rank,
+        alike_experts,
+        equal_rows,
+    )
 }
 WHERE = {
     "gradients_times_ranks": (SOFTMAX, EP2, "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward"),
@@ -562,6 +647,11 @@ WHERE = {
     "padding_is_routed": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward)"),
     "losses_of_parts": (SIGMOID, TENSOR, "the gradient of the parameter embedding.weight, after the backward"),
     "batches_of_one_rank": (BATCHED, EP2, "the gradient of layers.3.feed_forward_norm's output (backward)"),
+    "choices_of_one_rank": (
+        families.config_of("mixtral", **BALANCED),
+        HALVES,
+        "the gradient of model.layers.1.post_attention_layernorm's output (backward)",
+    ),
     "alike_experts": (SOFTMAX, EP2, "the initial weight layers.0.feed_forward.experts.w_gate"),
     "equal_rows": (SOFTMAX, EP2, "the output of embedding (forward), on rank 1"),
 }
@@ -582,7 +672,8 @@ def test_a_fault_is_found_where_it_is(pool, monkeypatch, fault):
 
     model, layout, where = WHERE[fault]
     monkeypatch.setattr(verifying, "candidate", partial(broken_by, fault=fault))
-    report = verifying.verify(model, layout, BATCHES, steps=2, dtypes=("float64",), pool=pool)
+    batches = BATCHES if isinstance(model, DecoderConfig) else RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    report = verifying.verify(model, layout, batches, steps=2, dtypes=("float64",), pool=pool)
     (comparison,) = report.comparisons
     assert comparison.first is not None and comparison.first.place == where
     assert comparison.first.error > 1e4 * max(comparison.first.bound, 1e-16), "found by a hair"

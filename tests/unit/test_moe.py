@@ -21,6 +21,7 @@ from meshwright.introspection.facts import measure_experts, model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure import experts as stacks
+from meshwright.introspection.structure.router_loss import RouterLoss
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig, idle_parameters, parameter_count
 from meshwright.models.moe import Experts, MixtureOfExperts, Router, grouped_product, is_grouped, product_by_expert
@@ -394,10 +395,33 @@ def test_what_cannot_be_shared_out_is_refused(name):
         plan(model, layout, techniques=techniques)
 
 
-def test_a_loss_that_the_model_would_compute_itself_is_not_left_out_silently():
-    config = families.config_of("mixtral", output_router_logits=True)
-    with pytest.raises(UnsupportedError, match=r"output_router_logits = true, which adds the loss of its routers"):
-        plan(CausalLM(config), Layout(dp_shard=2))
+BALANCED = families.config_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
+
+
+def test_the_loss_of_a_familys_own_routers_is_found_by_what_it_is():
+    made = plan(CausalLM(BALANCED), Layout(dp_shard=2)).router_loss
+    routers = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+    assert made == RouterLoss(coefficient=0.3, experts=4, top_k=2, routers=routers)
+    without = families.config_of("hunyuan_v1_moe", output_router_logits=True)
+    assert plan(CausalLM(without), Layout(dp_shard=2)).router_loss is None, "its loss has none, whatever its config says"
+
+
+def test_another_loss_of_routers_is_refused(monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral
+
+    known = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: known(*args) ** 2)
+    with pytest.raises(UnsupportedError, match="is not the balance of its routers' choices and probabilities over all tokens"):
+        plan(CausalLM(BALANCED), Layout(dp_shard=2))
+
+
+@pytest.mark.parametrize(
+    "layout, reduction, words",
+    [(Layout(pp=2, dp_shard=1), "sum", "all layers together"), (Layout(dp_shard=2), "mean", "a loop of your own")],
+)
+def test_where_the_loss_of_a_familys_own_routers_would_be_another_it_is_refused(layout, reduction, words):
+    with pytest.raises(UnsupportedError, match=f"output_router_logits = true, .*{words}"):
+        plan(CausalLM(BALANCED), layout, reduction=reduction)
 
 
 def test_techniques_say_nothing_of_experts():

@@ -70,7 +70,7 @@ def frozen() -> nn.Module:
 
 
 def with_own_loss() -> nn.Module:
-    made = Model(Block())
+    made = Model(Block(), Block())
     made.config = SimpleNamespace(output_router_logits=True)  # type: ignore[assignment]
     return made
 
@@ -124,7 +124,7 @@ CASES = [
         *("experts_companions", SPARSE, Layout(dp_shard=2, ep=2), {"cpu_offload": True}, UnsupportedError),
         "techniques.cpu_offload does not go with layout.ep > 1",
     ),
-    refuse(*("own_loss_of_experts", with_own_loss, FSDP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
+    refuse(*("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
     *(refuse("pipeline_wishes", DEBUG, ONE, wishes, ConfigError, words) for wishes, words in PIPELINES),
     refuse(
         *("pipeline_wishes", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),

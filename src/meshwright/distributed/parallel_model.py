@@ -27,6 +27,7 @@ from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
 from .parameter_groups import make_parameter_groups
 from .part import Part
+from .router_loss import SharedRouterLoss
 from .runner import runner_of
 from .tensor.objective import LossFunction
 
@@ -84,7 +85,11 @@ class ParallelModel:
         self._routers = routing.routers_of(self.parts)
         routing.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
-        self._runner = runner_of(self._parts, plan, mesh, loss_fn, lambda batch: self._signature.inputs(batch, self.device), self.device)
+        groups = self._token_groups
+        self._router_loss = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, parts[0].model, groups)
+        self._balanced = [*self._routers, *filter(None, (self._router_loss,))]
+        inputs = lambda batch: self._signature.inputs(batch, self.device)  # noqa: E731
+        self._runner = runner_of(self._parts, plan, mesh, loss_fn, inputs, self.device, self._router_loss)
 
     # --- what it consists of
 
@@ -155,11 +160,13 @@ class ParallelModel:
             ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
         pieces, tokens, routed = self._open_step(batch)
-        routing.begin_step(self._routers, routed, self.device)
+        routing.begin_step(self._balanced, routed, self.device)
         try:
             total = self._runner.forward_backward(pieces, tokens)
         except BaseException:
             routing.forget_step(self._routers)
+            if self._router_loss is not None:
+                self._router_loss.forget()
             raise
         self._last_loss = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens)
@@ -202,7 +209,7 @@ class ParallelModel:
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             tokens = step_batch.count(pieces)
-            routed = routing.count_routed(pieces) if self._routers else 0
+            routed = routing.count_routed(pieces) if self._balanced else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
         words = torch.tensor([tokens, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,26 @@ def routers_of(models: Iterable[nn.Module]) -> list[Router]:
 
 def count_routed(pieces: Sequence[Batch]) -> int:
     """Tokens that are not padding."""
-    documents = [piece.get("document_ids") for piece in pieces]
-    sizes = [piece["tokens"].numel() for piece in pieces]
-    return sum(size if ids is None else int((ids != PADDING).sum()) for size, ids in zip(sizes, documents, strict=True))
+    real = [(piece["tokens"], routed_tokens(piece)) for piece in pieces]
+    return sum(tokens.numel() if mask is None else int(mask.sum()) for tokens, mask in real)
 
 
-def begin_step(routers: Sequence[Router], tokens: int, device: torch.device) -> None:
+def routed_tokens(piece: Batch) -> Tensor | None:
+    """(rows, seq) bool, False for padding, by document_ids and by a mask of the batch's shape; None where all are tokens."""
+    documents, mask = piece.get("document_ids"), piece.get("attention_mask")
+    real = None if documents is None else documents != PADDING
+    if mask is None or mask.shape != piece["tokens"].shape:
+        return real
+    return mask.bool() if real is None else real & mask.bool()
+
+
+class TakesShare(Protocol):
+    """Who adds to a step's loss what is a mean over its routed tokens."""
+
+    loss_share: Tensor | None
+
+
+def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device) -> None:
     """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over them."""
     if routers:
         share = torch.full((), 1 / max(tokens, 1), dtype=torch.float64, device=device)
@@ -46,10 +61,10 @@ def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessG
 
 @torch._disable_dynamo
 def _sum_everywhere(groups: list[dist.ProcessGroup], counted: Tensor) -> Tensor:
-    return _summed(groups, counted.sum(0, keepdim=True))
+    return sum_over(groups, counted.sum(0, keepdim=True))
 
 
-def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
+def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
     """In place, over the ranks of all groups."""
     for group in groups:
         dist.all_reduce(counts, group=group)
@@ -64,7 +79,7 @@ def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, 
     """
     balanced = [router for router in routers if router.bias is not None]
     if balanced and not skipped:
-        counts = _summed(groups, torch.stack([_counts(router) for router in balanced]))
+        counts = sum_over(groups, torch.stack([_counts(router) for router in balanced]))
         for router, found in zip(balanced, counts, strict=True):
             router.balance(found)
     for router in routers:

@@ -13,14 +13,21 @@ from meshwright.planning.plan import Plan
 from .part import Inputs, Part, Runner
 from .pipeline.run import Pipeline
 from .pipeline.split import StagePart
+from .router_loss import SharedRouterLoss
 from .tensor.objective import LossFunction
 from .whole_model import WholeModel
 
 
 def runner_of(
-    parts: Sequence[Part], plan: Plan, mesh: DeviceMesh | None, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device
+    parts: Sequence[Part],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    loss_fn: LossFunction | None,
+    inputs: Inputs,
+    device: torch.device,
+    router_loss: SharedRouterLoss | None,
 ) -> Runner:
     if plan.pipeline is None:
-        return WholeModel(parts[0], loss_fn, inputs, device)
+        return WholeModel(parts[0], loss_fn, inputs, device, router_loss)
     assert mesh is not None
     return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device)

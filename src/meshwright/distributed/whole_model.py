@@ -12,6 +12,7 @@ from meshwright.planning.schedules.action import Action
 
 from . import accumulation, fully_sharded, step_batch
 from .part import Batch, Inputs, Part
+from .router_loss import SharedRouterLoss
 from .tensor.objective import LossFunction, Objective, logits_of
 from .tensor.parallel import sums_of
 from .tensor.runtime import runtime_of
@@ -21,8 +22,10 @@ from .tensor.sums import summing
 class WholeModel:
     """A ``Runner``."""
 
-    def __init__(self, part: Part, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device):
-        self.part, self.device, self._inputs = part, device, inputs
+    def __init__(
+        self, part: Part, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device, router_loss: SharedRouterLoss | None = None
+    ):
+        self.part, self.device, self._inputs, self._router_loss = part, device, inputs, router_loss
         starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
         self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
 
@@ -32,8 +35,10 @@ class WholeModel:
             for number, piece in enumerate(pieces):
                 with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
                     loss = self._loss_sum(piece) / max(tokens, 1)
+                    total += loss.detach()
+                    if self._router_loss is not None:
+                        loss = loss + self._router_loss(piece)
                     loss.backward()
-                total += loss.detach()
         return total
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:

@@ -18,6 +18,7 @@ from .blocks import attention_modules, repeated_blocks
 from .signature import Signature
 from .structure import Measured, measured
 from .structure.experts import Stack, find_stacks, measure_stacks
+from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss
 
 CUT_BY = "_meshwright_tensor_plan"
 """Under this name a model that was cut for tensor parallelism remembers the plan."""
@@ -88,6 +89,8 @@ class ModelFacts:
     """Whether some module inside its blocks looks like a stack of experts."""
     routers: tuple[RouterFact, ...] = ()
     """Those of our own mixtures of experts."""
+    asks_for_router_loss: bool = False
+    """Whether it is one of transformers whose config has its routers' loss in its own."""
     on_meta: bool = False
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     """The model itself, for what is only measured when it is asked for."""
@@ -99,6 +102,11 @@ class ModelFacts:
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def balances_microbatches(self) -> bool:
+        """Whether a loss is about all tokens of a microbatch together."""
+        return any(router.sums_batches for router in self.routers) or router_loss_of(self) is not None
 
     def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
         """Parameters of a block, or (``unit`` = "") those outside every block."""
@@ -142,6 +150,23 @@ def measure_experts(facts: ModelFacts, ranks: int) -> tuple[Stack, ...]:
 _STACKS: WeakKeyDictionary[nn.Module, dict[int, tuple[Stack, ...]]] = WeakKeyDictionary()
 
 
+def router_loss_of(facts: ModelFacts) -> RouterLoss | None:
+    """The loss of its routers that a model of transformers asks for by its config; None where it asks for none, or for one that its loss
+    does not have. Remembered as long as the model is.
+
+    Raises:
+        UnsupportedError: it is another loss than the known one.
+    """
+    if not facts.asks_for_router_loss or facts.module is None:
+        return None
+    if facts.module not in _ROUTER_LOSSES:
+        _ROUTER_LOSSES[facts.module] = measure_router_loss(facts.module, Signature.of(facts.module).takes)
+    return _ROUTER_LOSSES[facts.module]
+
+
+_ROUTER_LOSSES: WeakKeyDictionary[nn.Module, RouterLoss | None] = WeakKeyDictionary()
+
+
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the facts off a module (meta preferred: then it costs nothing but the walk).
 
@@ -181,6 +206,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
             for name, m in model.named_modules()
             if isinstance(m, Router)
         ),
+        asks_for_router_loss=asks_for_router_loss(model),
         on_meta=any(t.is_meta for t in tensors.values()),
         module=model,
         tensor_plan=model.__dict__.get(CUT_BY),

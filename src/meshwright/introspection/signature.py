@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from .wrapped import layers_of_wrapping
 
 SPELLINGS = {"tokens": ("tokens", "input_ids"), "positions": ("positions", "position_ids"), "document_ids": ("document_ids",)}
-KEEPS_CACHE = "use_cache"
-"""The argument by which models of transformers are told whether to keep keys and values for generation. A training forward has no use for
-them; they take memory, and each compiled block would be a compilation of its own, since it writes to a place of its own."""
+SWITCHED_OFF = ("use_cache", "output_router_logits")
+"""Arguments by which models of transformers are asked for what a training forward has no use for: keys and values for generation, which
+take memory and make each compiled block a compilation of its own, since it writes to a place of its own; and the logits of routers with
+the loss that is made of them, of one rank's tokens only (``router_loss`` takes all ranks')."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Signature:
 
     def inputs(self, batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""
-        found: dict[str, Any] = {KEEPS_CACHE: False} if KEEPS_CACHE in self.arguments else {}
+        found: dict[str, Any] = {name: False for name in SWITCHED_OFF if name in self.arguments}
         for key, value in batch.items():
             if key in ("labels", "loss_mask"):
                 continue

@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
-from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts
+from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts, router_loss_of
 from meshwright.introspection.structure.experts import find_stacks
 
 from .batch import Batch
@@ -70,7 +70,7 @@ def plan(
         wishes = replace(wishes, reshard_after_forward=layout.pp == 1)
     precision = resolve_precision(wishes, facts.parameters[0].dtype, cluster.device)
     technique = _data_technique(wishes, layout, precision)
-    check(Case(facts, layout, wishes, precision, technique, cluster.device))
+    check(Case(facts, layout, wishes, precision, technique, cluster.device, reduction))
     made = _assemble(facts, layout, wishes, precision, technique, cluster.device, reduction)
     if batch is not None:
         check_batch(made, batch)
@@ -129,7 +129,8 @@ def _assemble(
     recomputed = recomputed_in(facts.blocks, checkpointed)
     dense = without_experts(facts, experts)
     activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
-    activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed))
+    router_loss = router_loss_of(facts)
+    activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed, router_loss))
     if experts is not None:
         if tensor is not None and not tensor.sequence_parallel:
             raise UnsupportedError(
@@ -155,6 +156,7 @@ def _assemble(
         pipeline=pipeline,
         experts=experts,
         loss=loss,
+        router_loss=router_loss,
         notes=(*said, *_uncompiled(wishes, tensor), *_notes(facts, layout, technique, parameters)),
     )
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)

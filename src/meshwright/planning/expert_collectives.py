@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.structure.router_loss import RouterLoss
 
 from .expert_plan import ExpertPlan
 from .plan import Collective, PrecisionPlan
@@ -19,9 +20,10 @@ def router_collectives(
     tensor: TensorPlan | None,
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
+    router_loss: RouterLoss | None,
 ) -> Iterator[Collective]:
     """Of our routers: what a loss per sequence sums where ranks have parts of it, one per microbatch over the ranks that have others of
-    its sequences, and the load that moves biases, once in a step."""
+    its sequences, and the load that moves biases, once in a step. Of others the loss of all layers, once in a microbatch."""
     cut = tensor is not None and tensor.sequence_parallel
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = mesh.get(Axis.TP, 1)
@@ -37,6 +39,8 @@ def router_collectives(
     for axis in (*DATA_AXES, *((Axis.TP,) if cut else ())):
         if (ranks := mesh.get(axis, 1)) > 1 and balanced:
             yield Collective("all_reduce", axis.value, ranks, "tokens per expert", balanced, "int64", "step")
+        if ranks > 1 and router_loss is not None:
+            yield Collective("all_reduce", axis.value, ranks, "load of all routers", router_loss.experts + 1, "int64", "microbatch")
 
 
 def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool:

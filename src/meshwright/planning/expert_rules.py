@@ -56,12 +56,19 @@ def _routers(case: Case) -> list[Router]:
 
 
 def own_loss_of_experts(case: Case) -> Iterator[MeshwrightError]:
-    """A model of transformers adds a loss of its routers to a loss that it computes itself, which nobody here asks it for."""
-    config = getattr(case.facts.module, "config", None)
-    if getattr(config, "output_router_logits", False):
+    """A model of transformers may balance its routers by a loss of all layers and all tokens of a microbatch."""
+    if not case.facts.asks_for_router_loss:
+        return
+    said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
+    if case.reduction == "mean":
         yield UnsupportedError(
-            f"the config of {case.facts.kind} has output_router_logits = true, which adds the loss of its routers (router_aux_loss_coef) to"
-            f" the model's own loss; that one is not used here. Set output_router_logits = false to train without it."
+            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set output_router_logits ="
+            f" false, or use parallelize(), which takes those of all ranks."
+        )
+    elif case.layout.pp > 1:
+        yield UnsupportedError(
+            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several places. Set"
+            f" output_router_logits = false, or layout.pp = 1."
         )
 
 

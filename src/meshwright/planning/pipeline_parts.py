@@ -96,7 +96,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
     routers = [router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers]
     again = recomputed_in(facts.blocks, plan.checkpointed)
-    yield from router_collectives(replace(facts, routers=tuple(routers)), mesh, plan.tensor, plan.precision, again)
+    yield from router_collectives(replace(facts, routers=tuple(routers)), mesh, plan.tensor, plan.precision, again, plan.router_loss)
     copies = {last for _, last in pipeline.tied}
     own = [p for stage in pipeline.stages_on(rank) for p in facts_of_stage(facts, pipeline, stage).parameters if p.name not in copies]
     cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)

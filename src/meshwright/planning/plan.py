@@ -9,6 +9,7 @@ from typing import Literal
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.structure.router_loss import RouterLoss
 from meshwright.introspection.structure.tail import Tail
 
 from .expert_plan import ExpertPlan
@@ -145,6 +146,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     experts: ExpertPlan | None = None
     loss: LossPlan | None = None
+    router_loss: RouterLoss | None = None
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:

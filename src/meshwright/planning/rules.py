@@ -30,6 +30,7 @@ class Case:
     precision: PrecisionPlan
     technique: str
     device: str
+    reduction: str = "sum"
 
     @property
     def data_ranks(self) -> int:

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
-from meshwright.distributed.routing import count_routed, routers_of
+from meshwright.distributed.routing import count_routed, routed_tokens, routers_of
 from meshwright.distributed.weights import Weights, materialise
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import model_facts, router_loss_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import stack_paths
+from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
 from meshwright.models.moe import Router
 
 from .problem import Batch, Problem, count, labels_of, without_dropout
@@ -64,6 +65,9 @@ class OneProcess:
             generator = torch.Generator(self._device).manual_seed(seed)
             for module in self._computing.modules():
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
+        self._router_loss = router_loss_of(model_facts(model))
+        if self._router_loss is not None:
+            self._logits = RouterLogits(self._computing, self._router_loss, gradients_only=False)
 
     def replay(self, routes: Routes) -> Replay:
         """Of a batch's routing, for one step."""
@@ -81,7 +85,8 @@ class OneProcess:
         self._round_weights()
         tokens, routed = count(batch), max(count_routed([batch]), 1)
         losses: list[Tensor] = []
-        loads = self._loads(batch, replay, microbatches) if any(r.config.batch_loss for r in self._routers) else {}
+        needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
+        loads, shares = self._loads(batch, replay, microbatches) if needs_loads else ({}, torch.zeros(0))
         watched = observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
         with watched as observed, noting([self._computing]) as routes:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
@@ -91,14 +96,17 @@ class OneProcess:
                 with replay.at(first, rows) if replay is not None else nullcontext():
                     loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
+                if self._router_loss is not None:
+                    auxiliary.append(_balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed)
                 sum(auxiliary, loss.sum()).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
         return OneStep(torch.cat(losses).double().cpu(), observed, routes)
 
     @torch.no_grad()
-    def _loads(self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]) -> dict[Router, Tensor]:
-        """By router, for each row what all rows of its microbatch count together, found in a forward for that alone."""
+    def _loads(self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]) -> tuple[dict[Router, Tensor], Tensor]:
+        """For each row what all rows of its microbatch count together, found in a forward for that alone: by router of ours, (rows, experts
+        + 1); and of those of a model of transformers the choices' shares, (rows, experts), of all layers."""
         noted: dict[Router, Tensor] = {}
         before = [(router, router.counts, router.z) for router in self._routers]
         for router in self._routers:
@@ -109,8 +117,12 @@ class OneProcess:
         for router, counts, z in before:
             router.counts, router.z, router.auxiliary = counts, z, None
         numbers = torch.tensor(microbatches or [0] * rows, device=self._device)
-        same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).to(next(iter(noted.values())).dtype)
-        return {router: same @ counted for router, counted in noted.items()}
+        same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).double()
+        shares = torch.zeros(rows, 0, dtype=torch.float64)
+        if self._router_loss is not None:
+            chosen, tokens = _chosen(self._router_loss, self._logits.take(), batch, replay)
+            shares = (same @ chosen) / (same @ tokens).clamp(min=1)
+        return {router: same.to(counted.dtype) @ counted for router, counted in noted.items()}, shares
 
     def end_step(self) -> None:
         """Move the biases of routers by what their experts were given since the last step."""
@@ -141,6 +153,34 @@ def _known(load: Tensor, counted: Tensor) -> Tensor:
 def _noted(noted: dict[Router, Tensor], router: Router, counted: Tensor) -> Tensor:
     noted[router] = counted
     return counted
+
+
+def _real(batch: Batch, device: torch.device) -> Tensor:
+    """(rows, seq) float64: 0 for padding."""
+    real = routed_tokens(batch)
+    return (torch.ones_like(batch["tokens"]) if real is None else real).to(device, torch.float64)
+
+
+def _chosen(loss: RouterLoss, logits: Sequence[Tensor], batch: Batch, replay: Replay | None) -> tuple[Tensor, Tensor]:
+    """By row, how often each expert was chosen, (rows, experts), and of how many choices, (rows, 1); with given routes those of them."""
+    layers = [layer.view(*batch["tokens"].shape, -1) for layer in logits]
+    picked = [layer.softmax(-1).topk(loss.top_k).indices for layer in layers]
+    if replay is not None and len(replay.routes) == len(layers):
+        picked = [routes.to(layers[0].device, torch.int64) for routes in replay.routes.values()]
+    real = _real(batch, layers[0].device)
+    counted = [(F.one_hot(index, loss.experts).sum(2) * real.unsqueeze(-1)).sum(1) for index in picked]
+    return torch.stack(counted).sum(0), real.sum(1, keepdim=True) * len(layers)
+
+
+def _balance(loss: RouterLoss, logits: Sequence[Tensor], piece: Batch, shares: Tensor) -> Tensor:
+    """The sum over the tokens of ``piece`` of E · Σₑ Fₑ pₑ, the mean of all layers, with its coefficient.
+
+    Args:
+        shares: F of each row's microbatch: (rows, experts).
+    """
+    layers = torch.stack([layer.softmax(-1).double().view(*piece["tokens"].shape, -1) for layer in logits])
+    probabilities = (layers.mean(0) * _real(piece, shares.device).unsqueeze(-1)).sum(1)
+    return loss.coefficient * loss.experts * (shares * probabilities).sum()
 
 
 def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:

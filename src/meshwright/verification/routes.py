@@ -94,6 +94,7 @@ class Replay(TorchFunctionMode):
     """Inside ``at``, routers that choose by ``topk`` choose what is given; those that choose among groups of experts first, its groups.
 
     Attributes:
+        routes: what is given.
         lacks: by stack, by how much the scores of what is given are at most lower than of what would have been chosen, the best of both
             compared, the second best and so on; of groups too. Infinite where a token is given an expert twice.
         scores: by stack, of each forward, what was chosen by.
@@ -104,7 +105,7 @@ class Replay(TorchFunctionMode):
         stacks = find_stacks(model)
         self._experts = {path: stack.experts for path, stack in stacks.items() if path in routes}
         self._modules = {path: module for raw, module in model.named_modules() if (path := clean(raw)) in self._experts}
-        self._routes = routes
+        self.routes = routes
         self._waiting: list[str] = []
         self._rows = slice(0)
         self.lacks: dict[str, float] = {}
@@ -131,7 +132,7 @@ class Replay(TorchFunctionMode):
             return found
         path, scores = self._waiting[0], args[0] if args else (kwargs or {})["input"]
         experts, choices = self._experts[path], scores.shape[-1]
-        wanted = self._routes[path][self._rows].flatten(0, 1).to(scores.device, torch.int64)
+        wanted = self.routes[path][self._rows].flatten(0, 1).to(scores.device, torch.int64)
         if scores.numel() != len(wanted) * choices or experts % choices:
             return found
         if choices == experts and found.indices.numel() == wanted.numel():

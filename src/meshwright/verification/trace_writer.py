@@ -66,10 +66,10 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
         raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
     tokenizer = run_tokenizer(config, progress.say)
     model = model_source(config, tokenizer)
-    if any(router.sums_batches for router in model_facts(as_module(model)).routers):
+    if model_facts(as_module(model)).balances_microbatches:
         raise UnsupportedError(
-            "model.moe.batch_loss depends on how a layout cuts batches into microbatches, which a trace does not know. Compare the layout"
-            " by meshwright verify --layout, or write and check the trace with model.moe.batch_loss = 0."
+            "model.moe.batch_loss (of transformers' models: output_router_logits) depends on how a layout cuts batches into microbatches,"
+            " which a trace does not know. Compare the layout by meshwright verify --layout, or write and check the trace without it."
         )
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)

@@ -148,7 +148,7 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
 def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
     """For each row of a batch, its microbatch on the layout; none where no loss depends on it."""
     facts = model_facts(as_module(problem.source()))
-    if not any(router.sums_batches for router in facts.routers):
+    if not facts.balances_microbatches:
         return ()
     rows, ranks = len(problem.batch(0)["tokens"]), layout.dp_replicate * layout.dp_shard
     own = rows // ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.blocks import repeated_blocks
-from meshwright.introspection.signature import Signature
+from meshwright.introspection.signature import SWITCHED_OFF, Signature
 from meshwright.introspection.wrapped import core_of
 
 from .grafted import grafted
@@ -166,9 +166,7 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
 
 def _inputs(model: nn.Module, name: str, tokens: Tensor) -> list[dict[str, Any]]:
     takes = Signature.of(model).arguments
-    plain: dict[str, Any] = {name: tokens}
-    if "use_cache" in takes:
-        plain["use_cache"] = False
+    plain: dict[str, Any] = {name: tokens, **{switch: False for switch in SWITCHED_OFF if switch in takes}}
     if "attention_mask" not in takes:
         return [plain]
     mask = torch.ones(tokens.shape, dtype=torch.int64)
