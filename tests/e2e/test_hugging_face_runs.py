@@ -47,12 +47,16 @@ def told(pool, base, model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoders(pool, base, tmp_path_factory) -> dict[str, Path]:
-    """Short runs of our own decoder: the size debug, and one with scaled rotary positions and tied embeddings."""
+    """Short runs of our own decoder: the size debug, one with scaled rotary positions and tied embeddings, and mixtures of experts."""
     scaled = {"model.n_kv_heads": 2, "model.tied_embeddings": True, "model.rope_scaling.original_max_seq_len": 128, "model.qk_norm": False}
+    softmax = {"model.moe.n_experts": 4, "model.moe.hidden_dim": 40, "model.moe.sequence_loss": 0.01, "layout.ep": 2}
+    sigmoid = {"model.moe.router": "sigmoid", "model.moe.n_experts": 8, "model.moe.n_groups": 2, "model.moe.hidden_dim": 40}
+    biased = {"model.moe.bias_rate": 0.01, "model.moe.n_shared": 2, "model.moe.first_dense": 1, "model.moe.scale": 2.5}
+    changed = {"debug": {}, "scaled": scaled, "softmax": softmax, "sigmoid": sigmoid, "biased": sigmoid | biased}
     found = {}
-    for name, changes in (("debug", {}), ("scaled", scaled)):
+    for name, changes in changed.items():
         config = base | {"model.size": "debug", "out": str(tmp_path_factory.mktemp("out"))} | changes
-        found[name] = pool.run(Job(config), world=1, timeout=60)[0].folder
+        found[name] = pool.run(Job(config), world=changes.get("layout.ep", 1), timeout=60)[0].folder
     return found
 
 
@@ -176,6 +180,38 @@ def test_our_decoder_is_converted_into_a_proven_counterpart(ask, decoders, tmp_p
     assert (status, err) == (0, "") and "no tokenizer is there: the run's data.tokenizer is 'bytes'" in said
     logits, _ = theirs(tmp_path / "out")
     assert torch.allclose(logits, ours(decoders[name]), rtol=1e-5, atol=1e-5)
+
+
+def saved_again(out: Path, folder: Path) -> dict[str, tuple]:
+    """What transformers' own ``save_pretrained`` writes of the model in ``out``: shapes and dtypes."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(folder)
+    return stored(folder)
+
+
+def stored(folder: Path) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in TensorFiles(folder).tensors.items()}
+
+
+@pytest.mark.parametrize(("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe"), ("biased", "dots1")])
+def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decoders, tmp_path, monkeypatch, name, like):
+    monkeypatch.setattr("meshwright.checkpoint.export.CHUNK_BYTES", 50_000)
+    status, _, err = ask("convert", decoders[name], "--to=hf", tmp_path / "out", "--like", like)
+    assert (status, err) == (0, "")
+    logits, _ = theirs(tmp_path / "out")
+    assert torch.allclose(logits, ours(decoders[name]), rtol=1e-5, atol=1e-5)
+    assert stored(tmp_path / "out") == saved_again(tmp_path / "out", tmp_path / "again")
+
+
+def test_a_routers_bias_is_as_wide_as_it_was_trained_in_files_of_any_dtype(ask, decoders, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        assert ask("convert", decoders["biased"], "--to=hf", tmp_path / dtype, "--like=glm4_moe", f"--dtype={dtype}")[0] == 0
+    wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert wide[name].any() and torch.equal(wide[name], narrow[name]) and narrow["lm_head.weight"].dtype == torch.bfloat16
+    assert stored(tmp_path / "bfloat16") == saved_again(tmp_path / "bfloat16", tmp_path / "again")
+    assert theirs(tmp_path / "bfloat16")[1] == torch.bfloat16
 
 
 @pytest.mark.parametrize(

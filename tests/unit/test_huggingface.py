@@ -6,6 +6,7 @@ import ast
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ from meshwright.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, holds
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM, build_again, read_causal_lm
 from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.training.config import Config
+from meshwright.verification.counterpart import of_decoder, prove
+from meshwright.verification.shrink import shrunk
 
 ONE = Layout(dp_shard=1)
 
@@ -406,3 +411,88 @@ def test_code_beside_a_config_runs_when_it_is_trusted(tmp_path, monkeypatch):
         read_causal_lm(tmp_path)
     made = parallelize(read_causal_lm(tmp_path, trust_remote_code=True), ONE).parts[0]
     assert made(some_tokens()).logits.shape == (2, 12, 96) and made.get_parameter("embed.weight").shape == (96, 16)
+
+
+# --- models of transformers that compute what our mixtures do
+
+PLAIN = DecoderConfig(64, 32, 3, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=64, moe=MoEConfig(hidden_dim=20))
+NORMED = replace(PLAIN, qk_norm=True)
+GROUPED = MoEConfig(8, 3, 20, n_shared=2, first_dense=1, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, bias_rate=0.01)
+
+
+def with_moe(config: DecoderConfig, moe: MoEConfig | None = None, **changes) -> DecoderConfig:
+    moe = moe or config.moe
+    assert moe is not None
+    return replace(config, moe=replace(moe, **changes))
+
+
+LARGE = DecoderConfig(150_000, 5120, 92, n_heads=80, n_kv_heads=8, hidden_dim=12_288, max_seq_len=4096, moe=replace(GROUPED, n_experts=160))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (PLAIN, "mixtral"),
+        (NORMED, "qwen3_moe"),
+        (with_moe(NORMED, normalise=False, first_dense=1), "qwen3_moe"),
+        (with_moe(PLAIN, GROUPED), "glm4_moe"),
+        (with_moe(NORMED, GROUPED, normalise=False, n_groups=1, top_groups=1), "glm4_moe"),
+        (with_moe(PLAIN, GROUPED, bias_rate=0.0, n_shared=0), "glm4_moe"),
+        (with_moe(NORMED, GROUPED), "dots1"),
+        (with_moe(NORMED, GROUPED, n_groups=1, top_groups=1), "hy_v3"),
+        (shrunk(with_moe(LARGE, first_dense=3, hidden_dim=1536)), "glm4_moe"),
+    ],
+)
+def test_a_mixture_has_a_counterpart_with_equal_logits(config, kind):
+    assert 0 < prove(config, kind) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 2},
+        {"num_group": 1, "topk_group": 1},
+        {"norm_topk_prob": False},
+        {"routed_scaling_factor": 2.4},
+        {"e_score_correction_bias": torch.zeros(8)},
+    ],
+)
+def test_the_proof_sees_every_part_of_the_routing(monkeypatch, change):
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    right = Glm4MoeTopkRouter.forward
+
+    def wrong(self, x):
+        for name, value in change.items():
+            setattr(self, name, value)
+        return right(self, x)
+
+    monkeypatch.setattr(Glm4MoeTopkRouter, "forward", wrong)
+    with pytest.raises(UnsupportedError, match="Glm4MoeForCausalLM does not compute what the run's model does"):
+        prove(with_moe(PLAIN, GROUPED), "glm4_moe")
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "complaint"),
+    [
+        (with_moe(PLAIN, normalise=False), "mixtral", r"is rounding; its config has no key for model.moe.normalise"),
+        (with_moe(PLAIN, first_dense=1), "mixtral", r"\(layers.0.feed_forward.w_gate.weight, .*has no key for model.moe.first_dense"),
+        (PLAIN, "llama", "its config has no key for a number of experts"),
+        (PLAIN, "olmoe", r"have no counterpart \(model.layers.0.self_attn.q_norm.weight"),
+        (PLAIN, "qwen2_moe", r"have no counterpart \(.*shared_expert_gate.weight"),
+        (with_moe(PLAIN, GROUPED), "deepseek_v3", r"of the run's parameters have no counterpart \(layers.0.attention.wq.weight"),
+        (with_moe(PLAIN, GROUPED, n_groups=8, top_groups=4), "glm4_moe", "cannot compute in the sizes of the run's model"),
+        (with_moe(PLAIN, GROUPED), "exaone_moe", "its config does not take the sizes of the run's model: .*sliding_window"),
+        (NORMED, "mellum", "transformers builds no such model in the sizes of the run's"),
+    ],
+)
+def test_what_computes_something_else_than_a_mixture_is_refused(config, kind, complaint):
+    with pytest.raises(UnsupportedError, match=complaint) as refusal:
+        prove(config, kind)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_mixture_that_drops_tokens_has_no_counterpart(tmp_path):
+    config = Config.from_dict({"model": {"size": "debug", "moe": {"capacity_factor": 1.5}}})
+    with pytest.raises(UnsupportedError, match="model.moe.capacity_factor is 1.5: experts that are full drop tokens"):
+        of_decoder(tmp_path, config, "qwen3_moe")

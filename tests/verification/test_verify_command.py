@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.problems import UNTIED
 from test_verify import DDP, even, off_by_a_little
 
 from meshwright.cli.main import main
-from meshwright.models.decoder_config import SIZES
+from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification.shrink import shrunk
 from meshwright.verification.testing import assert_layout_equals_single_process
@@ -40,6 +41,13 @@ def test_every_size_can_be_shrunk_and_keeps_its_structure():
         assert small.n_heads // small.n_kv_heads == config.n_heads // config.n_kv_heads
         assert (small.tied_embeddings, small.qk_norm, small.rope_scaling) == (config.tied_embeddings, config.qk_norm, config.rope_scaling)
         assert small.dim <= 128 and small.vocab_size <= 307
+
+
+def test_a_shrunk_mixture_keeps_its_experts_a_dense_layer_and_their_widths_in_proportion():
+    moe = MoEConfig(n_experts=64, top_k=6, hidden_dim=2048, n_shared=1, first_dense=3, router="sigmoid", n_groups=8, top_groups=4)
+    small = shrunk(replace(SIZES["8B"], moe=moe))
+    assert small.n_layers == 2 and small.moe == replace(moe, hidden_dim=32, first_dense=1) and small.dim == 64
+    assert shrunk(replace(SIZES["8B"], moe=replace(moe, hidden_dim=0))).expert_dim == small.hidden_dim
 
 
 def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 ToFile = Callable[[str, Tensor], dict[str, Tensor]]
 """(name in the model, tensor; also on meta) -> what the files hold for it, by their names."""
+MadeOf = Mapping[str, tuple[str, ...]]
+"""Name in the model -> names in the checkpoint: the tensors that it is made of, end to end along the last dim but one; of none: zeros."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,20 @@ class _Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def export_tensors(checkpoint: Path, folder: Path, to_file: ToFile, dtype: str | None = None, file_bytes: int = FILE_BYTES) -> int:
+def export_tensors(
+    checkpoint: Path,
+    folder: Path,
+    model: nn.Module,
+    made_of: MadeOf | None = None,
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> int:
     """Write the model tensors of ``checkpoint`` into ``folder``: one file, or several with an index. In one process.
 
     Args:
-        to_file: names and form of the tensors in the files.
-        dtype: of floating-point tensors; None: as they are.
+        model: of transformers, on meta: it says names and form of the tensors in the files.
+        made_of: what its tensors are made of; None: each of the one of its name.
+        dtype: of floating-point parameters; None: as they are. Buffers stay as they are.
 
     Returns:
         Bytes of all tensors.
@@ -54,16 +65,14 @@ def export_tensors(checkpoint: Path, folder: Path, to_file: ToFile, dtype: str |
     """
     manifest = open_manifest(checkpoint)
     verify_files(checkpoint, manifest)
-    names = [key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")]
-    planned = [
-        _Entry(name, tuple(made.shape), made.dtype)
-        for own in names
-        for name, made in to_file(own, _cast(_empty(manifest, own, "meta"), dtype)).items()
-    ]
+    own = (key.removeprefix("model.") for key in manifest.tensors if key.startswith("model."))
+    tensors = _Tensors(checkpoint, manifest, model, made_of or {name: (name,) for name in own}, dtype)
+    to_file = as_transformers_saves(model)
+    planned = [_Entry(name, tuple(made.shape), made.dtype) for name, made in tensors.in_files(to_file, "meta")]
     files = _files(planned, file_bytes)
-    tensors = _tensors(checkpoint, manifest, names, to_file, dtype)
+    found = tensors.in_files(to_file, "cpu")
     for name, entries in files.items():
-        _write(folder / name, entries, tensors)
+        _write(folder / name, entries, found)
     total = sum(entry.bytes for entry in planned)
     if len(files) > 1:
         weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
@@ -101,28 +110,59 @@ def _files(planned: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _tensors(checkpoint: Path, manifest: Manifest, names: list[str], to_file: ToFile, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-    """What the files hold, in the order of the plan."""
-    chunk: dict[str, Tensor] = {}
-    held = 0
-    for own in names:
-        chunk[own] = _empty(manifest, own, "cpu")
-        held += chunk[own].nbytes
-        if held < CHUNK_BYTES and own != names[-1]:
-            continue
-        read_tensors({f"model.{name}": tensor for name, tensor in chunk.items()}, checkpoint)
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of ``model`` out of a checkpoint."""
+
+    checkpoint: Path
+    manifest: Manifest
+    model: nn.Module
+    made_of: MadeOf
+    dtype: str | None
+
+    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
+        """What the files hold, always in the same order; on meta nothing is read."""
+        chunk: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        for name in self.made_of:
+            chunk[name] = self._empty(name, device)
+            parts |= self._parts(name, chunk[name])
+            if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
+                yield from self._read(chunk, parts, to_file)
+                chunk, parts = {}, {}
+        yield from self._read(chunk, parts, to_file)
+
+    def _read(self, chunk: dict[str, Tensor], parts: dict[str, Tensor], to_file: ToFile) -> Iterator[tuple[str, Tensor]]:
+        if any(not part.is_meta for part in parts.values()):
+            read_tensors(parts, self.checkpoint)
         for name, tensor in chunk.items():
-            yield from to_file(name, _cast(tensor, dtype)).items()
-        chunk, held = {}, 0
+            yield from to_file(name, self._cast(name, tensor)).items()
 
+    def _empty(self, name: str, device: str) -> Tensor:
+        """Room for a tensor; of one that is made of none, the tensor: zeros."""
+        entries = [self.manifest.tensors[f"model.{own}"] for own in self.made_of[name]]
+        if not entries:
+            return torch.zeros_like(self.model.state_dict()[name], device=device)
+        shape = list(entries[0].shape)
+        if len(entries) > 1:
+            shape[-2] = sum(entry.shape[-2] for entry in entries)
+        return torch.empty(shape, dtype=getattr(torch, entries[0].dtype), device=device)
 
-def _empty(manifest: Manifest, name: str, device: str) -> Tensor:
-    entry = manifest.tensors[f"model.{name}"]
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+    def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Keys of the checkpoint -> their places in ``tensor``."""
+        keys = [f"model.{own}" for own in self.made_of[name]]
+        if len(keys) < 2:
+            return dict.fromkeys(keys, tensor)
+        sizes = [self.manifest.tensors[key].shape[-2] for key in keys]
+        return dict(zip(keys, tensor.split(sizes, -2), strict=True))
 
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        is_parameter = name in self._parameters
+        return tensor.to(torch_dtype(self.dtype)) if self.dtype and is_parameter and tensor.is_floating_point() else tensor
 
-def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    return tensor.to(torch_dtype(dtype)) if dtype and tensor.is_floating_point() else tensor
+    @cached_property
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
 
 def _write(path: Path, entries: list[_Entry], tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from meshwright.checkpoint.export import ToFile, as_transformers_saves, export_tensors
+from meshwright.checkpoint.export import MadeOf, export_tensors
 from meshwright.checkpoint.huggingface import pretrained
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.replacing import PARTIAL, beside
@@ -35,12 +32,12 @@ class Counterpart:
 
     Attributes:
         source: it.
-        to_file: the run's tensors by its names, in the form of its files.
+        made_of: its tensors' names -> those of the run's that they are made of; None: each of the one of its name.
         config: the keys of its config.json.
     """
 
     source: CausalLM
-    to_file: Callable[[nn.Module], ToFile]
+    made_of: MadeOf | None
     config: dict[str, Any]
 
 
@@ -62,12 +59,12 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
     """
     if not config.model.hf:
         raise ConfigError(
-            f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like NAME which model type of"
-            f" transformers computes the same (one with rotary positions, RMSNorm and a gated feed-forward), and it will be proven"
+            f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like NAME which model type"
+            f" of transformers computes the same (one with rotary positions, RMSNorm and gated feed-forwards or experts); it will be proven"
         )
     source = causal_lm(with_kept_model(config, folder))
     kept = folder / FOLDER / CONFIG
-    return Counterpart(source, as_transformers_saves, json.loads(kept.read_text()) if kept.is_file() else source.config.to_dict())
+    return Counterpart(source, None, json.loads(kept.read_text()) if kept.is_file() else source.config.to_dict())
 
 
 def convert(folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None) -> Written:
@@ -91,7 +88,7 @@ def convert(folder: Path, counterpart: Counterpart, out: Path, *, step: int | No
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        size = export_tensors(checkpoint, partial, counterpart.to_file(model), dtype)
+        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
         pretrained(partial).check(model)
         has_tokenizer = _copy_small_files(folder, partial)
         stored = dtype or _dtype_of(checkpoint)

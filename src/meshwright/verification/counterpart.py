@@ -1,48 +1,63 @@
 """A model of transformers that computes what our decoder does, proven by equal logits before it is believed.
 
-The user names the model type. Its config is made of the standard keys; its parameters are found by their place (in which block, or
-outside), their shape and the words in their names; and the proof says whether that was right.
+The user names the model type. Its config is made of the standard keys; its parameters and buffers are found by their place (in which
+block, or outside), their shape and the words in their names; and the proof says whether that was right.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.export import ToFile, as_transformers_saves
 from meshwright.comparison.equality import relative_errors
-from meshwright.core.errors import ConfigError, UnsupportedError, nearest
-from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM, import_transformers
-from meshwright.models.decoder import Decoder, rotary_frequencies
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import is_within
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.huggingface import CausalLM
+from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.moe import Router
 from meshwright.training.config import Config
 from meshwright.training.convert import Counterpart
 from meshwright.training.model_source import decoder_config
 from meshwright.training.tokenizer import kept_tokenizer, run_tokenizer
 
+from .counterpart_config import counterpart, unsaid
 from .shrink import shrunk
 
 LIMIT = 1e-6
-"""Relative difference of logits in float64: what models that compute norms and angles in float32 inside leave."""
+"""Relative difference of logits in float64: what models that compute norms, angles and routers in float32 inside leave."""
 SHOWN = 4
+Shapes = dict[str, tuple[int, ...]]
+ROUTER_BIAS = 0.1
+"""Standard deviation of the bias in the proof: as wide as the scores are, so that both have their say in the choice."""
 
-WORDS: dict[str, tuple[str, ...]] = {
-    "attention.wq.weight": ("q",),
-    "attention.wk.weight": ("k",),
-    "attention.wv.weight": ("v",),
-    "attention.wo.weight": ("o", "out", "dense"),
-    "attention.q_norm.weight": ("q norm", "q layernorm", "query layernorm"),
-    "attention.k_norm.weight": ("k norm", "k layernorm", "key layernorm"),
-    "feed_forward.w_gate.weight": ("gate", "w1"),
-    "feed_forward.w_up.weight": ("up", "w3"),
-    "feed_forward.w_down.weight": ("down", "w2"),
+_SHARED = ("shared experts", "shared expert", "shared mlp")
+WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    (".attention.wq.weight",): ("q",),
+    (".attention.wk.weight",): ("k",),
+    (".attention.wv.weight",): ("v",),
+    (".attention.wo.weight",): ("o", "out", "dense"),
+    (".attention.q_norm.weight",): ("q norm", "q layernorm", "query layernorm"),
+    (".attention.k_norm.weight",): ("k norm", "k layernorm", "key layernorm"),
+    (".feed_forward.w_gate.weight",): ("gate", "w1"),
+    (".feed_forward.w_up.weight",): ("up", "w3"),
+    (".feed_forward.w_down.weight",): ("down", "w2"),
+    (".feed_forward.experts.w_gate", ".feed_forward.experts.w_up"): ("experts gate up",),
+    (".feed_forward.experts.w_down",): ("experts down",),
+    (".feed_forward.shared.w_gate.weight",): tuple(f"{shared} gate" for shared in _SHARED),
+    (".feed_forward.shared.w_up.weight",): tuple(f"{shared} up" for shared in _SHARED),
+    (".feed_forward.shared.w_down.weight",): tuple(f"{shared} down" for shared in _SHARED),
+    (".feed_forward.router.weight",): ("gate", "gate wg", "router"),
+    (".feed_forward.router.bias",): ("correction bias", "expert bias"),
 }
-"""Our parameters of a block, and words that the same ones have elsewhere. The two norms before attention and feed-forward go by order."""
+"""Our tensors of a block, several where they are joined elsewhere, and words that the same have there. The two norms before attention
+and feed-forward go by order."""
 
 
 def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
@@ -56,120 +71,86 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
         raise ConfigError(f"--like = {kind}: the model of {folder} is a Hugging Face model already; leave --like out")
     tokenizer = kept_tokenizer(folder) or run_tokenizer(config)
     ours = decoder_config(config, tokenizer)
+    if ours.moe is not None and ours.moe.capacity_factor:
+        raise UnsupportedError(
+            f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are full drop tokens,"
+            f" and those of transformers drop none. A run with capacity_factor = 0 can be converted"
+        )
     prove(shrunk(ours), kind)
     source = counterpart(ours, kind, tokenizer.end_of_document)
-    names = matched(ours, source)
-
-    def to_file(model: nn.Module) -> ToFile:
-        inner = as_transformers_saves(model)
-        return lambda name, tensor: inner(names[name], tensor)
-
-    return Counterpart(source, to_file, source.config.to_dict())
+    return Counterpart(source, matched(ours, source), source.config.to_dict())
 
 
-def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> CausalLM:
-    """A model of that type in the sizes of ours.
+def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]:
+    """The counterpart's parameters and saved buffers -> ours that each is made of, end to end along the last dim but one; of none: zeros.
 
     Raises:
-        ConfigError: transformers has no such model type.
-        UnsupportedError: it has no form of rotary positions with our frequencies.
-    """
-    transformers = import_transformers("--like")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
-
-    if kind not in known:
-        raise ConfigError(f"--like = {kind!r} is no model type with a causal language model in transformers.{nearest(kind, known)}")
-    sizes: dict[str, Any] = {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "intermediate_size": ours.hidden_dim,
-        "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": ours.n_heads,
-        "num_key_value_heads": ours.n_kv_heads,
-        "head_dim": ours.head_dim,
-        "max_position_embeddings": ours.max_seq_len,
-        "rms_norm_eps": ours.norm_eps,
-        "tie_word_embeddings": ours.tied_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": None,
-    }
-    config_class: Any = transformers.AutoConfig.for_model(kind).__class__
-    try:
-        made = config_class(**sizes, rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta})
-        if getattr(made, "sliding_window", None) is not None:
-            sizes["sliding_window"] = None
-            made = config_class(**sizes, rope_parameters=made.rope_parameters)
-        if ours.rope_scaling is not None:
-            made = config_class(**sizes, rope_parameters=_scaled(ours, made, kind))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UnsupportedError(f"--like = {kind}: its config does not take the sizes of the run's model: {error}") from error
-    if others := {kind for kind in getattr(made, "layer_types", None) or () if kind != "full_attention"}:
-        raise UnsupportedError(
-            f"--like = {kind}: some of its layers have {', '.join(sorted(others))}, and those of the run's model have not"
-        )
-    return CausalLM(made)
-
-
-def _scaled(ours: DecoderConfig, plain: Any, kind: str) -> dict[str, Any]:
-    """Of the forms of scaled rotary positions, the one that gives our frequencies."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    assert ours.rope_scaling is not None
-    s = ours.rope_scaling
-    keys = {"factor": s.factor, "low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
-    keys = {"rope_theta": ours.rope_theta, "original_max_position_embeddings": s.original_max_seq_len, **keys}
-    wanted = rotary_frequencies(ours, torch.device("cpu"), torch.float32)
-    for name, frequencies in ROPE_INIT_FUNCTIONS.items():
-        plain.rope_parameters = {"rope_type": name, **keys}
-        try:
-            found, factor = frequencies(plain, torch.device("cpu"))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-            continue  # this form needs other keys
-        if factor == 1.0 and found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0.0):
-            return plain.rope_parameters
-    raise UnsupportedError(f"--like = {kind}: transformers has no form of rotary positions with the frequencies of model.{s}")
-
-
-def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, str]:
-    """Our parameters' names -> those of the counterpart.
-
-    Raises:
-        UnsupportedError: parameters on one side that have no counterpart on the other.
+        UnsupportedError: transformers cannot build it, or parameters on one side have no counterpart on the other.
     """
     with torch.device("meta"):
-        here, there = model_facts(Decoder(ours)), model_facts(source())
+        here, there = model_facts(Decoder(ours)), model_facts(_built(source))
     if len(here.blocks) != len(there.blocks):
         raise UnsupportedError(f"{there.kind} has {len(there.blocks)} blocks in these sizes, and the run's model {len(here.blocks)}")
-    shapes = [{p.name: p.shape for p in facts.parameters} for facts in (here, there)]
-    found: dict[str, str] = {}
-    for mine, theirs in zip(("", *here.blocks), ("", *there.blocks), strict=True):
-        own = {p.name.removeprefix(f"{mine}."): p.name for p in here.of_unit(mine)}
-        left = [p.name for p in there.of_unit(theirs)]
-        for short, name in own.items():  # those with words of their own first: the others go by order
-            if short in WORDS:
-                _take(found, left, name, [n for n in left if _says(n.removeprefix(f"{theirs}."), WORDS[short])], shapes)
-        for short, name in own.items():
-            if short not in WORDS:
-                _take(found, left, name, left, shapes)
-    strangers = [name for name in shapes[1] if name not in found.values()]
-    lost = [name for name in shapes[0] if name not in found]
+    mine, theirs = _shapes(here), _shapes(there)
+    found: dict[str, tuple[str, ...]] = {}
+    for one, other in zip(("", *here.blocks), ("", *there.blocks), strict=True):
+        pairs = _matched_unit(_within(mine, one, here.blocks), _within(theirs, other, there.blocks))
+        found |= {f"{other}{name}": tuple(f"{one}{own}" for own in names) for name, names in pairs.items()}
+    buffers = {buffer.name for buffer in there.buffers}
+    zeros = {name: () for name, shape in theirs.items() if name not in found and (name in buffers or not math.prod(shape))}
+    strangers = [name for name in theirs if name not in found and name not in zeros]
+    lost = [name for name in mine if name not in {own for names in found.values() for own in names}]
     if strangers or lost:
         sides = [
             f"{len(names)} of {whose} have no counterpart ({', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''})"
             for names, whose in ((lost, "the run's parameters"), (strangers, f"the parameters of {there.kind}"))
             if names
         ]
-        raise UnsupportedError(f"{there.kind} is not built like the run's model: {'; '.join(sides)}. Name another type with --like")
+        said = "; ".join([*sides, *_unsaid(ours, source)])
+        raise UnsupportedError(f"{there.kind} is not built like the run's model: {said}. Name another type with --like")
+    return found | zeros
+
+
+def _built(source: CausalLM) -> nn.Module:
+    try:
+        return source()
+    except ConfigError as error:
+        kind = source.config.model_type
+        raise UnsupportedError(
+            f"--like = {kind}: transformers builds no such model in the sizes of the run's: {error.__cause__}"
+        ) from error
+
+
+def _shapes(facts: ModelFacts) -> Shapes:
+    """Of parameters and saved buffers."""
+    return {p.name: p.shape for p in facts.parameters} | {b.name: b.shape for b in facts.buffers if b.persistent}
+
+
+def _within(shapes: Shapes, block: str, blocks: tuple[str, ...]) -> Shapes:
+    """Those in a block, by the rest of their names, or ("") in none."""
+    if not block:
+        return {name: shape for name, shape in shapes.items() if not any(is_within(name, other) for other in blocks)}
+    return {name.removeprefix(block): shape for name, shape in shapes.items() if is_within(name, block)}
+
+
+def _matched_unit(mine: Shapes, theirs: Shapes) -> dict[str, tuple[str, ...]]:
+    """Theirs -> ours of the same shape: first those that have words of their own, then the others in order."""
+    found: dict[str, tuple[str, ...]] = {}
+    by_words = {names: words for names, words in WORDS.items() if mine.keys() >= set(names)}
+    unsaid = [name for name in theirs if not by_words or not any(_says(name, words) for words in WORDS.values())]
+    candidates = {names: [name for name in theirs if _says(name, words)] for names, words in by_words.items()}
+    candidates |= {(own,): unsaid for own in mine if not any(own in names for names in by_words)}
+    for names, others in candidates.items():
+        shape = _joined([mine[name] for name in names])
+        chosen = next((name for name in others if theirs[name] == shape and name not in found), None)
+        if chosen is not None:
+            found[chosen] = names
     return found
 
 
-def _take(found: dict[str, str], left: list[str], name: str, candidates: list[str], shapes: list[dict[str, tuple[int, ...]]]) -> None:
-    """The first candidate of the right shape is the counterpart of ``name``."""
-    chosen = next((other for other in candidates if shapes[1][other] == shapes[0][name]), None)
-    if chosen is not None:
-        found[name] = chosen
-        left.remove(chosen)
+def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    first, *others = shapes
+    return (*first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]) if others else first
 
 
 def _says(name: str, words: tuple[str, ...]) -> bool:
@@ -178,27 +159,51 @@ def _says(name: str, words: tuple[str, ...]) -> bool:
     return any(said[-len(text.split()) :] == text.split() for text in words)
 
 
-def prove(ours: DecoderConfig, kind: str) -> None:
-    """Compare the logits of our decoder and its counterpart, in float64, on random weights and tokens.
+def _unsaid(ours: DecoderConfig, source: CausalLM) -> list[str]:
+    keys = ", ".join(f"model.moe.{key}" for key in unsaid(ours, source.config))
+    return [f"its config has no key for {keys}"] if keys else []
+
+
+def prove(ours: DecoderConfig, kind: str) -> float:
+    """Compare the logits of our decoder and its counterpart, in float64, on random weights and tokens; returns their relative difference.
 
     Raises:
-        UnsupportedError: they differ.
+        UnsupportedError: they differ, or the counterpart takes no such sizes.
     """
-    source = counterpart(ours, kind)
-    names = matched(ours, source)
+    source = dataclasses.replace(counterpart(ours, kind), dtype="float64")
+    made_of = matched(ours, source)
     generator = torch.Generator().manual_seed(0)
-    mine, theirs = Decoder(ours).double(), source().double().eval()
+    mine, theirs = Decoder(ours).double().eval(), source().double().eval()
+    _fill(mine, generator)
+    own, state = mine.state_dict(), theirs.state_dict()
+    for name, names in made_of.items():
+        parts = [own[each] for each in names]
+        state[name].copy_(torch.cat(parts, -2) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(state[name]))
+    tokens = torch.randint(0, ours.vocab_size, (8, min(16, ours.max_seq_len)), generator=generator)
     with torch.no_grad():
-        for name, parameter in mine.named_parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 0.3)
-            parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-            theirs.get_parameter(names[name]).copy_(parameter)
-        tokens = torch.randint(0, ours.vocab_size, (2, min(16, ours.max_seq_len)), generator=generator)
         one: Tensor = mine(tokens)
-        other: Tensor = theirs(input_ids=tokens).logits
+        try:
+            other: Tensor = theirs(input_ids=tokens).logits
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            said = " ".join(str(error).split())
+            raise UnsupportedError(f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {said}") from error
     error = relative_errors({"logits": other}, {"logits": one})["logits"]
     if not error <= LIMIT:
+        far = f"the logits are {error:.1e} (relative) apart, and {LIMIT:.0e} is rounding"
+        said = "; ".join([far, *_unsaid(ours, source)])
         raise UnsupportedError(
-            f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights the logits are"
-            f" {error:.1e} (relative) apart, and {LIMIT:.0e} is rounding. Nothing was written; name another type with --like"
+            f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights {said}. Nothing was"
+            f" written; name another type with --like"
         )
+    return error
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Random weights that keep tokens apart, so that routers send them to different experts, and biases that change some of the choices."""
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + drawn / 4)
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if router.bias is not None:
+            router.bias.copy_(torch.randn(router.bias.shape, generator=generator, dtype=torch.float64) * ROUTER_BIAS)
