@@ -309,11 +309,11 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -
     away = 0
     everywhere = expert_parallel._everywhere
 
-    def counting(compute: Any, stack: Stack, group: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def counting(compute: Any, stack: Stack, group: Any, rows: Tensor, index: Tensor, *others: Any) -> Tensor:
         nonlocal away
         own = stack.experts // group.size()
         away += int(((index < stack.experts) & (index // own != group.rank())).sum())
-        return everywhere(compute, stack, group, rows, index)
+        return everywhere(compute, stack, group, rows, index, *others)
 
     for step in range(2):
         away = 0
@@ -353,6 +353,36 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
     counts = layout.world * layers * (1 + again) * 8 * model.moe.n_experts * (layout.ep - 1) / layout.ep
     rows = sum(away for *_, away in said) // (1 + again)  # of two forwards
     assert exchanged - counts == rows * (4 + 2 * again) * model.dim * 4
+
+
+def order_of_a_layer() -> list[str]:
+    """What one layer does in a step: rows begin and end to travel, its shared expert computes."""
+    laid = parallelize(replace(SIGMOID, n_layers=2), EP2, seed=3)
+    said: list[str] = []
+    begin, end = expert_parallel._Journey.begin, expert_parallel._Journey.end
+
+    def began(*args: Any) -> Tensor:
+        said.append("begin")
+        return begin(*args)
+
+    def ended(*args: Any) -> Tensor:
+        said.append("end")
+        return end(*args)
+
+    shared = laid.parts[0].get_submodule("layers.1.feed_forward.shared")
+    shared.register_forward_hook(lambda *_: said.append("shared"))
+    shared.register_full_backward_hook(lambda *_: said.append("shared backward"))
+    with patch.multiple(expert_parallel._Journey, begin=began, end=ended):
+        laid.forward_backward(own_rows(laid, batch_of(8, 9)))
+    return said
+
+
+def test_a_shared_expert_computes_while_rows_travel(spmd):
+    there = ["begin", "shared", "end"]
+    back = ["begin", "end"]
+    gradients_back = ["begin", "shared backward", "end"]
+    for said in spmd(2, order_of_a_layer):
+        assert said == there + back + back + gradients_back
 
 
 # --- the bias

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+MEANWHILE = "meanwhile"
+"""The argument by which a stack of experts may be told what else there is to compute while rows travel: something without arguments."""
+
+
 def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(forward)
 
@@ -52,20 +57,30 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         said = signature.bind(*args, **kwargs).arguments
         rows, index, weights = stack.arguments(said)
-        made = _everywhere(lambda x, number: stack.compute(lambda given: forward(**given), x, number), stack, group, rows, index)
+        compute = functools.partial(stack.compute, lambda given: forward(**given))
+        made = _everywhere(compute, stack, group, rows, index, said.get(MEANWHILE))
         shape = said[stack.rows].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
         return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
 
     return run
 
 
-def _everywhere(compute: Callable[[Tensor, Tensor], Tensor], stack: Stack, group: dist.ProcessGroup, rows: Tensor, index: Tensor) -> Tensor:
+def _everywhere(
+    compute: Callable[[Tensor, Tensor], Tensor],
+    stack: Stack,
+    group: dist.ProcessGroup,
+    rows: Tensor,
+    index: Tensor,
+    meanwhile: Callable[[], object] | None = None,
+) -> Tensor:
     """(n, k, dim): what each token's experts make of it, wherever they are; zeros of those that it does not go to.
 
     Args:
         compute: rows (m, dim) and the numbers (m,) of their experts among those of this rank → (m, dim).
         rows: (n, dim).
         index: (n, k) int64 experts; ``stack.experts``: nowhere.
+        meanwhile: called while rows are on their way to experts. Its backward runs while their gradients are on their way back: autograd
+            takes what is ready in the reverse order of the forward.
     """
     n, k = index.shape
     ranks, flat = group.size(), index.flatten()
@@ -75,29 +90,73 @@ def _everywhere(compute: Callable[[Tensor, Tensor], Tensor], stack: Stack, group
     dist.all_to_all_single(theirs, mine, group=group)
     sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()  # the one wait
     order = order[: sum(sends)]
-    given = _Exchange.apply(rows[order // k], sends, receives, group)
+    given = _exchange(rows[order // k], sends, receives, group, meanwhile)
     own = stack.experts // ranks
     numbers = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(theirs, output_size=sum(receives))
     if not len(given):  # the experts' parameters have a gradient nevertheless: other ranks wait for it
         given, numbers = given.new_zeros(1, rows.shape[1]) + given.sum(), numbers.new_zeros(1)
-    made = _Exchange.apply(compute(given, numbers)[: sum(receives)], receives, sends, group)
+    made = _exchange(compute(given, numbers)[: sum(receives)], receives, sends, group)
     return made.new_zeros(n * k, made.shape[1]).index_copy(0, order, made).view(n, k, made.shape[1])
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks: the first ``sends[0]`` to the first, and so on; its backward brings the gradients back."""
+@dataclass
+class _Journey:
+    """Rows on their way: the first ``sends[0]`` to the first rank, and so on; in the backward gradients on their way back."""
+
+    sends: list[int]
+    receives: list[int]
+    group: dist.ProcessGroup
+    _under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """What comes, when ``end`` has returned."""
+        found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
+        work = dist.all_to_all_single(found, sent, receives, sends, group=self.group, async_op=True)
+        assert work is not None
+        self._under_way = work, sent, found
+        return found
+
+    def end(self) -> Tensor:
+        assert self._under_way is not None
+        work, _, found = self._under_way
+        work.wait()
+        self._under_way = None
+        return found
+
+
+class _Begin(torch.autograd.Function):
+    """Rows leave; they are also returned. Its backward waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _exchanged(rows, sends, receives, group)
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.begin(rows, journey.sends, journey.receives)
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
-        return _exchanged(grad_outputs[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+        return ctx.journey.end(), None
 
 
-def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), receives, sends, group=group)
-    return found
+class _End(torch.autograd.Function):
+    """Rows that left → rows that came. Its backward sends their gradients off, and returns what will be those of the former."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.end()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        journey = ctx.journey
+        return journey.begin(grad_outputs[0], journey.receives, journey.sends), None
+
+
+def _exchange(
+    rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup, meanwhile: Callable[[], object] | None = None
+) -> Tensor:
+    journey = _Journey(sends, receives, group)
+    leaving = _Begin.apply(rows, journey)
+    if meanwhile is not None:
+        meanwhile()
+    return _End.apply(leaving, journey)

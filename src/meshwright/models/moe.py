@@ -5,6 +5,7 @@ Shapes in comments: ``n`` tokens of ``dim`` features; each goes to ``k`` of ``ex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -182,13 +183,14 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w_down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None) -> Tensor:
         """Each token's experts' outputs, weighted and added up: (n, dim).
 
         Args:
             x: (n, dim).
             index: (n, k) int64 experts; ``n_experts``: nowhere.
             weights: (n, k).
+            meanwhile: what else there is to compute; for those who replace this forward by one that waits for others.
         """
         n, k = index.shape
         order = index.flatten().argsort(stable=True)  # (n * k), by expert; what goes nowhere comes last
@@ -277,5 +279,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """(rows, seq, dim); see ``Router`` for ``routed``."""
         index, weights = self.router(x, routed)
-        out = self.experts(x.flatten(0, 1), index, weights).view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return self.experts(x.flatten(0, 1), index, weights).view_as(x)
+        if torch.compiler.is_compiling():  # which could not hand what it compiles to a function that it does not
+            return self.experts(x.flatten(0, 1), index, weights).view_as(x) + self.shared(x)
+        shared = functools.cache(functools.partial(self.shared, x))
+        return self.experts(x.flatten(0, 1), index, weights, meanwhile=shared).view_as(x) + shared()
