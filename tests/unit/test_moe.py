@@ -424,6 +424,16 @@ def test_where_the_loss_of_a_familys_own_routers_would_be_another_it_is_refused(
         plan(CausalLM(BALANCED), layout, reduction=reduction)
 
 
+def test_a_plan_says_that_experts_are_not_tensor_sharded_and_what_would_share_them_out():
+    made = plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2))
+    (said,) = [note for note in made.notes if "experts" in note]
+    assert said.startswith(
+        "the experts of layers.*.feed_forward.experts are not tensor-sharded: every rank of the tensor axis has all of them"
+    )
+    assert said.endswith("layout.ep = 2 would share them out over its ranks")
+    assert not any("experts" in note for note in plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2, ep=2)).notes)
+
+
 def test_techniques_say_nothing_of_experts():
     assert not [name for name in vars(Techniques()) if "expert" in name], "the layout alone says it"
 

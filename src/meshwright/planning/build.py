@@ -10,7 +10,7 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import matching, pattern
+from meshwright.core.names import matching, owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts, router_loss_of
@@ -230,7 +230,7 @@ def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
 
 
 def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[ParameterPlan, ...]):
-    yield from _whole_on_tensor_ranks(parameters)
+    yield from _whole_on_tensor_ranks(facts, layout, parameters)
     for p in facts.parameters:
         if p.aliases:
             yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
@@ -240,12 +240,20 @@ def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[
         yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"
 
 
-def _whole_on_tensor_ranks(parameters: tuple[ParameterPlan, ...]):
+def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
     """Matrices that the tensor axis does not cut."""
-    for p in parameters:
-        if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1:
-            size = p.count * math.prod(p.shape) * dtype_bytes(p.dtype)
+    whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
+    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
+    sizes: dict[str, int] = {}
+    for p in whole:
+        size = p.count * math.prod(p.shape) * dtype_bytes(p.dtype)
+        if owner(p.pattern) in stacks:
+            sizes[owner(p.pattern)] = sizes.get(owner(p.pattern), 0) + size
+        else:
             yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
+    for path, size in sizes.items():
+        told = f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them, {bytes_text(size)}"
+        yield f"{told}. layout.ep = {layout.tp} would share them out over its ranks"
 
 
 def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:
