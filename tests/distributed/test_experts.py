@@ -98,6 +98,8 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "balanced, compiled": (BATCHED, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled": (SOFTMAX, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
+    "offloaded": (SIGMOID, HALVES, {"cpu_offload": True}),
+    "offloaded, tensor alone": (SOFTMAX, Layout(dp_shard=1, tp=2, ep=2), {"cpu_offload": True}),
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),

@@ -75,7 +75,7 @@ def with_own_loss() -> nn.Module:
     return made
 
 
-SPARSE = replace(DEBUG, moe=MoEConfig())
+CAPPED = replace(DEBUG, moe=MoEConfig(capacity_factor=1.0))
 FSDP2, FSDP4, DDP2, ONE = Layout(dp_shard=2), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=1)
 
 
@@ -121,8 +121,8 @@ CASES = [
         *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError), "layout.ep = 2 shares experts out, and Decoder has no module"
     ),
     refuse(
-        *("experts_companions", SPARSE, Layout(dp_shard=2, ep=2), {"cpu_offload": True}, UnsupportedError),
-        "techniques.cpu_offload does not go with layout.ep > 1",
+        *("experts_companions", CAPPED, Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        "model.moe.capacity_factor = 1.0 with layout.tp = 2: who is over an expert's capacity depends on the whole sequence",
     ),
     refuse(*("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
     *(refuse("pipeline_wishes", DEBUG, ONE, wishes, ConfigError, words) for wishes, words in PIPELINES),

@@ -79,6 +79,7 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
             device_id=device_id,
         )
     device_mesh = build_mesh(layout, device_type)
+    agree.any_rank(False)  # all are connected: whoever ends at once would break the connecting of others
     seed_streams(seed, device_mesh)
     return device_mesh
 

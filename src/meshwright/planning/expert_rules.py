@@ -81,7 +81,3 @@ def experts_companions(case: Case) -> Iterator[MeshwrightError]:
             f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or techniques.sequence_parallel ="
             f" false."
         )
-    if case.layout.ep > 1 and case.techniques.cpu_offload:
-        yield UnsupportedError(
-            "techniques.cpu_offload does not go with layout.ep > 1 in this version. Set techniques.cpu_offload = false, or layout.ep = 1."
-        )
