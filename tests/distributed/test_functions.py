@@ -255,7 +255,7 @@ def refused_job() -> dict[str, str]:
         "names": refusal(lambda: apply_fsdp2(models["names"], other, KEPT)),
         "replicas": refusal(lambda: apply_fsdp2(models["replicas"], replicas, KEPT)),
         "pipeline": refusal(lambda: build_parallel_model(SMALL, "cpu", pipeline)),
-        "half": refusal(lambda: apply_fsdp2(models["half"], mesh, default_mp_policy(torch.float16))),
+        "half": refusal(lambda: apply_fsdp2(models["half"], mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float16))),
         "device": refusal(lambda: build_parallel_model(SMALL, "cuda", mesh)),
         "no mesh": refusal(lambda: build_parallel_model(SMALL, "cpu")),
         "fp8": refusal(lambda: build_parallel_model(SMALL, "cpu", mesh, fp8=True)),
@@ -273,7 +273,7 @@ def test_refusals_leave_the_model_as_it_was(spmd):
         assert found["pipeline"].startswith(
             "UnsupportedError: the mesh has a pp axis of 2 ranks, and build_parallel_model returns one module"
         )
-        assert found["half"].startswith("UnsupportedError: techniques.precision.compute = float16 needs loss scaling")
+        assert found["half"].startswith("UnsupportedError: techniques.precision.reduce = float16 would lose small gradients")
         assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
         assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
         assert found["fp8"].startswith("UnsupportedError: fp8 = True: float8 is not in this version")

@@ -397,7 +397,7 @@ def test_hybrid_sharding_chooses_sizes_only_where_the_layout_left_both_open(spmd
 def precision_job() -> dict:
     model = built(make=lambda: Odd(dtype=torch.float32))
     config = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "double"}}
-    half = {"mixed_precision": {"param_dtype": "half", "reduce_dtype": "fp32"}}
+    half = {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "half"}}
     said = refusal(lambda: apply_model_transforms(model, {"fully_shard": half}, layout=up("fsdp2")))
     untouched = not isinstance(model, FSDPModule)
     model = apply_model_transforms(model, {"fully_shard": config}, layout=LAYOUTS["fsdp2"][1])
@@ -408,9 +408,9 @@ def precision_job() -> dict:
     return {"said": said, "untouched": untouched, "seen": set(seen), "output": output.dtype, "grad": model.embed.weight.grad.dtype}
 
 
-def test_mixed_precision_acts_and_float16_is_refused(spmd):
+def test_mixed_precision_acts_and_sums_in_float16_are_refused(spmd):
     for found in spmd(2, precision_job):
-        assert found["said"].startswith("UnsupportedError: ") and "float16 needs loss scaling" in found["said"] and found["untouched"]
+        assert found["said"].startswith("UnsupportedError: ") and "reduce = float16 would lose" in found["said"] and found["untouched"]
         assert found["seen"] == {torch.bfloat16} and found["output"] == torch.float64 and found["grad"] == torch.float32
 
 

@@ -92,8 +92,14 @@ def tensor(ranks: int, words: str) -> tuple:
 
 
 def half(key: str, name: str) -> tuple:
-    words = f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16"
+    words = (
+        f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set techniques.precision.{key} = float32"
+    )
     return "half_precision", DEBUG, FSDP2, {"precision": {key: name}}, UnsupportedError, words
+
+
+def scaling(scale: float, words: str) -> tuple:
+    return "half_precision", DEBUG, FSDP2, {"precision": {"compute": "fp16", "loss_scale": scale}}, ConfigError, words
 
 
 def reshard(shards: int, wish: int, legal: str) -> tuple:
@@ -170,7 +176,12 @@ CASES = [
         *("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError),
         "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more",
     ),
-    *(half(*wish) for wish in (("master", "float16"), ("compute", "fp16"), ("reduce", "half"), ("output", "fp16"))),
+    *(half(*wish) for wish in (("master", "float16"), ("reduce", "half"))),
+    *(scaling(scale, f"techniques.precision.loss_scale = {scale:g}: it is a power of two from 1 on") for scale in (1000.0, 0.5)),
+    refuse(
+        *("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError),
+        "techniques.precision.loss_scale is about float16, and techniques.precision.compute = float32 needs no scaling",
+    ),
     *(reshard(*wish) for wish in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
     refuse(
         *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
@@ -304,11 +315,11 @@ def test_what_is_legal_is_planned(model, layout, techniques):
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(UnsupportedError) as caught:
-        attempt(DEBUG, Layout(dp_shard=2, cp=2), {"precision": {"compute": "float16"}, "sync_grad_accum": "shard"})
+        attempt(DEBUG, Layout(dp_shard=2, cp=2), {"precision": {"reduce": "float16"}, "sync_grad_accum": "shard"})
     said = str(caught.value)
-    assert [key for key in ("layout.cp = 2", "compute = float16", "sync_grad_accum = 'shard'") if key in said] == [
+    assert [key for key in ("layout.cp = 2", "reduce = float16", "sync_grad_accum = 'shard'") if key in said] == [
         "layout.cp = 2",
-        "compute = float16",
+        "reduce = float16",
         "sync_grad_accum = 'shard'",
     ]
 

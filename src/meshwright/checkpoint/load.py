@@ -66,6 +66,8 @@ def load(
         put_optimizer_tensors(parallel_model, optimizer, state)
         for group, saved in zip(optimizer.param_groups, options, strict=False):
             put_options(group, saved)
+    if parallel_model.loss_scale is not None:
+        parallel_model.loss_scale.restore(manifest.loss_scale)
     parallel_model.copy_shared()
     _put_random_state(random_state)
     return manifest.extra

@@ -36,6 +36,7 @@ class Manifest:
     optimizer: class of the optimizer, "" where none was saved.
     groups: the optimizer's groups: names of their parameters, and their options.
     extra: what the caller gave to ``save`` (JSON values).
+    loss_scale: what the loss was scaled by in float16, empty where it was not.
     plan: the plan of the layout that wrote it, as JSON text; for people, never needed to read the rest.
     """
 
@@ -45,6 +46,7 @@ class Manifest:
     groups: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     plan: str = ""
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write, with a checksum of its own, and flush to disk."""
@@ -73,7 +75,7 @@ class Manifest:
                 raise ValueError("its content changed since it was written (checksum)")
             tensors = {key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()}
             files = {name: FileEntry(**entry) for name, entry in said["files"].items()}
-            return cls(tensors, files, said["optimizer"], said["groups"], said["extra"], said["plan"])
+            return cls(tensors, files, said["optimizer"], said["groups"], said["extra"], said["plan"], said.get("loss_scale", {}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted") from error
 

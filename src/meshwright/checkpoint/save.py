@@ -64,7 +64,8 @@ def save(
     if parallel_model.plan.pipeline is not None:
         groups = merged_groups(agree.everybody_says(groups))
     entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
-    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json())
+    scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
+    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json(), scale)
     _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 

@@ -31,7 +31,7 @@ from meshwright.planning.layout import Layout, data_layouts
 from meshwright.training.config import Config
 
 EXACT = ("float64", "float32")
-LEGAL = (*EXACT, "bfloat16")
+LEGAL = (*EXACT, "bfloat16", "float16")
 TRACE_STEPS = 3
 
 
@@ -99,8 +99,9 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
     """What to compute in; float64 first, since there a fault stands out most."""
     if named is None:
-        compute = config.techniques.precision.compute
-        return (*EXACT, "bfloat16") if compute in ("bfloat16", "bf16") else EXACT
+        wish = config.techniques.precision.compute
+        compute = wish if wish == "auto" else canonical_dtype(wish, where="techniques.precision.compute")
+        return (*EXACT, compute) if compute in LEGAL and compute not in EXACT else EXACT
     found = [canonical_dtype(name.strip(), where="--dtypes") for name in named.split(",")]
     for name in found:
         if name not in LEGAL:

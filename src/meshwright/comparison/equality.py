@@ -22,6 +22,8 @@ ROUNDED = 1e-6
 """Least bound in float32 (in bfloat16 too, where weights and sums are float32), and in float64 for models that cast to float32 inside."""
 FLOORS = 4.0
 """So many times the floor is still rounding: the layout orders its sums in another way than the floor's run did."""
+HALVES = ("bfloat16", "float16")
+"""Computed in from weights in float32."""
 HALF_FLOORS = 2.0
 """The same in bfloat16, where the floor is the whole distance of one process in bfloat16 from one in float32."""
 
@@ -58,12 +60,12 @@ def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
 
     Args:
         floor: the error of the same thing between runs of one process: in float32 the farthest of some that order their sums differently,
-            in bfloat16 the farthest of some from one that computes in float32. float64 has none.
+            in bfloat16 and float16 the farthest of some from one that computes in float32. float64 has none.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
     if dtype == "float64":
         return ROUNDED if rounds else EXACT
-    return max(ROUNDED, (HALF_FLOORS if dtype == "bfloat16" else FLOORS) * floor)
+    return max(ROUNDED, (HALF_FLOORS if dtype in HALVES else FLOORS) * floor)
 
 
 def traced_bound(dtype: str, floor: float) -> float:

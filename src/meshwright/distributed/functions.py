@@ -109,6 +109,7 @@ def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrec
     _warn_of_routers(facts)
     wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
+    _warn_of_scaling(plan)
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
 
 
@@ -121,6 +122,14 @@ def _warn_of_routers(facts: ModelFacts) -> None:
             "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their losses wait in"
             " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone. parallelize() does it all.",
             ", ".join(wished),
+        )
+
+
+def _warn_of_scaling(plan: Plan) -> None:
+    if plan.precision.compute == "float16":
+        log.warning(
+            "float16: these functions lay a model out and take no steps. Scale the loss in your loop (torch.amp.GradScaler), or small"
+            " gradients vanish; parallelize() does it."
         )
 
 

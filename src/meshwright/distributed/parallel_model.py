@@ -24,6 +24,7 @@ from meshwright.planning.schedules.action import Action
 from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, routing, step_batch
 from .expert_load import ExpertLoad, LayerLoad
 from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
+from .loss_scale import LossScale
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
 from .parameter_groups import make_parameter_groups
 from .part import Part
@@ -60,6 +61,7 @@ class ParallelModel:
         facts: what the model was before.
         mesh: the device mesh, None in one process.
         skipped_steps: optimizer steps that were skipped so far.
+        loss_scale: what the loss is multiplied by while gradients are computed in float16; None in other dtypes.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class ParallelModel:
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
         groups = self._token_groups
         self._router_loss = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, parts[0].model, groups)
-        self._balanced = [*self._routers, *filter(None, (self._router_loss,))]
         inputs = lambda batch: self._signature.inputs(batch, self.device)  # noqa: E731
+        self.loss_scale = LossScale(plan.precision.loss_scale) if plan.precision.loss_scale else None
         self._runner = runner_of(self._parts, plan, mesh, loss_fn, inputs, self.device, self._router_loss)
 
     # --- what it consists of
@@ -160,9 +162,13 @@ class ParallelModel:
             ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
         pieces, tokens, routed = self._open_step(batch)
-        routing.begin_step(self._balanced, routed, self.device)
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        routing.begin_step(self._routers, routed, self.device, scale)
+        if self._router_loss is not None:
+            routing.begin_step([self._router_loss], routed, self.device)
         try:
-            total = self._runner.forward_backward(pieces, tokens)
+            with self._gradients_times(scale):
+                total = self._runner.forward_backward(pieces, tokens, scale)
         except BaseException:
             routing.forget_step(self._routers)
             if self._router_loss is not None:
@@ -170,6 +176,16 @@ class ParallelModel:
             raise
         self._last_loss = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens)
+
+    @contextmanager
+    def _gradients_times(self, scale: float) -> Iterator[None]:
+        """Inside, gradients are so many times as large; those that there are already too."""
+        if scale == 1.0:
+            yield
+            return
+        scale_gradients(local_gradients(self.parameters()), scale)
+        yield
+        scale_gradients(local_gradients(self.parameters()), 1 / scale)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
@@ -192,6 +208,8 @@ class ParallelModel:
             if max_norm and norm > max_norm:
                 scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
             optimizer.step()
+        if self.loss_scale is not None:
+            self.loss_scale.follow(is_finite=not skipped)
         routing.end_step(self._routers, self._token_groups, skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
@@ -209,7 +227,7 @@ class ParallelModel:
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             tokens = step_batch.count(pieces)
-            routed = routing.count_routed(pieces) if self._balanced else 0
+            routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
         words = torch.tensor([tokens, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)

@@ -45,10 +45,11 @@ class TakesShare(Protocol):
     loss_share: Tensor | None
 
 
-def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device) -> None:
-    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over them."""
+def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device, scale: float = 1.0) -> None:
+    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over them, times
+    ``scale``."""
     if routers:
-        share = torch.full((), 1 / max(tokens, 1), dtype=torch.float64, device=device)
+        share = torch.full((), scale / max(tokens, 1), dtype=torch.float64, device=device)
         for router in routers:
             router.loss_share = share
 

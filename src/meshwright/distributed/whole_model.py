@@ -29,7 +29,7 @@ class WholeModel:
         starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
         self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
 
-    def forward_backward(self, pieces: Sequence[Batch], tokens: int) -> Tensor:
+    def forward_backward(self, pieces: Sequence[Batch], tokens: int, scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._summing_over_tensor_ranks():
             for number, piece in enumerate(pieces):
@@ -38,7 +38,7 @@ class WholeModel:
                     total += loss.detach()
                     if self._router_loss is not None:
                         loss = loss + self._router_loss(piece)
-                    loss.backward()
+                    (loss if scale == 1.0 else loss * scale).backward()
         return total
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:

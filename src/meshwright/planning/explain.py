@@ -40,7 +40,9 @@ def _header(plan: Plan) -> str:
         f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.data_ranks} data ranks"
         + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
-        f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}" + (f", output {p.output}" if p.output else ""),
+        f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
+        + (f", output {p.output}" if p.output else "")
+        + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
         *_tensor(plan),
         *_experts(plan),
         f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed),

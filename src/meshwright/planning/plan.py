@@ -83,13 +83,16 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """dtypes by name: parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed)."""
+    """dtypes by name: parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
+
+    ``loss_scale``: what the loss is multiplied by at first, 0 where it is not scaled; see ``distributed/loss_scale``."""
 
     master: str
     compute: str
     reduce: str
     output: str | None = None
     cast_forward_inputs: bool = True
+    loss_scale: float = 0.0
 
     @property
     def is_mixed(self) -> bool:

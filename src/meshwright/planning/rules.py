@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .layout import Layout
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
-from .techniques import Techniques
+from .techniques import Precision, Techniques
 from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 
 
@@ -69,12 +70,20 @@ def absent_axes(case: Case) -> Found:
 
 
 def half_precision(case: Case) -> Found:
-    p = case.precision
-    for key, dtype in (("master", p.master), ("compute", p.compute), ("reduce", p.reduce), ("output", p.output)):
+    p, wish = case.precision, case.techniques.precision
+    for key, dtype in (("master", p.master), ("reduce", p.reduce)):
         if dtype == "float16":
             yield UnsupportedError(
-                f"techniques.precision.{key} = float16 needs loss scaling, which is not in this version. Use bfloat16 (as fast)."
+                f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set techniques.precision.{key} ="
+                f" float32, and techniques.precision.compute = float16 to compute in it."
             )
+    if p.compute != "float16" and wish.loss_scale != Precision.loss_scale:
+        yield ConfigError(
+            f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs no scaling of the"
+            f" loss. Leave it out."
+        )
+    elif wish.loss_scale < 1 or math.frexp(wish.loss_scale)[0] != 0.5:
+        yield ConfigError(f"techniques.precision.loss_scale = {wish.loss_scale:g}: it is a power of two from 1 on, such as 65536")
 
 
 def ddp_fits(case: Case) -> Found:
@@ -246,6 +255,5 @@ def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> 
         if wish.reduce != "auto"
         else ("float32" if master != "float64" else master)
     )
-    return PrecisionPlan(
-        master, compute, reduce, canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None
-    )
+    output = canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None
+    return PrecisionPlan(master, compute, reduce, output, loss_scale=wish.loss_scale if compute == "float16" else 0.0)

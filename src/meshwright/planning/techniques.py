@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes by name: float32/fp32, bfloat16/bf16, float64/double (float16 is refused until loss scaling exists)."""
+    """dtypes by name: float32/fp32, bfloat16/bf16, float16/fp16/half (to compute in), float64/double."""
 
     master: str = "auto"
     """dtype of parameters at rest, of gradients after reduction and of optimizer state; "auto": the model's own."""
@@ -18,6 +18,8 @@ class Precision:
     """dtype in which gradients are summed over ranks; "auto": float32, or the master dtype where it is wider."""
     output: str | None = None
     """dtype of the model's output; none: as computed."""
+    loss_scale: float = 65536.0
+    """float16: what the loss is multiplied by at first, a power of two; halved when gradients overflow, doubled after 2000 finite steps."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ RANGES: dict[str, Range] = {
     "batch.microbatch": _FROM_0,
     "techniques.loss_chunks": _FROM_1,
     "techniques.layers_per_stage": _FROM_0,
+    "techniques.precision.loss_scale": _ABOVE_0,
     "optimizer.lr": _ABOVE_0,
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,

@@ -140,6 +140,7 @@ class Teller:
             }
             found = validated.figures() if validated else {}
             known = {} if report.mfu is None else {"mfu": report.mfu}
+            known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
             figures = values | self.expert_figures | dict(more) | found | known
             self.note(lambda: self.trackers.log(self.at.step, figures))
 

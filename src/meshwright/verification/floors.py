@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from meshwright.comparison.equality import farthest, relative_errors, sum_floor
+from meshwright.comparison.equality import HALVES, farthest, relative_errors, sum_floor
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import IntegrityError
 
@@ -56,8 +56,8 @@ def references(
     """The oracle, and how far rounding moves it.
 
     In float32 that is the farthest of three more runs, which take one, two and three rows at a time and so add up in other orders. In
-    bfloat16 it is the farthest of three runs (all rows at a time, one, two) from one in float32. In float64, one more run shows whether the
-    model rounds to float32 somewhere. Where features are cut, there are five runs more.
+    bfloat16 and float16 it is the farthest of three runs (all rows at a time, one, two) from one in float32. In float64, one more run shows
+    whether the model rounds to float32 somewhere. Where features are cut, there are five runs more.
 
     Args:
         are_features_cut: the layout adds up features in another order too, which one process cannot: every module's output is changed by
@@ -71,7 +71,7 @@ def references(
     one = reference(problem, always_clips=always_clips, routes=routes)
     routes = one.routes if any(one.routes) else ()
     problem = replace(problem, max_norm=one.max_norm)
-    if problem.dtype == "bfloat16":
+    if problem.dtype in HALVES:
         return one, _from_float32(problem, one, are_features_cut, routes)
     one.narrows = are_features_cut and problem.dtype == "float64" and narrows(problem)
     noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0

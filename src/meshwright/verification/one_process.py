@@ -51,10 +51,20 @@ class OneProcess:
         rows: rows per forward; 0: the whole batch. Fewer rows add the same gradients in another order.
         noise: relative size of random changes to every module's output, as rounding in other kernels makes them.
         seed: of the noise.
+        scale: what losses are multiplied by for the backward; gradients come divided by it.
     """
 
-    def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None, rows: int = 0, noise: float = 0.0, seed: int = 0):
-        self.model, self.rows = model, rows
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        compute: torch.dtype | None = None,
+        rows: int = 0,
+        noise: float = 0.0,
+        seed: int = 0,
+        scale: float = 1.0,
+    ):
+        self.model, self.rows, self.scale = model, rows, scale
         self._signature = Signature.of(model)
         self._device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
@@ -98,7 +108,7 @@ class OneProcess:
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 if self._router_loss is not None:
                     auxiliary.append(_balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed)
-                sum(auxiliary, loss.sum()).backward()
+                (sum(auxiliary, loss.sum()) * self.scale).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
         return OneStep(torch.cat(losses).double().cpu(), observed, routes)
@@ -141,7 +151,7 @@ class OneProcess:
         if self._computing is not self.model:
             for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
                 if mine.grad is not None:
-                    added = mine.grad.to(theirs.dtype)
+                    added = mine.grad.to(theirs.dtype) / self.scale
                     theirs.grad = added if theirs.grad is None else theirs.grad + added
                     mine.grad = None
 

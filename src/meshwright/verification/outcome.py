@@ -148,7 +148,7 @@ def reference(
         routes: of each step's batch, what its tokens' routing is to be.
     """
     model = build(problem)
-    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed)
+    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed, scale=problem.loss_scale)
     optimizer = problem.make_optimizer(model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
@@ -165,7 +165,7 @@ def reference(
             outcome.scores |= {(step, what): torch.cat(scores) for what, scores in replay.scores.items()}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
         if watches(problem, step):
-            seen.observe(step, computed.observed)
+            seen.observe(step, computed.observed, 1 / problem.loss_scale)
         if step == 1:
             outcome.gradients = _copies(gradients)
         _sketch_backward(seen, step, problem, buffers, gradients)
@@ -204,7 +204,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         noted.append(routes)
         gradients = _of_all(laid_out)
         if watches(problem, step):
-            seen.observe(step, observed, laid_out.backward_share(mine, batch))
+            seen.observe(step, observed, laid_out.backward_share(mine, batch) / problem.loss_scale)
         if step == 1:
             outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
         _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)

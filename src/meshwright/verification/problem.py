@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from meshwright.comparison.equality import HALVES
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
@@ -25,6 +26,8 @@ class BatchFactory(Protocol):
     def __call__(self, step: int) -> Batch: ...
 
 
+SCALE = 1024.0
+"""Of losses in float16: gradients of the small models that are verified neither vanish nor overflow."""
 GAP = 3
 """Positions leave out so many numbers inside a document, and begin at 0 to 2: a rotary model that ignores them shows."""
 
@@ -73,7 +76,7 @@ class Problem:
         batches: the global batch of a step.
         steps: optimizer steps.
         seed: of the initial weights of a model on meta.
-        dtype: float64 or float32, of everything; or bfloat16, in which forward and backward are computed from float32 weights.
+        dtype: float64 or float32, of everything; or bfloat16 or float16, in which forward and backward are computed from float32 weights.
         optimizer: "adamw" or "sgd"; SGD where rounding must not be amplified.
         max_norm: clipping; None: none.
         techniques: what the layout applies besides dtype; a plain dict of Techniques.
@@ -97,12 +100,18 @@ class Problem:
     @property
     def master(self) -> str:
         """dtype of weights, summed gradients and optimizer state."""
-        return "float32" if self.dtype == "bfloat16" else self.dtype
+        return "float32" if self.dtype in HALVES else self.dtype
 
     @property
     def wishes(self) -> dict[str, Any]:
         """All techniques, as a plain dict of Techniques."""
-        return {**self.techniques, "precision": {"master": self.master, "compute": self.dtype}}
+        scale = {"loss_scale": self.loss_scale} if self.dtype == "float16" else {}
+        return {**self.techniques, "precision": {"master": self.master, "compute": self.dtype, **scale}}
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for the backward."""
+        return SCALE if self.dtype == "float16" else 1.0
 
     def of_one_process(self) -> Problem:
         """What of it one process computes: problems that differ in how a layout computes them have it in common."""

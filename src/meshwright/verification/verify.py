@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshwright.comparison.equality import relative_errors
+from meshwright.comparison.equality import HALVES, relative_errors
 from meshwright.comparison.findings import Comparison
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
@@ -76,8 +76,8 @@ def verify(
         parallelize_fn: (module, DeviceMesh) → a module, laid out by somebody else; it is stepped as its users do, with the mean loss
             of each rank. Ranks along dp_replicate and dp_shard are given different rows, those along other axes (tp) the same. By
             default meshwright lays the model out.
-        dtypes: float64, float32, bfloat16 (forward and backward, from float32 weights). In all but float64 the optimizer is SGD: AdamW
-            amplifies rounding without bound.
+        dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights). In all but float64 the
+            optimizer is SGD: AdamW amplifies rounding without bound.
         max_norm: what gradients are clipped to; where the first is not longer, half its norm, so that clipping is compared too. None: none.
         techniques: what else the layout applies, such as {"activation_checkpointing": "full"}.
         pool: worker processes to use; by default new ones.
@@ -202,7 +202,7 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
     one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
     _check_finite(one)
-    if problem.dtype != "bfloat16":  # there the other computes in float32, and may be further off than rows that know of each other
+    if problem.dtype not in HALVES:  # there the other computes in float32, and may be further off than rows that know of each other
         _check_rows_are_independent(pool, asked[0], one, floors)
     known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
     return one, floors

@@ -66,6 +66,7 @@ class Pipeline:
         self._kept: dict[tuple[int, int], Kept] = {}
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
         self._objective = None
+        self._scale = 1.0
         if (last := self.parts.get(len(self.pipeline.stages) - 1)) is not None:
             starts = lambda loss: fully_sharded.begin_backward_at(last.module, loss)  # noqa: E731
             self._objective = Objective(last.module, last.plan, loss_fn, starts)
@@ -75,8 +76,8 @@ class Pipeline:
 
     # --- what is asked of it
 
-    def forward_backward(self, pieces: Sequence[Batch], tokens: int) -> Tensor:
-        pieces = self._filled(pieces)
+    def forward_backward(self, pieces: Sequence[Batch], tokens: int, scale: float = 1.0) -> Tensor:
+        pieces, self._scale = self._filled(pieces), scale
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.spans, self.most_kept = [], 0
         with self._a_step():
@@ -171,7 +172,7 @@ class Pipeline:
         if action.work is Work.INPUT:
             deferred.begin(action.microbatch)
         if kept.left.requires_grad:
-            torch.autograd.backward(kept.left, gradient)
+            torch.autograd.backward(kept.left, self._scaled(kept.left) if gradient is None else gradient)
         deferred.end()
         kept.left = None
         given = message_after(action, len(self.pipeline.stages))
@@ -179,6 +180,10 @@ class Pipeline:
             self._mail.hand_over(given, _gradient_of(kept))
         if action.work is Work.BACKWARD and (given is None or self._is_here(given)):
             del self._kept[action.stage, action.microbatch]
+
+    def _scaled(self, loss: Tensor) -> Tensor | None:
+        """What a loss begins its backward with, where that is not 1."""
+        return None if self._scale == 1.0 else torch.full_like(loss, self._scale)
 
     def _taken(self, message: Message) -> Tensor:
         """What is to be sent."""
