@@ -36,6 +36,7 @@ from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.wire import WireCounter
 from meshwright.models.decoder import Attention, Decoder
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.rules import LEGAL
 
 KEPT = MixedPrecisionPolicy()
 SMALL = DecoderConfig(vocab_size=VOCAB, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16, qk_norm=True)
@@ -277,7 +278,7 @@ def test_refusals_leave_the_model_as_it_was(spmd):
         assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
         assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
         assert found["fp8"].startswith("UnsupportedError: fp8 = True: float8 is not in this version")
-        assert "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective." in found["mode"]
+        assert "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, " in found["mode"]
         assert found["untouched"] == "True"
 
 
@@ -336,7 +337,10 @@ def one_step(mode: str | None) -> tuple[dict, dict, list[str]]:
 
 @pytest.mark.parametrize(
     ("mode", "layers", "mixers"),
-    [("none", 3, 3), ("full", 6, 6), ("selective", 3, 6), (ActivationCheckpointing.FULL, 6, 6), (ActivationCheckpointing.SELECTIVE, 3, 6)],
+    [
+        *(("none", 3, 3), ("full", 6, 6), ("selective", 3, 6), ("every_n", 4, 4), ("selective_op", 6, 6), ("offload", 3, 3)),
+        *((ActivationCheckpointing.FULL, 6, 6), (ActivationCheckpointing.SELECTIVE, 3, 6)),
+    ],
 )
 def test_recomputation_repeats_what_the_mode_says_and_changes_no_gradient(mode, layers, mixers):
     counts, found, names = one_step(mode)
@@ -362,7 +366,13 @@ def test_nothing_is_recomputed_without_gradients():
             "selective",
             "selective recomputes attention, but no module of Noisy inside a repeated block is called attention",
         ),
-        (Noisy, "ful", "activation checkpointing 'ful' is not a mode. Did you mean 'full'? Legal: none, full, selective."),
+        (
+            Noisy,
+            "ful",
+            "activation checkpointing 'ful' is not a mode. Did you mean 'full'? Legal: none, full, selective, every_n, modules, ",
+        ),
+        (Noisy, "modules", "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*."),
+        (Noisy, "memory_budget", "it needs techniques.compile = true. Set it, or use selective_op."),
         (Noisy, "", "activation checkpointing '' is not a mode"),
         (lambda: apply_ac(Noisy(), "full"), "selective", "activation_checkpoint is on this Noisy already; apply it once"),
     ],
@@ -374,7 +384,7 @@ def test_a_mode_that_matches_nothing_is_an_error(model, mode, words):
 
 
 def test_the_modes_are_words():
-    assert [str(mode) for mode in ActivationCheckpointing] == ["none", "full", "selective"]
+    assert tuple(str(mode) for mode in ActivationCheckpointing) == LEGAL["activation_checkpointing"]
     assert issubclass(UnsupportedError, NotImplementedError)
 
 

@@ -587,8 +587,9 @@ def test_what_does_not_fit_is_refused(spmd):
         ("activation_checkpoint", {"layer_classes": ["torch.nn.Conv2d"]}, ConfigError, "['torch.nn.Conv2d']: no module of Odd is one"),
         ("activation_checkpoint", {"layer_classes": ["support.odd.Mux"]}, ImportError, "cannot import the class 'support.odd.Mux'"),
         ("activation_checkpoint", {"use_reentrant": True}, UnsupportedError, "activation_checkpoint.use_reentrant = true"),
-        ("activation_checkpoint", {"ops_to_save": ["aten.mm"]}, UnsupportedError, "activation_checkpoint.ops_to_save: a policy per"),
-        ("compile", {"activation_memory_budget": 0.5}, UnsupportedError, "compile.activation_memory_budget is not in this version"),
+        ("activation_checkpoint", {"ops_to_save": ["aten.mn"]}, ConfigError, "activation_checkpoint.ops_to_save: 'aten.mn' is neither"),
+        ("activation_checkpoint", {"ops_to_save": ["aten.t"]}, UnsupportedError, "'aten.t' writes into its inputs or gives a view"),
+        ("compile", {"activation_memory_budget": 1.5}, ConfigError, "activation_memory_budget = 1.5: a share of what would be kept"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(name, config, kind, words):

@@ -56,8 +56,12 @@ def job_oracle(steps=3):
     return out
 
 
-def test_fp32_on_one_gpu_equals_plain_torch(spmd):
-    found, dtypes, technique = spmd(1, job_steps, {"precision": {"compute": "float32"}})[0]
+RECOMPUTED = [{"activation_checkpointing": mode} for mode in ("full", "every_n", "selective_op", "offload")]
+
+
+@pytest.mark.parametrize("extra", [{}, *RECOMPUTED], ids=str)
+def test_fp32_on_one_gpu_equals_plain_torch(spmd, extra):
+    found, dtypes, technique = spmd(1, job_steps, {"precision": {"compute": "float32"}, **extra})[0]
     expected = spmd(1, job_oracle)[0]
     assert technique == "none" and dtypes == {"float32"}
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, expected, strict=True):

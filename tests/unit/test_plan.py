@@ -29,6 +29,9 @@ WISHES = [
     {},
     {"freeze": ["embedding", r"layers\.0\."]},
     {"activation_checkpointing": "selective", "compile": True, "compile_backend": "eager"},
+    {"activation_checkpointing": "selective_op", "checkpoint_keep": ["topk", "aten.mm.default"], "checkpoint_keep_every": 3},
+    {"activation_checkpointing": "memory_budget", "compile": True, "activation_memory_budget": 0.3},
+    {"activation_checkpointing": "modules", "checkpoint_modules": ["layers.*.feed_forward"]},
     {
         "data_parallel": "fully_shard",
         "precision": {"compute": "bf16", "output": "fp32"},

@@ -36,7 +36,9 @@ data.tokenizer data.seq_len data.validation_fraction data.cache data.workers
 batch.global_batch batch.microbatch
 layout.pp layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.ep
 techniques.data_parallel techniques.reshard_after_forward techniques.sync_grad_accum techniques.cpu_offload
-techniques.activation_checkpointing techniques.sequence_parallel techniques.regather techniques.async_tensor_parallel
+techniques.activation_checkpointing techniques.checkpoint_every techniques.checkpoint_modules techniques.checkpoint_keep
+techniques.checkpoint_keep_every techniques.activation_memory_budget
+techniques.sequence_parallel techniques.regather techniques.async_tensor_parallel
 techniques.tensor_plan[].pattern techniques.tensor_plan[].style techniques.loss_chunks
 techniques.pipeline_schedule techniques.layers_per_stage techniques.pipeline_cuts
 techniques.compile techniques.compile_backend techniques.freeze

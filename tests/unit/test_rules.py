@@ -18,6 +18,12 @@ from meshwright.planning import rules
 from meshwright.planning.batch import Batch
 
 DEBUG = SIZES["debug"]
+BUDGET = {"activation_checkpointing": "memory_budget", "compile": True}
+BY_OPERATOR = {"activation_checkpointing": "selective_op"}
+
+
+def modules(*patterns: str) -> dict:
+    return {"activation_checkpointing": "modules", "checkpoint_modules": list(patterns)}
 
 
 class Attention(nn.Module):
@@ -55,6 +61,12 @@ def mixed_block() -> nn.Module:
 
 def mixed_rest() -> nn.Module:
     return Model(Block(), a=nn.Linear(2, 2), b=nn.Linear(2, 2, dtype=torch.float64))
+
+
+def drops() -> nn.Module:
+    block = Block()
+    block.drop = nn.Dropout(0.1)
+    return Model(block, Block())
 
 
 def batch_norm() -> nn.Module:
@@ -251,6 +263,77 @@ CASES = [
         "is called attention. Use full, or name the module *attention*.",
     ),
     refuse(
+        *("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 5}, ConfigError),
+        "techniques.checkpoint_every = 5 is more than the 1 blocks of Model: none would be recomputed",
+    ),
+    refuse(
+        *("checkpointing_matches", DEBUG, ONE, {"activation_checkpointing": "modules"}, ConfigError),
+        "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*.",
+    ),
+    refuse(
+        *("checkpointing_matches", DEBUG, ONE, modules("layers.*.feed_foward"), ConfigError),
+        "techniques.checkpoint_modules: 'layers.*.feed_foward' matches no module in the repeated blocks of Decoder. Did you mean",
+    ),
+    refuse(
+        *("checkpointing_matches", DEBUG, ONE, modules("layers.*", "layers.1.attention"), ConfigError),
+        "'layers.1.attention' matches layers.1.attention, which lies in layers.1 ('layers.*'): it would be recomputed twice",
+    ),
+    refuse(
+        *("checkpointing_matches", DEBUG, Layout(dp_shard=1, tp=2), modules("layers.*.feed_forward.w_up"), UnsupportedError),
+        "layers.0.feed_forward.w_up is a part of what computes together with layout.tp = 2, and cannot be recomputed alone.",
+    ),
+    refuse(
+        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError),
+        "techniques.checkpoint_every acts only with techniques.activation_checkpointing = every_n, and here that is full.",
+    ),
+    refuse(
+        *("checkpointing_keys", DEBUG, ONE, {"checkpoint_keep": ["topk"]}, ConfigError),
+        "techniques.checkpoint_keep acts only with techniques.activation_checkpointing = selective_op, and here that is none.",
+    ),
+    refuse(
+        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 0}, ConfigError),
+        "techniques.checkpoint_every = 0: every n-th one, where n is 1 (every one) or more",
+    ),
+    refuse(
+        *("checkpointing_keys", DEBUG, ONE, {**BUDGET, "activation_memory_budget": 1.0}, ConfigError),
+        "techniques.activation_memory_budget = 1.0: a share of what would be kept, above 0 and below 1",
+    ),
+    *(
+        refuse("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "selective_op", "checkpoint_keep": [word]}, kind, said)
+        for word, kind, said in (
+            ("matmul", ConfigError, "'matmul' is neither a word nor an operator. Did you mean 'matmuls'? Legal: attention, matmuls,"),
+            ("aten.mm.defoult", ConfigError, "'aten.mm.defoult' is neither a word nor an operator."),
+            ("aten.add_.Tensor", UnsupportedError, "'aten.add_.Tensor' writes into its inputs or gives a view of them"),
+            ("c10d.allreduce_.default", UnsupportedError, "sends into a buffer that it is given. Say collectives,"),
+            ("support.odd:nobody", ConfigError, "cannot import 'support.odd:nobody'"),
+            ("math:pi", ConfigError, "'math:pi' is a float, and not a function of (context, operator, *args, **kwargs)"),
+        )
+    ),
+    refuse(
+        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "selective_op", "checkpoint_keep": []}, ConfigError),
+        "techniques.checkpoint_keep is empty: nothing would be kept, which is techniques.activation_checkpointing = full",
+    ),
+    refuse(
+        *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "memory_budget"}, ConfigError),
+        "it needs techniques.compile = true. Set it, or use selective_op.",
+    ),
+    refuse(
+        *("checkpointing_companions", drops, ONE, BUDGET, UnsupportedError),
+        "techniques.activation_checkpointing = memory_budget: 'blocks.0.drop' drops at random",
+    ),
+    refuse(
+        *("checkpointing_companions", DEBUG, Layout(dp_shard=1, tp=2), BUDGET, UnsupportedError),
+        "techniques.activation_checkpointing = memory_budget does not go with layout.tp = 2",
+    ),
+    refuse(
+        *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "offload", "compile": True}, UnsupportedError),
+        "techniques.activation_checkpointing = offload does not go with techniques.compile = true",
+    ),
+    refuse(
+        *("checkpointing_companions", DEBUG, Layout(dp_shard=1, tp=2), {**BY_OPERATOR, "async_tensor_parallel": True}, UnsupportedError),
+        "Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel = false.",
+    ),
+    refuse(
         *("compile_matches", plain, ONE, {"compile": True}, ConfigError),
         "techniques.compile = true acts on repeated blocks, and none was found in Linear",
     ),
@@ -269,7 +352,8 @@ CASES = [
     ),
     refuse(
         *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
-        "techniques.activation_checkpointing = 'ful': legal are none, full, selective. Did you mean 'full'?",
+        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op, offload,",
+        "memory_budget. Did you mean 'full'?",
     ),
 ]
 
@@ -303,6 +387,9 @@ LEGAL = [
     (scalar, DDP2, {}),
     (batch_norm, ONE, {}),
     (no_attention, FSDP2, {"activation_checkpointing": "full", "compile": True}),
+    (DEBUG, Layout(dp_shard=1, tp=2), modules("layers.0", "layers.1.feed_forward")),
+    (DEBUG, ONE, {**BY_OPERATOR, "checkpoint_keep": ["topk", "aten.mm", "torch.ops.aten.bmm.default", "copy:copy"]}),
+    (DEBUG, FSDP2, BUDGET),
     (lambda: Model(Block(), norm=nn.BatchNorm1d(4, track_running_stats=False)), DDP2, {}),
     (plain, FSDP2, {"freeze": ["bias"]}),
 ]

@@ -17,7 +17,9 @@ from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
+from meshwright.planning.operators import check_kept
 from meshwright.planning.plan import Plan
+from meshwright.planning.rules import raise_all
 from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import audit, order
@@ -214,14 +216,17 @@ class ActivationCheckpointTransform(_Planned):
                 "activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false."
             )
         if c.ops_to_save:
-            raise UnsupportedError("activation_checkpoint.ops_to_save: a policy per operator is not in this version. Leave it empty.")
+            raise_all(list(check_kept(c.ops_to_save, "activation_checkpoint.ops_to_save")))
         if not c.layer_classes:
-            return self.wished(facts, device_mesh, Techniques(activation_checkpointing="full"))
+            mode = "selective_op" if c.ops_to_save else "full"
+            kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
+            return self.wished(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
         classes = tuple(import_classes_from_paths(list(c.layer_classes)))
         chosen = tuple(name for name, module in self._modules if isinstance(module, classes))
         if not chosen:
             raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
-        return replace(self.wished(facts, device_mesh, Techniques()), checkpointed=chosen, activation_checkpointing="by class")
+        made = self.wished(facts, device_mesh, Techniques())
+        return replace(made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save))
 
 
 @register_model_transform("compile", CompileTransformConfig)
@@ -232,7 +237,8 @@ class CompileTransform(_Planned):
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: CompileTransformConfig = self.config
+        wishes = Techniques(compile=True)
         if c.activation_memory_budget is not None:
-            raise UnsupportedError("compile.activation_memory_budget is not in this version. Leave it out, or use activation_checkpoint.")
-        plan = self.wished(facts, device_mesh, Techniques(compile=True))
+            wishes = replace(wishes, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget)
+        plan = self.wished(facts, device_mesh, wishes)
         return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))

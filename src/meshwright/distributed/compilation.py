@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.planning.plan import Plan
+
+from .random_streams import streams
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -14,7 +21,37 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         module = model.get_submodule(name)
         keep_hooks_eager(module)
         module.compile(**dict(plan.compile_options))
+        if plan.activation_memory_budget is not None:
+            _compile_within(module, plan.activation_memory_budget)
     return model
+
+
+def _compile_within(module: nn.Module, budget: float) -> None:
+    """Let whatever the module's calls compile keep no more than this share of its activations for backward; the partitioner chooses what
+    (min cut, arXiv 2302.05442, and a knapsack over what it costs). It would recompute random operators with other numbers (torch 2.13 on
+    the CPU), so a block that draws any is refused.
+
+    Raises:
+        UnsupportedError: in the first forward that is trained, if the block draws random numbers.
+    """
+    compiled = module._compiled_call_impl
+    assert compiled is not None
+
+    @functools.wraps(compiled)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        before = streams()
+        with functorch_config.patch(activation_memory_budget=budget):
+            output = compiled(*args, **kwargs)
+        if torch.is_grad_enabled() and any(
+            not torch.equal(state, before[device]) for device, state in streams().items() if device in before
+        ):
+            raise UnsupportedError(
+                f"techniques.activation_checkpointing = memory_budget: {type(module).__name__} draws random numbers, and the compiler could"
+                f" draw others when it recomputes. Use selective_op or full, or switch dropout off."
+            )
+        return output
+
+    module._compiled_call_impl = within
 
 
 def keep_hooks_eager(module: nn.Module) -> None:

@@ -71,6 +71,7 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
         "recomputed": lambda module: getattr(module.forward, "recomputes", False),
+        "activations in host memory": lambda module: getattr(module.forward, "offloads", False),
         "compiled": lambda module: module._compiled_call_impl is not None,
     }
     for what, is_one in kinds.items():

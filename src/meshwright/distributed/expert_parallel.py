@@ -25,6 +25,7 @@ from meshwright.introspection.structure.experts import Stack
 from meshwright.models.moe import tokens_per_expert
 from meshwright.planning.plan import Plan
 
+from .kept import exchanged
 from .tensor.placement import distribute
 from .tensor.runtime import use_local_parameters, wrap
 
@@ -86,8 +87,7 @@ def _everywhere(
     ranks, flat = group.size(), index.flatten()
     order = flat.argsort(stable=True)  # by expert, so by rank; what goes nowhere comes last
     mine = tokens_per_expert(flat, stack.experts)
-    theirs = torch.empty_like(mine)  # (ranks, experts of this rank)
-    dist.all_to_all_single(theirs, mine, group=group)
+    theirs = exchanged(lambda: _counts_of_all(mine, group))  # (ranks, experts of this rank)
     sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()  # the one wait
     order = order[: sum(sends)]
     given = _exchange(rows[order // k], sends, receives, group, meanwhile)
@@ -106,22 +106,35 @@ class _Journey:
     sends: list[int]
     receives: list[int]
     group: dist.ProcessGroup
-    _under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+    _under_way: tuple[dist.Work, Tensor] | None = None
+    _found: Tensor | None = None
 
     def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         """What comes, when ``end`` has returned."""
-        found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
-        work = dist.all_to_all_single(found, sent, receives, sends, group=self.group, async_op=True)
-        assert work is not None
-        self._under_way = work, sent, found
-        return found
+
+        def send() -> Tensor:
+            found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
+            work = dist.all_to_all_single(found, sent, receives, sends, group=self.group, async_op=True)
+            assert work is not None
+            self._under_way = work, sent
+            return found
+
+        self._found = exchanged(send)
+        return self._found
 
     def end(self) -> Tensor:
-        assert self._under_way is not None
-        work, _, found = self._under_way
-        work.wait()
-        self._under_way = None
+        found = self._found
+        assert found is not None
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        self._under_way = self._found = None
         return found
+
+
+def _counts_of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    return theirs
 
 
 class _Begin(torch.autograd.Function):

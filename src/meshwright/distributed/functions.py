@@ -30,13 +30,23 @@ log = logging.getLogger("meshwright")
 
 
 class ActivationCheckpointing(StrEnum):
-    """What is recomputed in backward."""
+    """What is recomputed in backward, or kept elsewhere; see ``planning.techniques`` for the keys of each."""
 
     NONE = "none"
     FULL = "full"
     """Every repeated block."""
     SELECTIVE = "selective"
     """Attention only."""
+    EVERY_N = "every_n"
+    """Each second block."""
+    MODULES = "modules"
+    """Modules that are named."""
+    SELECTIVE_OP = "selective_op"
+    """Every block, but not attention products, each second matrix product, what other ranks sent, and the choice of experts."""
+    OFFLOAD = "offload"
+    """Nothing; what blocks save for backward waits in host memory."""
+    MEMORY_BUDGET = "memory_budget"
+    """What the compiler chooses."""
 
 
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
@@ -169,12 +179,15 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
-    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only). Returns the model.
+    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only), ``every_n`` (each
+    second block), ``selective_op`` (every block, but for results of some operators), ``offload`` (none: they wait in host memory). Returns
+    the model.
 
-    Parameter names stay as they are.
+    Each mode has the defaults of its keys. Parameter names stay as they are.
 
     Raises:
-        ConfigError: an unknown mode, a mode that matches no module of this model, or sharding came first.
+        ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name (``modules``,
+            ``memory_budget``), or sharding came first.
     """
     wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)

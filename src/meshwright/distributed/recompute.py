@@ -1,4 +1,5 @@
-"""Activation checkpointing: drop a module's activations and recompute them in backward (arXiv 1604.06174)."""
+"""Activation checkpointing: drop a module's activations and recompute them in backward (arXiv 1604.06174), all of them or but for results
+of some operators (arXiv 2205.05198); or keep them in host memory."""
 
 from __future__ import annotations
 
@@ -10,23 +11,40 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.planning.plan import Plan
 
+from .host_activations import HostActivations, offload
+from .kept import contexts, leaving
+from .operator_policy import OperatorPolicy
+
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Recompute the planned modules in place; names stay as they are, random states are preserved."""
+    """Recompute the planned modules in place, or let them keep in host memory what they save; names stay as they are, random states are
+    preserved."""
+    if plan.activation_checkpointing == "offload":
+        store = HostActivations()
+        for number, name in enumerate(plan.checkpointed):
+            offload(model.get_submodule(name), number, store)
+        return model
+    policy = OperatorPolicy(plan.checkpoint_keep, plan.checkpoint_keep_every) if plan.checkpoint_keep else None
     for name in plan.checkpointed:
-        recompute(model.get_submodule(name))
+        recompute(model.get_submodule(name), policy)
     return model
 
 
-def recompute(module: nn.Module) -> None:
-    """Make one module recompute; where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway."""
+def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
+    """Make one module recompute; where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway.
+
+    Args:
+        policy: which results are kept; None: none.
+    """
     forward = module.forward
+    options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
+    region = forward if policy is None else functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):
         if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
 
     recomputed.recomputes = True  # type: ignore[attr-defined]
     module.forward = recomputed

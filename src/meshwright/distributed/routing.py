@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.core.losses import PADDING
 from meshwright.models.moe import Router
 
+from .kept import exchanged
 from .part import Batch
 
 
@@ -62,7 +63,8 @@ def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessG
 
 @torch._disable_dynamo
 def _sum_everywhere(groups: list[dist.ProcessGroup], counted: Tensor) -> Tensor:
-    return sum_over(groups, counted.sum(0, keepdim=True))
+    total = counted.sum(0, keepdim=True)
+    return exchanged(lambda: sum_over(groups, total), into=total)
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:

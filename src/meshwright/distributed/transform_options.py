@@ -83,7 +83,11 @@ class ExpertParallelTransformConfig:
 
 @dataclass(frozen=True)
 class ActivationCheckpointTransformConfig:
-    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block."""
+    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block.
+
+    ``ops_to_save``: results that are kept: operators ("aten.mm.default", or "aten.mm" for all its forms), or the words of
+    ``techniques.checkpoint_keep``.
+    """
 
     layer_classes: tuple[str, ...] = ()
     use_reentrant: bool = False
@@ -92,7 +96,10 @@ class ActivationCheckpointTransformConfig:
 
 @dataclass(frozen=True)
 class CompileTransformConfig:
-    """Options of torch.compile, applied to each repeated block."""
+    """Options of torch.compile, applied to each repeated block.
+
+    ``activation_memory_budget``: the share, above 0 and below 1, of what a block would keep for backward that it may keep.
+    """
 
     compile_kwargs: dict[str, Any] = field(default_factory=dict)
     activation_memory_budget: float | None = None

@@ -17,6 +17,7 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_ex
 from meshwright.introspection.structure.experts import find_stacks
 
 from .batch import Batch
+from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
@@ -124,9 +125,10 @@ def _assemble(
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
-    checkpointed = {"none": (), "full": facts.blocks, "selective": facts.attentions}[mode]
+    checkpointed = checkpointed_modules(facts, wishes)
+    keep = wishes.checkpoint_keep if mode == "selective_op" else ()
     shards = layout.dp_shard if technique == "fully_shard" else 1
-    recomputed = recomputed_in(facts.blocks, checkpointed)
+    recomputed = recomputed_in(facts.blocks, sent_again(mode, checkpointed, keep))
     dense = without_experts(facts, experts)
     activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
     router_loss = router_loss_of(facts)
@@ -149,6 +151,9 @@ def _assemble(
         frozen=tuple(p.name for p in facts.parameters if not p.trainable),
         activation_checkpointing=mode,
         checkpointed=checkpointed,
+        checkpoint_keep=keep,
+        checkpoint_keep_every=wishes.checkpoint_keep_every if keep else 1,
+        activation_memory_budget=wishes.activation_memory_budget if mode == "memory_budget" else None,
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
         collectives=step_collectives(mesh, units, data, precision, activations, trained_cuts(dense, tensor), experts),
@@ -225,7 +230,7 @@ def _parameters(
 
 def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
     if tensor is not None and wishes.compile and wishes.activation_checkpointing != "none":
-        what = "blocks" if wishes.activation_checkpointing == "full" else "attentions"
+        what = {"selective": "attentions", "modules": "modules"}.get(wishes.activation_checkpointing, "blocks")
         yield f"{what} that are recomputed run uncompiled on the tensor axis: torch finds no graph for them"
 
 

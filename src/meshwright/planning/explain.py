@@ -45,7 +45,7 @@ def _header(plan: Plan) -> str:
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
         *_tensor(plan),
         *_experts(plan),
-        f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed),
+        f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed) + _kept(plan),
         f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
     ]
@@ -77,6 +77,13 @@ def _experts(plan: Plan) -> list[str]:
 def _reshard(plan: Plan) -> str:
     values = [str(unit.reshard_after_forward) for unit in plan.units if unit.name]
     return values[0].lower() + (" (root and last block stay gathered)" if values[0] != "False" else "") if values else "false"
+
+
+def _kept(plan: Plan) -> str:
+    if plan.activation_memory_budget is not None:
+        return f": {plan.activation_memory_budget} of what the compiled blocks would keep"
+    every = "" if plan.checkpoint_keep_every == 1 else f", one of {plan.checkpoint_keep_every} matrix products"
+    return f"; kept: {', '.join(plan.checkpoint_keep)}{every}" if plan.checkpoint_keep else ""
 
 
 def _where(names: tuple[str, ...]) -> str:

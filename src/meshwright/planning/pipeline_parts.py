@@ -10,6 +10,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 
+from .checkpointing import sent_again
 from .collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_norm
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import without_experts
@@ -84,7 +85,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
             yield from sharded_units(
                 _units_of(own, part, shards), part.data, part.precision, shards, mesh[Axis.DP_REPLICATE], part.experts, postponed=True
             )
-        recomputed = recomputed_in(own.blocks, part.checkpointed)
+        recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
             yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards)
@@ -95,7 +96,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield from over_data_axes(mesh, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
     routers = [router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers]
-    again = recomputed_in(facts.blocks, plan.checkpointed)
+    again = recomputed_in(facts.blocks, _sent_again(plan))
     yield from router_collectives(replace(facts, routers=tuple(routers)), mesh, plan.tensor, plan.precision, again, plan.router_loss)
     copies = {last for _, last in pipeline.tied}
     own = [p for stage in pipeline.stages_on(rank) for p in facts_of_stage(facts, pipeline, stage).parameters if p.name not in copies]
@@ -135,6 +136,10 @@ def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
     """The communication units of a stage's part: its root has what it has of what lies outside the blocks."""
     root = make_unit(facts, "", shards, False, False, plan.tensor)
     return tuple(unit for unit in (root, *(unit for unit in plan.units if unit.name)) if unit.elements)
+
+
+def _sent_again(plan: Plan) -> tuple[str, ...]:
+    return sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
 
 
 def recomputed_in(blocks: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

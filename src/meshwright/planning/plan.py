@@ -142,6 +142,9 @@ class Plan:
     frozen: tuple[str, ...] = ()
     activation_checkpointing: str = "none"
     checkpointed: tuple[str, ...] = ()
+    checkpoint_keep: tuple[str, ...] = ()
+    checkpoint_keep_every: int = 1
+    activation_memory_budget: float | None = None
     compiled: tuple[str, ...] = ()
     compile_options: tuple[tuple[str, str | bool], ...] = ()
     collectives: tuple[Collective, ...] = ()

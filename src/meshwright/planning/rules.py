@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype
@@ -13,6 +14,7 @@ from meshwright.core.names import matching
 from meshwright.introspection.facts import ModelFacts
 
 from .batch import Batch
+from .checkpoint_rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .layout import Layout
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
@@ -47,7 +49,7 @@ ABSENT = {Axis.CP: "context parallelism"}
 LEGAL = {
     "data_parallel": ("auto", "ddp", "fully_shard"),
     "sync_grad_accum": (False, True, "shard"),
-    "activation_checkpointing": ("none", "full", "selective"),
+    "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
 }
 """Values of the techniques that are words: a config is checked when it is read, a Techniques made in code only here."""
 
@@ -150,17 +152,6 @@ def running_statistics(case: Case) -> Found:
         )
 
 
-def checkpointing_matches(case: Case) -> Found:
-    mode = case.techniques.activation_checkpointing
-    if mode == "full" and not case.facts.blocks:
-        yield ConfigError(no_blocks("techniques.activation_checkpointing = full", case.facts))
-    if mode == "selective" and not case.facts.attentions:
-        yield ConfigError(
-            f"techniques.activation_checkpointing = selective recomputes attention, but no module of {case.facts.kind} inside a repeated"
-            f" block is called attention. Use full, or name the module *attention*."
-        )
-
-
 def compile_matches(case: Case) -> Found:
     if case.techniques.compile and not case.facts.blocks:
         yield ConfigError(no_blocks("techniques.compile = true", case.facts))
@@ -191,7 +182,9 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     postponed_all_reduce,
     shardable_parameters,
     running_statistics,
+    checkpointing_keys,
     checkpointing_matches,
+    checkpointing_companions,
     compile_matches,
     something_trains,
 )

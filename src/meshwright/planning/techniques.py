@@ -45,8 +45,23 @@ class Techniques:
     """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once."""
     cpu_offload: bool = False
     """fully_shard: parameters, gradients and optimizer state live in host memory."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """full: recompute every block in backward; selective: recompute attention only."""
+    activation_checkpointing: Literal["none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"] = (
+        "none"
+    )
+    """Recompute in backward: every block (full), attention (selective), each n-th block (every_n), modules that are named (modules), every
+    block but for results of some operators (selective_op), what the compiler chooses (memory_budget). offload: recompute nothing, but keep
+    what blocks save in host memory."""
+    checkpoint_every: int = 2
+    """every_n: recompute each block of so many, the last of them; 1: every block."""
+    checkpoint_modules: tuple[str, ...] = ()
+    """modules: paths of what is recomputed; * stands for one part of a path: layers.*.feed_forward."""
+    checkpoint_keep: tuple[str, ...] = ("attention", "matmuls", "collectives", "topk")
+    """selective_op: what is not recomputed: attention, matmuls, collectives, topk; operators (aten.mm.default); or module:function, a
+    policy (context, operator, *args, **kwargs) that returns a torch.utils.checkpoint.CheckpointPolicy."""
+    checkpoint_keep_every: int = 2
+    """selective_op: of a block's matrix products keep each one of so many, the last of them; 1: every one."""
+    activation_memory_budget: float = 0.5
+    """memory_budget: the share of what a compiled block would keep that it may keep."""
     sequence_parallel: bool = True
     """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
     regather: bool = True

@@ -21,6 +21,7 @@ _ABOVE_0: Range = ("a finite number above 0", lambda value: 0 < value < math.inf
 _FROM_0: Range = ("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 _FROM_1: Range = ("1 or more", lambda value: value >= 1)
 _BELOW_1: Range = ("0 or more and below 1", lambda value: 0 <= value < 1)
+_BETWEEN: Range = ("above 0 and below 1", lambda value: 0 < value < 1)
 _SHARE: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 _SEED: Range = ("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TEXT: Range = ("not empty", lambda value: len(value) > 0)
@@ -78,6 +79,9 @@ RANGES: dict[str, Range] = {
     "data.workers": _FROM_0,
     "batch.global_batch": _FROM_1,
     "batch.microbatch": _FROM_0,
+    "techniques.checkpoint_every": _FROM_1,
+    "techniques.checkpoint_keep_every": _FROM_1,
+    "techniques.activation_memory_budget": _BETWEEN,
     "techniques.loss_chunks": _FROM_1,
     "techniques.layers_per_stage": _FROM_0,
     "techniques.precision.loss_scale": _ABOVE_0,

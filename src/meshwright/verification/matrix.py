@@ -131,6 +131,14 @@ class Judged:
 COMPILED = (("compile", True), ("compile_backend", "aot_eager"))
 FROZEN = (("freeze", ("embedding", r"layers\.0")),)
 RECOMPUTED = (("activation_checkpointing", "full"),)
+FURTHER_MODES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("every_n", ()),
+    ("modules", (("checkpoint_modules", ("layers.*.feed_forward",)),)),
+    ("selective_op", ()),
+    ("offload", ()),
+    ("memory_budget", COMPILED),
+)
+"""Of activation_checkpointing, each with what it needs."""
 
 PLAIN = Way("plain")
 WHOLE_SHARDS = Way("data_parallel = fully_shard", (("data_parallel", "fully_shard"),))
@@ -143,6 +151,7 @@ WAYS = (
     Way('sync_grad_accum = "shard", microbatches', (("sync_grad_accum", "shard"),), 1),
     Way("activation_checkpointing = full", RECOMPUTED),
     Way("activation_checkpointing = selective", (("activation_checkpointing", "selective"),)),
+    *(Way(f"activation_checkpointing = {name}", (("activation_checkpointing", name), *more)) for name, more in FURTHER_MODES),
     Way("reshard_after_forward = false", (("reshard_after_forward", False),)),
     Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
     Way("cpu_offload", (("cpu_offload", True),)),

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.distributed.kept import exchanged
+
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch 2.13 gave both new names."""
@@ -76,25 +78,31 @@ class ProcessGroupRanks:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        parts = x.new_empty((self.size, *x.shape))
-        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
-        return joined(parts, length)
+        return joined(self.gather_features(x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
+        return exchanged(lambda: self._scattered(x))
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        return exchanged(lambda: self._gathered(x))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return exchanged(lambda: self._reduced(x, dist.ReduceOp.SUM), into=x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return exchanged(lambda: self._reduced(x, dist.ReduceOp.MAX), into=x)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return parts
+
+    def _scattered(self, x: Tensor) -> Tensor:
         parts = by_rank(x, self.size)
         mine = torch.empty_like(parts[0])
         _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
         return mine
 
-    def gather_features(self, x: Tensor) -> Tensor:
-        parts = x.new_empty((self.size, *x.shape))
-        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
-        return parts
-
-    def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def largest(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(x, op=op, group=self.group)
         return x

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.distributed.random_streams import restore_streams, streams
 from meshwright.distributed.shards import seed_of
 
 from .runtime import Runtime
@@ -22,25 +23,12 @@ def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime)
     def enter(_: nn.Module, args: tuple) -> None:
         if model.training and runtime.sequence.cut and not shared:
             number = int(torch.randint(2**62, (1,)))
-            shared.append(_states())
+            shared.append(streams())
             torch.manual_seed(seed_of("tensor rank", number, runtime.group.rank))
 
     def leave(_: nn.Module, args: tuple, output: Any) -> None:
         if shared:
-            _restore(shared.pop())
+            restore_streams(shared.pop())
 
     first_block.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
-
-
-def _states() -> dict[str, torch.Tensor]:
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def _restore(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
