@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import parallel_model
+from meshwright.distributed import grad_clip
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -46,8 +46,8 @@ def test_float16_costs_no_more_than_the_dtype_does(pool, name):
 
 
 def keep_scaled(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
-    scale = parallel_model.scale_gradients
-    with patch.object(parallel_model, "scale_gradients", lambda parts, factor: scale(parts, factor) if factor != 1 / 1024 else None):
+    scale = grad_clip.scale_gradients
+    with patch.object(grad_clip, "scale_gradients", lambda parts, factor: scale(parts, factor) if factor != 1 / 1024 else None):
         return candidate(problem, layout, parallelize_fn)
 
 

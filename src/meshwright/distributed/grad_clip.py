@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,17 @@ def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:
     tensors = [part.tensor for part in parts]
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+@contextmanager
+def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Parameter]]) -> Iterator[None]:
+    """Inside, gradients are so many times as large as they are outside; those that there are already too."""
+    if factor == 1.0:
+        yield
+        return
+    scale_gradients(local_gradients(parameters()), factor)
+    yield
+    scale_gradients(local_gradients(parameters()), 1 / factor)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True) -> Tensor:

@@ -23,7 +23,7 @@ from meshwright.planning.schedules.action import Action
 
 from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, routing, step_batch
 from .expert_load import ExpertLoad, LayerLoad
-from .grad_clip import EPSILON, local_gradients, scale_gradients, total_norm
+from .grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .loss_scale import LossScale
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
 from .parameter_groups import make_parameter_groups
@@ -167,7 +167,7 @@ class ParallelModel:
         if self._router_loss is not None:
             routing.begin_step([self._router_loss], routed, self.device)
         try:
-            with self._gradients_times(scale):
+            with gradients_times(scale, self.parameters):
                 total = self._runner.forward_backward(pieces, tokens, scale)
         except BaseException:
             routing.forget_step(self._routers)
@@ -176,16 +176,6 @@ class ParallelModel:
             raise
         self._last_loss = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens)
-
-    @contextmanager
-    def _gradients_times(self, scale: float) -> Iterator[None]:
-        """Inside, gradients are so many times as large; those that there are already too."""
-        if scale == 1.0:
-            yield
-            return
-        scale_gradients(local_gradients(self.parameters()), scale)
-        yield
-        scale_gradients(local_gradients(self.parameters()), 1 / scale)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
