@@ -31,6 +31,8 @@ GALLERY = {
     "padding_counted": (Problem(), ONE_FORWARD, ()),
     "context_not_restored": (Problem(), ONE_FORWARD, ("raise",)),
     "stale_after_evaluation": (Problem(), ONE_FORWARD, ("evaluate",)),
+    "stale_after_the_step": (Problem(), Way(FSDP2, (("zero_stage", 1),), "list"), ()),
+    "shards_lost_between_microbatches": (Problem(), Way(FSDP2, (("zero_stage", 2),), "list"), ()),
     "skip_not_agreed": (Problem(), ONE_FORWARD, ("infinite",)),
     "never_skips": (Problem(), ONE_FORWARD, ("infinite",)),
     "same_block_on_every_rank": (Problem(), ONE_FORWARD, ()),

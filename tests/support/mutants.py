@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.distributed import accumulation, agree, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
 from meshwright.distributed.parallel_model import ParallelModel
@@ -157,6 +158,35 @@ def context_not_restored():
 def stale_after_evaluation():
     """Parameters that were gathered for an evaluation are used again after the optimizer step."""
     return patch.object(fully_sharded, "reshard", lambda model: None)
+
+
+def stale_after_the_step():
+    """What was gathered for the first step is used in all that follow."""
+    whole = FSDPParamGroup.wait_for_unshard
+
+    def remembering(self):
+        whole(self)
+        for parameter in self.fsdp_params:
+            gathered = parameter._unsharded_param
+            if not hasattr(parameter, "first_gathered"):
+                parameter.first_gathered = gathered.detach().clone()
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
+                gathered.copy_(parameter.first_gathered)
+
+    return patch.object(FSDPParamGroup, "wait_for_unshard", remembering)
+
+
+def shards_lost_between_microbatches():
+    """ZeRO-2: a microbatch's shard of the gradients takes the place of what was there."""
+    context = accumulation.context
+
+    def forgetting(module, plan, is_last):
+        for group in [group for sharded in fully_sharded.sharded_modules(module) for group in fully_sharded._groups(sharded)]:
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad = None
+        return context(module, plan, is_last)
+
+    return patch.object(accumulation, "context", forgetting)
 
 
 @contextmanager

@@ -337,6 +337,7 @@ def test_flags_change_only_what_they_name():
         (["--techniques.reshard_after_forward=false"], Techniques(reshard_after_forward=False)),
         (["--techniques.reshard_after_forward=1"], Techniques(reshard_after_forward=1)),
         (["--techniques.sync_grad_accum=shard"], Techniques(sync_grad_accum="shard")),
+        (["--techniques.zero_stage=2"], Techniques(zero_stage=2)),
         (["--techniques.freeze", "embed", "norm"], Techniques(freeze=("embed", "norm"))),
     ],
 )

@@ -35,7 +35,7 @@ data.curriculum[].from_step data.curriculum[].weights
 data.tokenizer data.seq_len data.validation_fraction data.cache data.workers
 batch.global_batch batch.microbatch
 layout.pp layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.ep
-techniques.data_parallel techniques.reshard_after_forward techniques.sync_grad_accum techniques.cpu_offload
+techniques.data_parallel techniques.zero_stage techniques.reshard_after_forward techniques.sync_grad_accum techniques.cpu_offload
 techniques.activation_checkpointing techniques.checkpoint_every techniques.checkpoint_modules techniques.checkpoint_keep
 techniques.checkpoint_keep_every techniques.activation_memory_budget
 techniques.sequence_parallel techniques.regather techniques.async_tensor_parallel

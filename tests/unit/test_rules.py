@@ -127,6 +127,7 @@ def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str
 
 
 PP2 = Layout(pp=2, dp_shard=1)
+PP2_DP2 = Layout(pp=2, dp_shard=2)
 FOUR = replace(DEBUG, n_layers=4)
 PIPELINES = [
     ({"pipeline_cuts": (2,)}, "techniques.pipeline_cuts cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set"),
@@ -155,8 +156,57 @@ CASES = [
         "Set techniques.data_parallel = fully_shard",
     ),
     refuse(
-        *("pipeline_companions", DEBUG, PP2, {"sync_grad_accum": True}, UnsupportedError),
-        "techniques.sync_grad_accum = true does not go with layout.pp = 2",
+        *("pipeline_companions", FOUR, PP2, {"sync_grad_accum": True, "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
+        "techniques.sync_grad_accum = true does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input",
+    ),
+    refuse(
+        *("pipeline_companions", FOUR, PP2_DP2, {"zero_stage": 2, "pipeline_schedule": "dualpipe_v"}, UnsupportedError),
+        "techniques.zero_stage = 2 does not go with techniques.pipeline_schedule = dualpipe_v, which computes input and weight",
+    ),
+    refuse(
+        *("zero_fits", DEBUG, FSDP2, {"zero_stage": 0}, ConfigError),
+        "techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = 2 cuts it.",
+        "Set layout.dp_shard = 1 and layout.dp_replicate = 2, or another stage.",
+    ),
+    refuse(
+        *("zero_fits", DEBUG, FSDP2, {"zero_stage": 1, "data_parallel": "ddp"}, ConfigError),
+        "techniques.zero_stage = 1 shards optimizer state, and techniques.data_parallel = ddp keeps all of it whole",
+    ),
+    refuse(
+        *("zero_fits", DEBUG, DDP2, {"zero_stage": 2}, ConfigError),
+        "techniques.zero_stage = 2 shards optimizer state and gradients over layout.dp_shard, which is 1 here beside",
+        "layout.dp_replicate = 2. Set layout.dp_shard = 2 and layout.dp_replicate = 1",
+    ),
+    *(
+        refuse(*("zero_fits", DEBUG, FSDP2, {"zero_stage": stage, **other}, ConfigError), f"techniques.zero_stage = {stage} {words}")
+        for stage, other, words in (
+            (
+                1,
+                {"reshard_after_forward": True},
+                "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft",
+            ),
+            (
+                2,
+                {"reshard_after_forward": True},
+                "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft",
+            ),
+            (3, {"reshard_after_forward": False}, "frees gathered parameters after each use, and techniques.reshard_after_forward = false"),
+            (1, {"sync_grad_accum": True}, "keeps whole gradients until the last microbatch, and techniques.sync_grad_accum = true"),
+            (
+                2,
+                {"sync_grad_accum": False},
+                "shards gradients with every microbatch, and techniques.sync_grad_accum = false says otherwise",
+            ),
+            (
+                3,
+                {"sync_grad_accum": False},
+                "shards gradients with every microbatch, and techniques.sync_grad_accum = false says otherwise",
+            ),
+        )
+    ),
+    refuse(
+        *("legal_words", DEBUG, FSDP2, Techniques(zero_stage=4), ConfigError),  # type: ignore[arg-type]
+        "techniques.zero_stage = 4: legal are auto, 0, 1, 2, 3",
     ),
     refuse(
         *("pipeline_companions", FOUR, PP2, {"compile": True, "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
@@ -382,6 +432,10 @@ LEGAL = [
     (DEBUG, FSDP2, {"reshard_after_forward": False}),
     (DEBUG, Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
     (DEBUG, DDP2, {"precision": {"compute": "bf16"}}),
+    (DEBUG, DDP2, {"zero_stage": 0, "data_parallel": "fully_shard"}),
+    (DEBUG, ONE, {"zero_stage": 2}),
+    (DEBUG, Layout(dp_replicate=2, dp_shard=2), {"zero_stage": 2, "sync_grad_accum": True}),
+    (DEBUG, Layout(dp_shard=12), {"zero_stage": 3, "reshard_after_forward": 6}),
     (DEBUG, ONE, {"cpu_offload": True}),
     (DEBUG, DDP2, {"data_parallel": "fully_shard", "cpu_offload": True}),
     (scalar, DDP2, {}),

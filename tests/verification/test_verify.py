@@ -64,6 +64,13 @@ GALLERY = {
     "positions_dropped": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward)"),
     "loss_mask_dropped": (UNTIED, FSDP, {}, "the loss of step 1"),
     "padding_counted": (UNTIED, FSDP, {}, "the loss of step 1"),
+    "stale_after_the_step": (
+        UNTIED,
+        FSDP,
+        {"microbatch_rows": 1, "techniques": {"zero_stage": 1}},
+        "the output of embedding (forward) of step 2",
+    ),
+    "shards_lost_between_microbatches": (UNTIED, FSDP, {"microbatch_rows": 1, "techniques": {"zero_stage": 2}}, ALL),
     "same_block_on_every_rank": (UNTIED, FSDP, {}, "the initial weight embedding.weight"),
 }
 """Mutant -> the model, the layout and the circumstances in which it shows, and where it shows first."""

@@ -18,7 +18,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.facts import SHARED_OUT_BY
-from meshwright.planning.plan import Plan, PrecisionPlan, Unit
+from meshwright.planning.plan import DataParallel, Plan, PrecisionPlan, Unit
 
 from .mesh import axis_sizes, get_expert_mesh
 
@@ -115,12 +115,17 @@ def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def accumulation(model: nn.Module, sync: bool | str, is_last: bool) -> Iterator[None]:
-    """Inside, gradients travel only as ``sync`` says; afterwards (also after an exception) as by default."""
-    modules = sharded_modules(model)
+def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterator[None]:
+    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+
+    What ``data`` keeps gathered through a step is freed by the backward of its last microbatch, before anything can change the weights.
+    """
+    modules, sync = sharded_modules(model), data.sync_grad_accum
     try:
         for module in modules:
             module.set_is_last_backward(is_last)
+            if data.gathers_per_step:
+                module.set_reshard_after_backward(is_last, recurse=False)
             if sync == "shard":
                 module.set_requires_all_reduce(is_last, recurse=False)
             elif sync is False:
@@ -133,6 +138,7 @@ def accumulation(model: nn.Module, sync: bool | str, is_last: bool) -> Iterator[
         if not is_last:
             for module in modules:
                 module.set_is_last_backward(True)
+                module.set_reshard_after_backward(True, recurse=False)
                 module.set_requires_gradient_sync(True, recurse=False)
 
 
@@ -141,12 +147,9 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for ``reduce_gradients``,
     and what the plan keeps gathered after a forward is kept until then."""
     modules = sharded_modules(model)
-    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
-            module.set_requires_gradient_sync(False, recurse=False)
+    _keep_gathered(model, plan)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     except BaseException:
@@ -159,13 +162,38 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
             module.set_requires_gradient_sync(True, recurse=False)
 
 
+def _keep_gathered(model: nn.Module, plan: Plan) -> None:
+    """Until the last backward, what the plan does not free after a forward."""
+    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
+
+
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce what was postponed, last blocks first; what torch would do behind a last backward."""
-    modules = sharded_modules(model)
-    for module in modules:
+    for module in sharded_modules(model):
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True, recurse=False)
         module.set_requires_gradient_sync(True, recurse=False)
+    _reduce_now(model)
+
+
+def reduce_between(model: nn.Module, plan: Plan) -> None:
+    """Reduce what was postponed so far, inside ``postponing``, where more microbatches follow."""
+    modules = sharded_modules(model)
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+        if plan.data.sync_grad_accum == "shard":
+            module.set_requires_all_reduce(False, recurse=False)
+    _reduce_now(model)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _reduce_now(model: nn.Module) -> None:
+    modules = sharded_modules(model)
     for module in (*reversed(modules[1:]), *modules[:1]):
         for group in _groups(module):
             group.post_backward()

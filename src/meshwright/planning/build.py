@@ -23,7 +23,7 @@ from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
 from .layout import Layout
 from .pipeline import make_pipeline_plan
-from .pipeline_parts import pipeline_collectives, recomputed_in
+from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
 from .pipeline_plan import PipelinePlan
 from .pipeline_rules import check_trained
 from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan
@@ -34,6 +34,7 @@ from .tensor_collectives import tensor_collectives
 from .tensor_plan import TensorPlan, placement_words
 from .tensor_words import words_for
 from .units import trained_cuts, units_of
+from .zero import gathers_per_step, with_zero_stage, zero_notes
 
 
 def plan(
@@ -67,8 +68,7 @@ def plan(
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
     wishes = _with_schedule_of(layout, wishes)
-    if wishes.reshard_after_forward == "auto":
-        wishes = replace(wishes, reshard_after_forward=layout.pp == 1)
+    wishes = with_zero_stage(wishes, layout)
     precision = resolve_precision(wishes, facts.parameters[0].dtype, cluster.device)
     technique = _data_technique(wishes, layout, precision)
     check(Case(facts, layout, wishes, precision, technique, cluster.device, reduction))
@@ -111,7 +111,7 @@ def _assemble(
     names = [p.name for p in facts.parameters]
     chosen = matching(wishes.freeze, names, "techniques.freeze") if wishes.freeze else set()
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
-    data = DataParallel(technique, reduction, wishes.sync_grad_accum, wishes.cpu_offload, pin_memory=device == "cuda")  # type: ignore[arg-type]
+    data = _data_plan(wishes, layout, technique, device, reduction)
     tensor, said = _tensor_plan(facts, layout, wishes)
     pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
     if pipeline is not None:
@@ -162,9 +162,20 @@ def _assemble(
         experts=experts,
         loss=loss,
         router_loss=router_loss,
-        notes=(*said, *_uncompiled(wishes, tensor), *_notes(facts, layout, technique, parameters)),
+        notes=(*said, *_uncompiled(wishes, tensor), *_notes(facts, layout, technique, parameters), *zero_notes(wishes, layout, technique)),
     )
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
+
+
+def _data_plan(wishes: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
+    return DataParallel(
+        technique,  # type: ignore[arg-type]
+        reduction,  # type: ignore[arg-type]
+        wishes.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
+        wishes.cpu_offload,
+        pin_memory=device == "cuda",
+        gathers_per_step=technique == "fully_shard" and gathers_per_step(wishes, layout),
+    )
 
 
 def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:
@@ -173,7 +184,7 @@ def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: Pipeline
     sizes = [sum(c.elements * (c.calls or 1) for c in found) for found in tried]
     busiest = sizes.index(max(sizes))
     note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
-    return replace(plan, collectives=tried[busiest], notes=(*plan.notes, note))
+    return replace(plan, collectives=tried[busiest], stage_units=units_of_stages(facts, plan), notes=(*plan.notes, note))
 
 
 def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:

@@ -119,7 +119,8 @@ def sharded_units(
         shard, shards = (Axis.DP_SHARD.value, among) if own is None else (Axis.EFSDP.value, own.shards)
         gather = Collective("all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch")
         if shards > 1:
-            yield replace(gather, per="step") if postponed and not unit.reshard_after_forward else gather
+            kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
+            yield replace(gather, per="step") if kept else gather
             if unit.gathers_in_backward:
                 again = unit.reshard_after_forward
                 yield replace(gather, ranks=shards if again is True else int(again))

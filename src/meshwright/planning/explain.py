@@ -10,8 +10,10 @@ from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
 
 from .batch import Batch
-from .collectives import step_traffic
+from .collectives import resolved, step_traffic
+from .memory import plan_memory
 from .plan import Plan
+from .zero import stage_of
 
 
 def table(plan: Plan, batch: Batch | None = None) -> str:
@@ -19,6 +21,7 @@ def table(plan: Plan, batch: Batch | None = None) -> str:
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
+    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks)))
     if plan.notes:
         parts.append("notes\n" + "\n".join(f"  {note}" for note in plan.notes))
     return "\n\n".join(parts)
@@ -39,6 +42,7 @@ def _header(plan: Plan) -> str:
         f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}), mesh {mesh}",
         f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.data_ranks} data ranks"
         + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
+        + (f" (ZeRO-{stage})" if (stage := stage_of(plan)) else "")
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
         + (f", output {p.output}" if p.output else "")
@@ -131,3 +135,17 @@ def _traffic(plan: Plan, batch: Batch) -> str:
     ]
     head = f"bytes sent per rank and step ({batch.global_rows} rows, {batch.microbatches(plan.data_ranks)} microbatches)"
     return head + "\n" + (columns(rows, ("op", "axis (ranks)", "calls", "bytes")) if rows else "  none")
+
+
+def _memory(plan: Plan, microbatches: int) -> str:
+    m = plan_memory(plan, microbatches=microbatches)
+    rows = [
+        ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
+        ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
+        ("optimizer (AdamW)", bytes_text(m.optimizer), bytes_text(m.optimizer)),
+        ("together", bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak)),
+    ]
+    where = f"rank {m.pipeline_rank} of the pipeline" if plan.pipeline is not None else "each rank"
+    host = ", at rest in host memory" if m.in_host_memory else ""
+    head = f"memory of {where} without activations ({microbatches} microbatch{'es' * (microbatches > 1)}{host})"
+    return head + "\n" + columns(rows, ("what", "before the optimizer steps", "at peak"))

@@ -132,6 +132,16 @@ def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> I
             yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, plan.precision.master, "step")
 
 
+def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
+    """What travels together in each stage; frozen parameters are those of the plan."""
+    frozen, pipeline = set(plan.frozen), plan.pipeline
+    assert pipeline is not None
+    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
+    shards = plan.size(Axis.DP_SHARD) if plan.data.technique == "fully_shard" else 1
+    numbers = range(len(pipeline.stages))
+    return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)
+
+
 def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
     """The communication units of a stage's part: its root has what it has of what lies outside the blocks."""
     root = make_unit(facts, "", shards, False, False, plan.tensor)

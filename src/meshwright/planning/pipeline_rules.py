@@ -57,10 +57,12 @@ def pipeline_companions(case: Case) -> Iterator[MeshwrightError]:
             f"techniques.data_parallel = ddp does not go with layout.pp = {ranks}: it reduces its buckets in the first backward that it"
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
-    if t.sync_grad_accum is not False:
+    if t.sync_grad_accum is not False and _splits_backward(case):
+        said = f"sync_grad_accum = {str(t.sync_grad_accum).lower()}" if t.zero_stage == "auto" else f"zero_stage = {t.zero_stage}"
         yield UnsupportedError(
-            f"techniques.sync_grad_accum = {str(t.sync_grad_accum).lower()} does not go with layout.pp = {ranks}: the gradients of a"
-            f" pipeline are reduced once per step, behind its last microbatch. Set it to false."
+            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
+            f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or interleaved_1f1b, or"
+            f" techniques.zero_stage = 1."
         )
     if t.compile and _splits_backward(case):
         yield UnsupportedError(

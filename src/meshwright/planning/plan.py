@@ -54,7 +54,8 @@ class Unit:
     """Parameters that travel together: a block, or ("") what lies outside the blocks.
 
     ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
-    expert axis has of a stack of experts, and travels along efsdp.
+    expert axis has of a stack of experts, and travels along efsdp. ``trainable_behind``: elements outside the blocks that backward reaches
+    before them.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Unit:
     reshard_after_forward: bool | int
     gathers_in_backward: bool
     experts: bool = False
+    trainable_behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class DataParallel:
     """How ranks with different samples stay one model.
 
     ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that keep
-    torch's averaging).
+    torch's averaging). ``gathers_per_step``: what is kept gathered after a forward stays through all microbatches of a step.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -79,6 +81,7 @@ class DataParallel:
     cpu_offload: bool = False
     pin_memory: bool = False
     ddp_options: tuple[tuple[str, bool], ...] = ()
+    gathers_per_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided about a layout, for any batch."""
+    """Everything that is decided about a layout, for any batch. ``stage_units``: what travels together in each stage of a pipeline."""
 
     model: str
     device: str
@@ -150,6 +153,7 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     tensor: TensorPlan | None = None
     pipeline: PipelinePlan | None = None
+    stage_units: tuple[tuple[Unit, ...], ...] = ()
     experts: ExpertPlan | None = None
     loss: LossPlan | None = None
     router_loss: RouterLoss | None = None

@@ -21,6 +21,7 @@ from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wi
 from .plan import Plan, PrecisionPlan
 from .techniques import Precision, Techniques
 from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
+from .zero import zero_fits
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ ABSENT = {Axis.CP: "context parallelism"}
 
 LEGAL = {
     "data_parallel": ("auto", "ddp", "fully_shard"),
+    "zero_stage": ("auto", 0, 1, 2, 3),
     "sync_grad_accum": (False, True, "shard"),
     "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
 }
@@ -178,6 +180,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     own_loss_of_experts,
     half_precision,
     ddp_fits,
+    zero_fits,
     resharding,
     postponed_all_reduce,
     shardable_parameters,

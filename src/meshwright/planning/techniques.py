@@ -38,11 +38,14 @@ class Techniques:
 
     data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
     """auto: fully_shard where dp_shard > 1 or a switch needs it (mixed precision, offload), else ddp."""
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """What is sharded over dp_shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters too. auto: as the next two keys say."""
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
     """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that many ranks; auto:
-    true, but false in a pipeline, which would gather for every microbatch."""
-    sync_grad_accum: bool | Literal["shard"] = False
-    """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once."""
+    as zero_stage has it, else true, but false in a pipeline, which would gather for every microbatch."""
+    sync_grad_accum: bool | Literal["shard", "auto"] = "auto"
+    """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once;
+    auto: as zero_stage has it, else false."""
     cpu_offload: bool = False
     """fully_shard: parameters, gradients and optimizer state live in host memory."""
     activation_checkpointing: Literal["none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"] = (

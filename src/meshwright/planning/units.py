@@ -39,7 +39,17 @@ def make_unit(
 ) -> Unit:
     parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
     total = sum(_padded(p, shards, tensor) for p in parameters)
-    return Unit(name, total, sum(_padded(p, shards, tensor) for p in parameters if p.trainable), reshard, gathers)
+    trained = sum(_padded(p, shards, tensor) for p in parameters if p.trainable)
+    behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
+    return Unit(name, total, trained, reshard, gathers, trainable_behind=behind)
+
+
+def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
+    """Those outside the blocks that are registered behind them, and tied ones, which are used at both ends."""
+    inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
+    last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
+    outside = {p.name for p in facts.of_unit("")}
+    return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
 
 
 def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan) -> Unit:

@@ -64,6 +64,7 @@ class Pipeline:
         self._ties = Ties(parts, self.pipeline, self.group)
         self._deferred = {stage: DeferredGradients() for stage in self.parts}
         self._kept: dict[tuple[int, int], Kept] = {}
+        self._to_come: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
         self._objective = None
         self._scale = 1.0
@@ -80,6 +81,7 @@ class Pipeline:
         pieces, self._scale = self._filled(pieces), scale
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.spans, self.most_kept = [], 0
+        self._to_come = dict.fromkeys(self.parts, len(pieces))
         with self._a_step():
             for step in self._program(len(pieces), is_forward=False):
                 total += self._do(step, pieces, tokens)
@@ -129,6 +131,7 @@ class Pipeline:
             del self._kept[step.stage, step.microbatch]
         else:
             self._backward(step, given)
+            self._shard_gradients(step.stage)
         if torch.is_grad_enabled():
             self.spans.append((step, begin, time.perf_counter()))
         return loss
@@ -184,6 +187,12 @@ class Pipeline:
     def _scaled(self, loss: Tensor) -> Tensor | None:
         """What a loss begins its backward with, where that is not 1."""
         return None if self._scale == 1.0 else torch.full_like(loss, self._scale)
+
+    def _shard_gradients(self, stage: int) -> None:
+        """Those of a microbatch that is not the stage's last, where they are not kept whole."""
+        self._to_come[stage] -= 1
+        if self.plan.data.sync_grad_accum and self._to_come[stage]:
+            fully_sharded.reduce_between(self.parts[stage].module, self.plan)
 
     def _taken(self, message: Message) -> Tensor:
         """What is to be sent."""

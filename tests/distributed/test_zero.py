@@ -1,0 +1,196 @@
+"""ZeRO stages: every one computes what one process computes, moves what the plan says, and leaves nothing stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.laid_out import assert_foreseen
+from support.oracle import differences, faults, worst
+from support.problems import FSDP2, FSDP4, HSDP, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way, make_optimizer, pieces, share
+from support.train import DISTURBANCES, lay_out, local, train
+from test_pipeline import one_step
+from test_wire import EVEN, even_sizes, one_warm_step
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright import Layout, verify
+from meshwright.checkpoint import load, save
+from meshwright.core.losses import cross_entropy_sum
+from meshwright.distributed import fully_sharded
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.world import get_world_info
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.verification.matrix import BATCHES, SOFTMAX
+
+EXACT = 1e-10
+STAGES = (0, 1, 2, 3)
+BF16 = ("precision", {"master": "float32", "compute": "bfloat16", "reduce": "float32"})
+
+
+def layout_of(stage: int, ranks: int) -> Layout:
+    return Layout(dp_shard=ranks) if stage else Layout(dp_replicate=ranks, dp_shard=1)
+
+
+# --- equal to one process
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("microbatches", ["one", "list"])
+def test_every_stage_equals_one_process(spmd, reference, measured, stage, microbatches):
+    way = Way(layout_of(stage, 2), (("zero_stage", stage),), microbatches)
+    runs = spmd(2, train, Problem(), way)
+    assert not faults(runs, reference(Problem()), EXACT)
+    measured(f"ZeRO-{stage}, {microbatches}", "fp64", worst(differences(runs[0], reference(Problem()))))
+
+
+COMPANIONS = {
+    "tied, frozen": (FSDP4, {"activation_checkpointing": "full"}, PARTLY_FROZEN),
+    "hybrid": (HSDP, {}, ()),
+    "offloaded": (FSDP2, {"cpu_offload": True}, ()),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_stages_keep_company(spmd, reference, name, stage):
+    layout, techniques, freeze = COMPANIONS[name]
+    problem = Problem(TIED if freeze else UNTIED, freeze=freeze)
+    way = Way(layout, tuple({**techniques, "zero_stage": stage}.items()), "list")
+    found = faults(spmd(layout.world, train, problem, way), reference(problem), EXACT)
+    assert not found, found[:8]
+
+
+CUT = DecoderConfig(257, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, tied_embeddings=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, ep=2)],
+    ids=["tensor", "pipeline", "experts"],
+)
+def test_stages_beside_other_axes(pool, stage, layout):
+    model = replace(UNTIED, n_layers=2, moe=SOFTMAX) if layout.ep > 1 else CUT
+    changes = {"techniques": {"zero_stage": stage}, "max_norm": 0.03, "microbatch_rows": 2}
+    report = verify(model, layout, BATCHES, steps=2, dtypes=("float64",), pool=pool, **changes)
+    assert report, str(report)
+
+
+# --- what travels
+
+WIRE = {
+    "two ranks": (FSDP2, UNTIED, ()),
+    "hybrid": (HSDP, TIED, ()),
+    "four ranks, bf16": (FSDP4, UNTIED, (BF16,)),
+    "start frozen": (FSDP2, UNTIED, (("freeze", PARTLY_FROZEN),)),
+}
+
+
+@pytest.mark.parametrize("microbatches", ["one", "rows"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", WIRE)
+def test_the_plan_foresees_every_byte(spmd, name, stage, microbatches):
+    layout, model, techniques = WIRE[name]
+    way = Way(layout, (("zero_stage", stage), *techniques), microbatches)
+    for planned, sent in spmd(layout.world, one_warm_step, Problem(model, dtype="float32"), way):
+        assert_foreseen(planned, sent)
+
+
+FORMULAS = {
+    1: lambda parameters, microbatches: (parameters, parameters),
+    2: lambda parameters, microbatches: (parameters, microbatches * parameters),
+}
+"""Stage -> what is gathered and what is reduced in a step, of so many bytes of parameters."""
+
+
+@pytest.mark.parametrize("microbatches", ["one", "rows"])
+@pytest.mark.parametrize("stage", FORMULAS)
+def test_even_shapes_move_what_the_paper_says(spmd, stage, microbatches):
+    problem = Problem(EVEN, dtype="float32", data=Data(vocab=256))
+    _, sent = spmd(2, one_warm_step, problem, Way(FSDP2, (("zero_stage", stage),), microbatches))[0]
+    every, times = even_sizes()[0], 3 if microbatches == "rows" else 1
+    gathered, reduced = FORMULAS[stage](every / 2, times)
+    assert sent["all_gather", 2][1] == gathered and sent["reduce_scatter", 2][1] == reduced
+
+
+PIPELINE = Layout(pp=2, dp_shard=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pipeline_of_stages_moves_what_the_plan_says(spmd, stage):
+    for planned, sent, *_ in spmd(4, one_step, replace(CUT, tied_embeddings=False), PIPELINE, {"zero_stage": stage}, 9):
+        assert_foreseen(planned, sent)
+
+
+# --- nothing gathered goes stale
+
+
+def held_gathered(model: ParallelModel) -> list[str]:
+    """Units whose parameters are gathered."""
+    return [
+        name
+        for part in model.parts
+        for name, module in part.named_modules()
+        if isinstance(module, FSDPModule) and any(group.is_unsharded for group in fully_sharded._groups(module))
+    ]
+
+
+def by_hand(stage: int) -> tuple[list[str], bool]:
+    """Two steps of ``optimizer_step``, and two of a loop of the user's own: what is gathered between steps, and whether both agree."""
+    way = Way(FSDP2, (("zero_stage", stage),), "rows")
+    found, gathered = [], []
+    for own in (False, True):
+        model = lay_out(Problem(), way)
+        optimizer = make_optimizer("adamw", model.parameters())
+        for step in range(2):
+            batch = share(Data().step(step), *get_world_info()[::2])
+            if own:
+                pieces_of_step = pieces(batch, (2, 4))
+                tokens = sum(int(((one["labels"] != -100) & one["loss_mask"]).sum()) for one in pieces(Data().step(step), ()))
+                for number, piece in enumerate(pieces_of_step):
+                    with model.accumulation_context(number == len(pieces_of_step) - 1):
+                        logits = model.module(**{key: piece[key] for key in ("tokens", "positions", "document_ids")})
+                        labels = piece["labels"].where(piece["loss_mask"], -100)
+                        (cross_entropy_sum(logits, labels) / tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                model.forward_backward(batch)
+                gathered += held_gathered(model)
+                model.optimizer_step(optimizer)
+            gathered += held_gathered(model)
+        found.append({name: local(p).detach().clone() for name, p in model.named_parameters()})
+    return gathered, all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=1e-13) for name in found[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nothing_is_gathered_between_steps(spmd, stage):
+    for gathered, agree in spmd(2, by_hand, stage):
+        assert gathered == [] and agree
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
+    way = Way(FSDP2, (("zero_stage", stage),), "list")
+    found = faults(spmd(2, train, Problem(), way, DISTURBANCES), reference(Problem()), EXACT)
+    assert not found, found[:8]
+
+
+def loaded(stage: int, folder: str) -> list[float]:
+    """The loss of a batch before a step, and after going back to what was saved before it."""
+    model = lay_out(Problem(), Way(FSDP2, (("zero_stage", stage),), "rows"))
+    optimizer = make_optimizer("sgd", model.parameters())
+    batch = share(Data().step(0), *get_world_info()[::2])
+    save(model, folder)
+    losses = [float(model.forward_backward(batch))]
+    model.optimizer_step(optimizer)
+    losses.append(float(model.forward_backward(batch)))
+    load(model, folder)
+    return [*losses, float(model.forward_backward(batch))]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_loaded_between_steps_is_used(spmd, tmp_path, stage):
+    for before, stepped, back in spmd(2, loaded, stage, str(tmp_path / "saved")):
+        assert before == back != stepped
