@@ -207,6 +207,11 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
 
 
+def parameter_groups(model: nn.Module) -> list[Any]:
+    """torch's own, of all units of a model."""
+    return [group for module in sharded_modules(model) for group in _groups(module)]
+
+
 def recover(model: nn.Module) -> None:
     """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:

@@ -24,6 +24,7 @@ from meshwright.distributed.world import is_rank_zero
 from .build import Run, build_run
 from .checkpointing import Checkpointing, Position
 from .config import Config, check
+from .memory_watch import MemoryWatch
 from .monitoring.heartbeat import Heartbeat
 from .monitoring.peers import Peers, announce, early_folder, sweep
 from .monitoring.progress import Progress, StepReport, build_progress
@@ -130,6 +131,7 @@ class _Loop:
         self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
         self.teller = Teller(run, folder, self.at, progress)
         self.watch = Watch(run, folder, self.teller, trace)
+        self.memory = MemoryWatch(run)
         self.skipped_in_a_row = 0
         self.rank, self.ranks = data_position(run.model.mesh)
 
@@ -203,10 +205,11 @@ class _Loop:
         batch = self.r.feed.next_batch()
         self.watch.got_data(time.perf_counter() - begun)
         self.heartbeat.enter("forward")
-        with self.watch.computing(batch):
+        with self.watch.computing(batch), self.memory.computing():
             loss = self.r.model.forward_backward(batch)
         self.heartbeat.enter("step")
-        result = self.r.model.optimizer_step(self.r.optimizer.optimizer, self.config.optimizer.max_norm)
+        with self.memory.stepping():
+            result = self.r.model.optimizer_step(self.r.optimizer.optimizer, self.config.optimizer.max_norm)
         self.at.step += 1
         self.at.tokens += loss.tokens
         self.at.skipped += result.skipped
@@ -225,6 +228,9 @@ class _Loop:
         begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
         self.teller.say(f"start-up: {self.timeline.line()}")
         self.teller.event("startup", self.timeline.seconds)
+        if said := self.memory.told():
+            self.teller.say(said)
+            self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 
     def _refuse_to_skip_on(self) -> None:
         limit = self.config.optimizer.max_skipped_steps

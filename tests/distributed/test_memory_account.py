@@ -1,0 +1,73 @@
+"""What a step's memory is held for: told apart as it is, beside the plan's figures."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.laid_out import own_rows
+
+from meshwright import Layout
+from meshwright.distributed import memory_account
+from meshwright.distributed.memory_account import Held, MemoryAccount
+from meshwright.distributed.parallelize import parallelize
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.training.monitoring.memory_table import Shares, foreseen
+from meshwright.verification.problem import RandomBatches
+
+VOCABULARY, ROWS, SEQ = 258, 8, 32
+MODEL = DecoderConfig(VOCABULARY, 64, 4, 4, 2, 128, 64)
+FSDP2 = Layout(dp_shard=2)
+
+
+def accounted(layout: Layout, techniques: dict[str, Any], rows: int) -> tuple[dict[Held, int], dict[Held, int]]:
+    laid = parallelize(MODEL, layout, techniques=techniques, seed=1, microbatch_rows=rows)
+    optimizer = torch.optim.AdamW(laid.parameters())
+    batch = own_rows(laid, RandomBatches(VOCABULARY, rows=ROWS, seq_len=SEQ)(0))
+    account = MemoryAccount(laid.parts, {VOCABULARY, VOCABULARY // layout.tp})
+    with patch.object(memory_account, "LOOKS_EVERY", 1), account:
+        laid.forward_backward(batch)
+    laid.optimizer_step(optimizer)
+    account.add_optimizer(optimizer)
+    return dict(account.most), foreseen(laid.plan, Shares(rows, len(batch["tokens"]) // rows))
+
+
+LAYOUTS = {
+    "one process": (Layout(dp_shard=1), {}),
+    "sharded": (FSDP2, {}),
+    "sharded, recomputed": (FSDP2, {"activation_checkpointing": "full"}),
+    "replicated": (Layout(dp_replicate=2, dp_shard=1), {}),
+    "tensor": (Layout(dp_shard=2, tp=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_are_what_the_plan_said(spmd, name):
+    layout, techniques = LAYOUTS[name]
+    for found, planned in spmd(layout.world, accounted, layout, techniques, 2):
+        assert found[Held.PARAMETERS] == planned[Held.PARAMETERS]
+        assert found[Held.OPTIMIZER] == pytest.approx(planned[Held.OPTIMIZER], rel=1e-2), (
+            "uneven shards are filled up"
+        )
+        assert 0.9 * planned[Held.GRADIENTS] <= found[Held.GRADIENTS] <= planned[Held.GRADIENTS]
+
+
+def test_switches_change_what_they_are_about(spmd):
+    plain, recomputed, chunked = (
+        spmd(2, accounted, FSDP2, techniques, 4)[0][0] for techniques in ({}, {"activation_checkpointing": "full"}, {"loss_chunks": 4})
+    )
+    assert recomputed[Held.ACTIVATIONS] < plain[Held.ACTIVATIONS] / 2
+    assert recomputed[Held.LOGITS] == plain[Held.LOGITS] and plain[Held.LOGITS] % (4 * SEQ * VOCABULARY * 4) == 0
+    assert chunked[Held.LOGITS] < plain[Held.LOGITS] / 2
+    assert plain[Held.COMMUNICATION] > 0
+
+
+def test_a_vocabulary_of_a_width_of_the_model_tells_no_logits():
+    model = torch.nn.Linear(8, 8)
+    with MemoryAccount([model], {8}) as account:
+        model(torch.ones(4, 8)).sum().backward()
+    assert Held.LOGITS not in account.most and account.most[Held.ACTIVATIONS] >= 4 * 8 * 4
+    assert account.most[Held.GRADIENTS] == account.most[Held.PARAMETERS] == (64 + 8) * 4
+    assert account.most_together >= account.most[Held.GRADIENTS] + account.most[Held.PARAMETERS]
