@@ -48,9 +48,7 @@ def test_states_are_what_the_plan_said(spmd, name):
     layout, techniques = LAYOUTS[name]
     for found, planned in spmd(layout.world, accounted, layout, techniques, 2):
         assert found[Held.PARAMETERS] == planned[Held.PARAMETERS]
-        assert found[Held.OPTIMIZER] == pytest.approx(planned[Held.OPTIMIZER], rel=1e-2), (
-            "uneven shards are filled up"
-        )
+        assert found[Held.OPTIMIZER] == pytest.approx(planned[Held.OPTIMIZER], rel=1e-2), "uneven shards are filled up"
         assert 0.9 * planned[Held.GRADIENTS] <= found[Held.GRADIENTS] <= planned[Held.GRADIENTS]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.dtypes import canonical_dtype, dtype_bytes, torch_dtype
-from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, UnsupportedError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, NonFiniteError, UnsupportedError
 from meshwright.core.units import bytes_text, count_text, duration_text
 
 
@@ -101,6 +101,7 @@ def test_unknown_dtype_lists_every_legal_name(name):
         (ConfigError("x"), ValueError, 2),
         (UnsupportedError("x"), NotImplementedError, 3),
         (IntegrityError("x"), RuntimeError, 1),
+        (NonFiniteError("x"), ArithmeticError, 1),
         (MissingExtraError("TensorBoard", "tensorboard", "track"), ImportError, 2),
     ],
 )

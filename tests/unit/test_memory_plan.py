@@ -1,4 +1,4 @@
-"""What a plan says of memory, by arithmetic: what is cut is divided, the largest stage counts, and stages of ZeRO save what the paper says."""
+"""What a plan says of memory, by arithmetic: what is cut is divided, the largest stage counts, ZeRO saves what the paper says."""
 
 from __future__ import annotations
 

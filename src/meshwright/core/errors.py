@@ -25,6 +25,10 @@ class IntegrityError(MeshwrightError, RuntimeError):
     """Data on disk or replicas in memory are not what they were."""
 
 
+class NonFiniteError(MeshwrightError, ArithmeticError):
+    """A gradient is not a number, or infinite: the text names its parameter."""
+
+
 class MissingExtraError(MeshwrightError, ImportError):
     """An optional dependency is needed and not installed: the text gives the command that installs it."""
 

@@ -212,6 +212,11 @@ def parameter_groups(model: nn.Module) -> list[Any]:
     return [group for module in sharded_modules(model) for group in _groups(module)]
 
 
+def reduces(model: nn.Module) -> bool:
+    """Whether the gradients that a backward leaves now are summed over all data ranks."""
+    return all(group.reduce_grads and group.all_reduce_grads for module in sharded_modules(model) for group in _groups(module))
+
+
 def recover(model: nn.Module) -> None:
     """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:

@@ -6,13 +6,11 @@ functions bring mean losses; no second call completes them.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -25,28 +23,28 @@ from meshwright.core.imports import import_classes_from_paths
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.own_plan import own_tensor_plan
 from meshwright.planning.build import plan_for_mesh_sizes
-from meshwright.planning.techniques import Techniques, TensorStyleWish
+from meshwright.planning.techniques import Techniques
 
 from . import order
 from .functions import averaging_plan, default_mp_policy
+from .megatron import HAVE_NVFSDP
 from .mesh import has_dp_mesh, sizes_of_stage
 from .tensor.rehearsal import prove
-from .tensor.styles import translate_to_torch_parallel_style, word_of
+from .tensor.styles import translate_to_torch_parallel_style, wishes_of
 from .wholes import whole_everywhere
+from .zero_strategy import nvfsdp_strategy_parallelize
 
 __all__ = [
     "HAVE_NVFSDP",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
     "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
     "to_cpu",
     "translate_to_torch_parallel_style",
 ]
 
 log = logging.getLogger("meshwright")
-
-HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None and torch.cuda.is_available()
-"""Whether megatron-fsdp (once nvFSDP) can be used here: it is installed, and there is a CUDA device."""
 
 
 def fsdp2_strategy_parallelize(
@@ -75,7 +73,7 @@ def fsdp2_strategy_parallelize(
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
     sizes = sizes_of_stage(device_mesh)
-    wishes = Techniques(tensor_plan=_wishes(tp_shard_plan), cpu_offload=_offloads(offload_policy))
+    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
     shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload
     if tp_shard_plan and not cuts:
@@ -95,12 +93,6 @@ def fsdp2_strategy_parallelize(
         for note in (f"the plan is {plan.tensor.source}", *plan.notes):
             log.info("fsdp2_strategy_parallelize: %s", note)
     return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
-
-
-def _wishes(plan: Mapping[str, str | ParallelStyle] | None) -> tuple[TensorStyleWish, ...]:
-    if plan is not None and not plan:
-        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
-    return tuple(TensorStyleWish(pattern, word_of(style, f"tp_shard_plan['{pattern}']")) for pattern, style in (plan or {}).items())
 
 
 def _offloads(policy: OffloadPolicy | None) -> bool:

@@ -172,7 +172,7 @@ def _shards(plan: Plan, unit: Unit) -> int:
 
 
 def _gathered(plan: Plan, rooms: list[_Room]) -> int:
-    """The most elements that are gathered at a time: what is kept, with the block that computes and the one that is fetched for the next."""
+    """The most elements gathered at a time: what is kept, the block that computes, and the one that is fetched for the next."""
     kept, fetched = 0, 0
     for room in rooms:
         kept += room.root.elements + sum(block.elements for block in room.blocks[:-1] if not block.frees)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, MeshwrightError
 
 from .layout import Layout
@@ -98,7 +99,7 @@ def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[s
 def stage_of(plan: Plan) -> int:
     """The ZeRO stage that a plan is of: 0 (nothing sharded) to 3."""
     data = plan.data
-    if data.technique != "fully_shard" or plan.size("dp_shard") == 1:
+    if data.technique != "fully_shard" or plan.size(Axis.DP_SHARD) == 1:
         return 0
     if not data.gathers_per_step:
         return 3

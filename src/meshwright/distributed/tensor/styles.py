@@ -7,7 +7,7 @@ whole model is better cut by regions (``apply_tensor_parallel``), which know wha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
+from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
 from . import ends, functions, layers
@@ -236,6 +237,13 @@ def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelSty
     if style not in STYLES:
         raise ConfigError(unknown_style(f"style {style!r}", style))
     return _CLASSES[STYLES[style].kind](style)
+
+
+def wishes_of(plan: Mapping[str, str | ParallelStyle] | None) -> tuple[TensorStyleWish, ...]:
+    """A plan that was given to a function (``tp_shard_plan``), as rows of ours. Raises ConfigError for an empty one."""
+    if plan is not None and not plan:
+        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
+    return tuple(TensorStyleWish(pattern, word_of(style, f"tp_shard_plan['{pattern}']")) for pattern, style in (plan or {}).items())
 
 
 def word_of(style: str | ParallelStyle, where: str) -> str:
