@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import load, pretrained, save
-    from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, UnsupportedError
+    from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, NonFiniteError, UnsupportedError
     from meshwright.distributed.parallel_model import ParallelModel, StepLoss, StepResult
     from meshwright.distributed.parallelize import parallelize
     from meshwright.planning.build import plan
@@ -29,6 +29,7 @@ __all__ = [
     "Layout",
     "MeshwrightError",
     "MissingExtraError",
+    "NonFiniteError",
     "ParallelModel",
     "Plan",
     "Precision",
@@ -54,6 +55,7 @@ _HOME = {
     "Layout": "meshwright.planning.layout",
     "MeshwrightError": "meshwright.core.errors",
     "MissingExtraError": "meshwright.core.errors",
+    "NonFiniteError": "meshwright.core.errors",
     "ParallelModel": "meshwright.distributed.parallel_model",
     "Plan": "meshwright.planning.plan",
     "Precision": "meshwright.planning.techniques",

@@ -178,7 +178,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
 
 
 def loaded(stage: int, folder: str) -> list[float]:
-    """The loss of a batch before a step, and after going back to what was saved before it."""
+    """The loss of a batch before a step, behind it, and after going back to what was saved before it, in the middle of a step."""
     model = lay_out(Problem(), Way(FSDP2, (("zero_stage", stage),), "rows"))
     optimizer = make_optimizer("sgd", model.parameters())
     batch = share(Data().step(0), *get_world_info()[::2])
@@ -186,6 +186,9 @@ def loaded(stage: int, folder: str) -> list[float]:
     losses = [float(model.forward_backward(batch))]
     model.optimizer_step(optimizer)
     losses.append(float(model.forward_backward(batch)))
+    with model.accumulation_context(False):
+        model.module(batch["tokens"]).sum().backward()
+    assert held_gathered(model)
     load(model, folder)
     return [*losses, float(model.forward_backward(batch))]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.distributed import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.shards import placed_like, with_local
 
@@ -20,7 +21,12 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
-    """ "model.<name>" -> parameter or persistent buffer. Tied parameters once."""
+    """ "model.<name>" -> parameter or persistent buffer. Tied parameters once.
+
+    What a user's own loop keeps gathered between two microbatches is freed first: those are copies.
+    """
+    for part in model.parts:
+        fully_sharded.reshard(part)
     found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
 

@@ -149,6 +149,7 @@ WAYS = (
     Way("microbatches of one row", microbatch_rows=1),
     Way("sync_grad_accum = true, microbatches", (("sync_grad_accum", True),), 1),
     Way('sync_grad_accum = "shard", microbatches', (("sync_grad_accum", "shard"),), 1),
+    *(Way(f"zero_stage = {stage}, microbatches", (("zero_stage", stage),), 1) for stage in (1, 2, 3)),
     Way("activation_checkpointing = full", RECOMPUTED),
     Way("activation_checkpointing = selective", (("activation_checkpointing", "selective"),)),
     *(Way(f"activation_checkpointing = {name}", (("activation_checkpointing", name), *more)) for name, more in FURTHER_MODES),
@@ -223,7 +224,7 @@ def _ways(layout: Layout) -> list[Way]:
     ways = [way for way in WAYS if way is not WHOLE_SHARDS or (layout.dp_shard == 1 and layout.tp * layout.pp == 1)]
     if layout.tp > 1:  # all at once compiles every block by itself there, which takes a minute
         ways = [*(way for way in ways if way.name != "all at once"), *TENSOR_WAYS]
-    if layout.pp > 1:  # all at once syncs every microbatch, which a pipeline refuses
+    if layout.pp > 1:  # all at once compiles every stage by itself there
         ways = [way for way in ways if way.name != "all at once"]
         ways += PIPELINE_WAYS if layout.ep == 1 else [way for way in PIPELINE_WAYS if "zbv" in way.name]
     few = layout.world > EVERY_WAY or layout in (*TENSOR[1:], *PIPELINES[1:], *EXPERTS[1:])
