@@ -12,13 +12,14 @@ PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test test-slurm matrix setup clean
+.PHONY: help demo test test-slurm matrix composition setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then lint, import contract, types, wheel and tests"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
 	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
+	@echo "make composition   compute what goes with what and write docs/composition.md"
 	@echo "make setup   set up with every extra"
 	@echo "make clean   remove the environment, builds and caches (never runs/)"
 
@@ -46,6 +47,10 @@ test-slurm:
 matrix:
 	@$(SETUP) dev,hf,slurm,track
 	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/matrix.py $(ARGS)
+
+composition:
+	@$(SETUP) dev,hf,slurm,track
+	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/composition.py
 
 setup:
 	@$(SETUP) all

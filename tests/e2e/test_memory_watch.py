@@ -21,6 +21,15 @@ def test_the_first_step_is_accounted_for_once(train):
     assert len(TABLE.findall(first.out)) == 1 and not any("memory of" in other.out for other in others)
     compiled = train(2, {"steps": 1, "techniques.compile": True, "techniques.compile_backend": "eager"})[0].out
     assert "memory of the first step on this rank (blocks are compiled: what they keep is not seen); RSS" in compiled
+    assert "fall apart into several graphs" not in compiled
+
+
+def test_graph_breaks_are_said_once_in_words(train):
+    compiled = {"techniques.compile": True, "techniques.compile_backend": "eager"}
+    changes = {"steps": 2, "layout.dp_shard": 2, "layout.ep": 2, "model.moe.n_experts": 4, "logging.every": 1, **compiled}
+    said = train(2, changes)[0].out
+    assert said.count("compiled blocks fall apart into several graphs (what is between them runs uncompiled):") == 1
+    assert re.search(r"\n  \d+ × \S.*torch\.compiler\.disable", said)
 
 
 class Short(Job):

@@ -60,3 +60,22 @@ def keep_hooks_eager(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = torch.compiler.disable(hook)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Where what this process compiled falls apart into several graphs, in torch's words, and how often."""
+    from torch._dynamo.utils import counters
+
+    found: dict[str, int] = {}
+    for reason, times in counters["graph_break"].items():
+        what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
+        why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
+        said = f"{what} ({why})" if why else what
+        found[said] = found.get(said, 0) + times
+    return found
+
+
+def graph_breaks_text() -> str:
+    """The same for people; empty where there are none."""
+    lines = [f"  {times} × {reason}" for reason, times in sorted(graph_breaks().items(), key=lambda one: -one[1])]
+    return "\n".join(["compiled blocks fall apart into several graphs (what is between them runs uncompiled):", *lines]) if lines else ""

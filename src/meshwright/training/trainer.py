@@ -17,6 +17,7 @@ from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
 from meshwright.distributed import agree, elastic
+from meshwright.distributed.compilation import graph_breaks_text
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.setup import begin_steps, destroy_distributed
 from meshwright.distributed.world import is_rank_zero
@@ -228,6 +229,8 @@ class _Loop:
         begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
         self.teller.say(f"start-up: {self.timeline.line()}")
         self.teller.event("startup", self.timeline.seconds)
+        if self.r.plan.compiled and (breaks := graph_breaks_text()):
+            self.teller.say(breaks)
         if said := self.memory.told():
             self.teller.say(said)
             self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
