@@ -63,6 +63,7 @@ SIGNATURES = {
     "apply_tensor_parallel": "(model, device_mesh)",
     "apply_fsdp2": "(model, device_mesh, mp_policy=None, reshard_after_forward=True)",
     "apply_ac": "(model, mode)",
+    "apply_float8": "(model, enable_fsdp_float8_all_gather=True)",
     "apply_expert_parallel": "(model, device_mesh)",
     "clip_grad_norm_": "(model, max_norm, foreach=True)",
     "build_parallel_model": "(model_config, device, device_mesh=None, *, ac_mode='none', mp_policy=None, param_dtype=torch.bfloat16,"
@@ -259,7 +260,6 @@ def refused_job() -> dict[str, str]:
         "half": refusal(lambda: apply_fsdp2(models["half"], mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float16))),
         "device": refusal(lambda: build_parallel_model(SMALL, "cuda", mesh)),
         "no mesh": refusal(lambda: build_parallel_model(SMALL, "cpu")),
-        "fp8": refusal(lambda: build_parallel_model(SMALL, "cpu", mesh, fp8=True)),
         "mode": refusal(lambda: build_parallel_model(SMALL, "cpu", mesh, ac_mode="selektive")),
     }
     untouched = [not any(isinstance(m, FSDPModule) for m in model.modules()) for model in models.values()]
@@ -277,7 +277,6 @@ def test_refusals_leave_the_model_as_it_was(spmd):
         assert found["half"].startswith("UnsupportedError: techniques.precision.reduce = float16 would lose small gradients")
         assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
         assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
-        assert found["fp8"].startswith("UnsupportedError: fp8 = True: float8 is not in this version")
         assert "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, " in found["mode"]
         assert found["untouched"] == "True"
 

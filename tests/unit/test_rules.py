@@ -401,6 +401,30 @@ CASES = [
         "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?",
     ),
     refuse(
+        *("float8_wishes", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError),
+        "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set that",
+    ),
+    refuse(
+        *("float8_wishes", DEBUG, ONE, {"float8": "rowwise", "precision": {"master": "float64"}}, ConfigError),
+        "Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none.",
+    ),
+    refuse(
+        *("float8_wishes", plain(), ONE, {"float8": "rowwise"}, ConfigError),
+        "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear",
+    ),
+    refuse(
+        *("float8_companions", DEBUG, Layout(dp_shard=1, tp=2), {"float8": "tensorwise"}, UnsupportedError),
+        "techniques.float8 = tensorwise does not go with layout.tp = 2",
+    ),
+    refuse(
+        *("float8_companions", FOUR, PP2, {"float8": "rowwise", "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
+        "techniques.float8 = rowwise does not go with techniques.pipeline_schedule = zbv_zero_bubble",
+    ),
+    refuse(
+        *("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError),  # type: ignore[arg-type]
+        "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean 'rowwise'?",
+    ),
+    refuse(
         *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
         "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op, offload,",
         "memory_budget. Did you mean 'full'?",

@@ -22,10 +22,10 @@ ROUNDED = 1e-6
 """Least bound in float32 (in bfloat16 too, where weights and sums are float32), and in float64 for models that cast to float32 inside."""
 FLOORS = 4.0
 """So many times the floor is still rounding: the layout orders its sums in another way than the floor's run did."""
-HALVES = ("bfloat16", "float16")
-"""Computed in from weights in float32."""
+HALVES = ("bfloat16", "float16", "float8")
+"""Computed in from weights in float32; float8 by some of the products alone."""
 HALF_FLOORS = 2.0
-"""The same in bfloat16, where the floor is the whole distance of one process in bfloat16 from one in float32."""
+"""The same in those, where the floor is the whole distance of one process in bfloat16, say, from one in float32."""
 
 
 def relative_errors(found: Named, reference: Named) -> dict[str, float]:
@@ -60,7 +60,7 @@ def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
 
     Args:
         floor: the error of the same thing between runs of one process: in float32 the farthest of some that order their sums differently,
-            in bfloat16 and float16 the farthest of some from one that computes in float32. float64 has none.
+            in bfloat16, float16 and float8 the farthest of some from one that computes in float32. float64 has none.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
     if dtype == "float64":

@@ -13,6 +13,7 @@ STAGES = (
     "forward",
     "buffer",
     "recomputed",
+    "products",
     "loss",
     "backward",
     "gradient",
@@ -32,6 +33,7 @@ WORDS = {
     "forward": "the output of {name} (forward){later}",
     "buffer": "the buffer {name} after the forward of step {step}",
     "recomputed": "what the backward recomputes of {name}{later}",
+    "products": "the products in float8 that give {name}",
     "loss": "the loss of step {step}",
     "backward": "the gradient of {name}'s output (backward){later}",
     "gradient": "the gradient of the parameter {name}, after the backward{later}",
@@ -45,6 +47,7 @@ WORDS = {
 """Where a difference is. ``later``: of which step, where it is not the first."""
 
 WHY = {
+    "products": "fewer than in one process, so some are in high precision",
     "random": "equal, and ranks that hold different rows must draw different ones",
     "alike": "different, and ranks that hold the same rows must draw the same",
     "repeated": "those of the step before, and each step must draw new ones",

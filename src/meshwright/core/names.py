@@ -33,8 +33,11 @@ def selected(wildcard: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if exact.fullmatch(name)]
 
 
-def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str) -> set[str]:
+def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str, kind: str = "parameter") -> set[str]:
     """The names that at least one regular expression matches (``re.search``).
+
+    Args:
+        kind: what they are names of.
 
     Raises:
         ConfigError: an invalid expression, or one that matches nothing.
@@ -48,6 +51,7 @@ def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str)
         except re.error as error:
             raise ConfigError(f"{what}: '{text}' is not a regular expression ({error})") from None
         if not hits:
-            raise ConfigError(f"{what}: '{text}' matches no parameter of the model.{nearest(text, names)} The names are like {names[0]}")
+            like = f" The names are like {names[0]}" if names else ""
+            raise ConfigError(f"{what}: '{text}' matches no {kind} of the model.{nearest(text, names)}{like}")
         found |= hits
     return found

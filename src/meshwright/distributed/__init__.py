@@ -14,6 +14,7 @@ _HOME = {
         "ActivationCheckpointing",
         "apply_ac",
         "apply_expert_parallel",
+        "apply_float8",
         "apply_fsdp2",
         "apply_tensor_parallel",
         "build_parallel_model",

@@ -17,6 +17,7 @@ from meshwright.planning.plan import Plan
 
 from . import agree
 from .describe import placement_of
+from .float8 import config_at, config_of
 from .part import Part
 
 CHUNK = 2**20
@@ -35,6 +36,7 @@ def audit(parts: Sequence[Part], data_groups: list[dist.ProcessGroup], optimizer
         buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
         trained += found.items()
         problems += [*_structure(found, part.facts, part.plan), *_buffers(buffers, part.facts), *_replicas(part.model, data_groups)]
+        problems += _float8(part.model, part.plan)
     held = _optimized(trained, optimizer) if optimizer is not None else ()
     _refuse("the model is not what the plan says", [*problems, *held])
 
@@ -90,6 +92,23 @@ def _buffers(found: dict[str, Tensor], facts: ModelFacts):
             yield f"the buffer {fact.name} is gone"
         elif found[fact.name].is_meta:
             yield f"the buffer {fact.name} was never given values"
+
+
+def _float8(model: nn.Module, plan: Plan):
+    """Which products are in float8, and by which recipe; of a plan that says nothing of it nothing."""
+    if plan.float8 is None:
+        return
+    planned, wish = set(plan.float8.modules), config_of(plan.float8)
+    for raw, module in model.named_modules():
+        path, found = clean(raw), config_at(module)
+        if path in planned and found is None:
+            yield f"{path} computes in {plan.precision.compute}, and the plan says float8"
+        elif path in planned and found != wish:
+            yield f"{path} computes in float8 otherwise than by the recipe {plan.float8.recipe}"
+        elif path not in planned and found is not None:
+            yield f"{path} computes in float8, and the plan says {plan.precision.compute}"
+        planned.discard(path)
+    yield from (f"{path} is gone, and the plan says float8" for path in sorted(planned))
 
 
 def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):

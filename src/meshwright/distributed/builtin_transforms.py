@@ -23,7 +23,7 @@ from meshwright.planning.rules import raise_all
 from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import audit, order
-from .functions import averaging_plan, proven_tensor_plan
+from .functions import averaging_plan, float8_plan, proven_tensor_plan
 from .mesh import axis_sizes, build_mesh, data_groups, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
 from .part import Part
@@ -33,6 +33,7 @@ from .transform_options import (
     CompileTransformConfig,
     DDPTransformConfig,
     ExpertParallelTransformConfig,
+    Float8TransformConfig,
     FullyShardTransformConfig,
     TensorParallelTransformConfig,
 )
@@ -162,6 +163,22 @@ class FullyShardTransform(_Planned):
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         audit.audit([Part(model, plan, facts)], data_groups(device_mesh))
         return model
+
+
+@register_model_transform("float8", Float8TransformConfig)
+class Float8Transform(_Planned):
+    """Linear layers of the blocks multiply in float8."""
+
+    rows = ("float8",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: Float8TransformConfig = self.config
+        if c.enable_fsdp_float8_all_gather:
+            raise UnsupportedError(
+                "float8.enable_fsdp_float8_all_gather = true: gathering weights in float8 is not in this version. Use false: they travel in"
+                " high precision."
+            )
+        return float8_plan(facts, Techniques(float8=c.recipe, float8_filter=c.filter))  # type: ignore[arg-type]
 
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)

@@ -16,6 +16,7 @@ from meshwright.core.units import bytes_text, count_text
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
 
+from .float8 import config_at
 from .shards import SHARDS
 
 
@@ -70,6 +71,8 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
     """What was done to modules, by their names in all blocks, with how many there are."""
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
+        "products in float8": lambda module: (config := config_at(module)) is not None and not config.emulate,
+        "products in emulated float8": lambda module: (config := config_at(module)) is not None and config.emulate,
         "recomputed": lambda module: getattr(module.forward, "recomputes", False),
         "activations in host memory": lambda module: getattr(module.forward, "offloads", False),
         "compiled": lambda module: module._compiled_call_impl is not None,

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.introspection.cluster import local_device
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.moe import Router
@@ -195,6 +196,42 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
     return order.apply(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
 
 
+def apply_float8(
+    model: nn.Module, enable_fsdp_float8_all_gather: bool = True, *, recipe: str = "tensorwise", filter: tuple[str, ...] = ()
+) -> nn.Module:
+    """Let the linear layers inside the blocks of ``model`` multiply in float8 (arXiv 2209.05433), in place, by torchao. Returns it.
+
+    Parameters stay the very same, in their own dtype, and so do names and hooks. The head, embeddings, norms, routers and stacks of experts
+    stay in high precision, and so does a layer whose dims do not divide by 16, which is logged. Without a GPU it is emulated. Apply it
+    before all other techniques.
+
+    Args:
+        enable_fsdp_float8_all_gather: weights travel as they rest or as the policy of ``apply_fsdp2`` says all the same, which is logged.
+        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        filter: regular expressions on paths of linear layers that are not converted.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        ConfigError: an unknown recipe, no layer that can be converted, or another technique came first.
+        UnsupportedError: the GPU is older than float8.
+    """
+    if enable_fsdp_float8_all_gather:
+        log.warning("apply_float8: FSDP will gather weights in high precision: enable_fsdp_float8_all_gather is not in this version")
+    facts = model_facts(model)
+    wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
+    return order.apply(model, float8_plan(facts, wishes), order.Site(None, facts), only=("float8",))
+
+
+def float8_plan(facts: ModelFacts, wishes: Techniques) -> Plan:
+    """A plan for this process alone; what stays in high precision is logged. Raises ConfigError where another technique came first."""
+    assert facts.module is not None
+    order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
+    plan = plan_for_mesh_sizes(facts, {}, local_device(), wishes, "mean")
+    for note in plan.notes:
+        log.info("%s", note)
+    return plan
+
+
 def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:
     """The mode of that name. Raises ConfigError for another."""
     try:
@@ -226,21 +263,21 @@ def build_parallel_model(
         device_mesh: our axis names; None: one process.
         mp_policy: dtypes; None: ``default_mp_policy(param_dtype)``.
         param_dtype: dtype of the computation where ``mp_policy`` is None; parameters rest in fp32.
+        fp8: linear layers multiply in float8, by the recipe "tensorwise"; weights travel in ``param_dtype``.
         seed: of the initial weights, which are equal on every layout.
 
     Returns:
         The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the same).
 
     Raises:
-        ConfigError, UnsupportedError: refused before anything is built; fp8 is not in this version.
+        ConfigError, UnsupportedError: refused before anything is built.
+        MissingExtraError: fp8 without torchao.
     """
     if get_pp_size(device_mesh) > 1:
         raise UnsupportedError(
             f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module: use parallelize,"
             f" which runs the whole pipeline, or build_stage_module for a loop of your own"
         )
-    if fp8:
-        raise UnsupportedError("fp8 = True: float8 is not in this version. Use param_dtype = torch.bfloat16.")
     kind = torch.device(device).type
     if device_mesh is not None and device_mesh.device_type != kind:
         raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
@@ -251,6 +288,7 @@ def build_parallel_model(
     device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
     module = as_module(model_config)
     facts = model_facts(module)
-    wishes = Techniques(activation_checkpointing=checkpointing_mode(ac_mode).value, compile=compile_model)
+    mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
+    wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
     plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes)
     return order.apply(module, plan, order.Site(device_mesh, facts, seed))

@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.introspection.facts import CUT_BY, ModelFacts
 from meshwright.planning.plan import Plan
 
-from . import compilation, expert_parallel, freezing, fully_sharded, recompute, replicated
+from . import compilation, expert_parallel, float8, freezing, fully_sharded, recompute, replicated
 from .mesh import get_expert_mesh
 from .part import Part
 from .pipeline.split import split
@@ -64,6 +64,11 @@ def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
 ORDER: tuple[Technique, ...] = (
     Technique("master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
+    Technique(
+        "float8",
+        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules),
+        lambda model, plan, site: float8.apply(model, plan),
+    ),
     Technique(
         "tensor_parallel",
         lambda plan, site: plan.tensor is not None,

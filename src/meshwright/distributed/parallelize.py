@@ -24,6 +24,7 @@ from meshwright.planning.techniques import Techniques
 
 from . import order
 from .audit import refuse_unequal
+from .float8 import refuse_absent
 from .mesh import build_mesh, data_groups, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
@@ -98,7 +99,8 @@ def parallelize(
 
 
 def _prove(facts: ModelFacts, plan: Plan) -> None:
-    """What was only measured is rehearsed before its first use."""
+    """What was only measured is rehearsed before its first use, and what is needed must be here."""
+    refuse_absent(plan)
     if plan.tensor is not None:
         prove(facts, plan.tensor)
     if plan.pipeline is not None:

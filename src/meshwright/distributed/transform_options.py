@@ -64,6 +64,19 @@ class FullyShardTransformConfig:
 
 
 @dataclass(frozen=True)
+class Float8TransformConfig:
+    """Linear layers multiply in float8.
+
+    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do not.
+    ``enable_fsdp_float8_all_gather``: refused; weights travel in high precision.
+    """
+
+    recipe: str = "tensorwise"
+    filter: tuple[str, ...] = ()
+    enable_fsdp_float8_all_gather: bool = False
+
+
+@dataclass(frozen=True)
 class TensorParallelTransformConfig:
     """Weights cut over the mesh's tp axis.
 

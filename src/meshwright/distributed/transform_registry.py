@@ -41,7 +41,7 @@ class _Entry:
 
 
 _REGISTRY: dict[str, _Entry] = {}
-BUILT_IN = ("ddp", "fully_shard", "tensor_parallel", "expert_parallel", "activation_checkpoint", "compile")
+BUILT_IN = ("float8", "ddp", "fully_shard", "tensor_parallel", "expert_parallel", "activation_checkpoint", "compile")
 _ELSEWHERE = {
     **dict.fromkeys(BUILT_IN, "meshwright.distributed.builtin_transforms"),
     "load_weights": "meshwright.checkpoint.load_transform",

@@ -21,6 +21,7 @@ from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
+from .float8_plan import make_float8_plan
 from .layout import Layout
 from .pipeline import make_pipeline_plan
 from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
@@ -113,6 +114,7 @@ def _assemble(
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
     data = _data_plan(wishes, layout, technique, device, reduction)
     tensor, said = _tensor_plan(facts, layout, wishes)
+    float8, about_float8 = make_float8_plan(facts, wishes, device)
     pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
@@ -162,7 +164,14 @@ def _assemble(
         experts=experts,
         loss=loss,
         router_loss=router_loss,
-        notes=(*said, *_uncompiled(wishes, tensor), *_notes(facts, layout, technique, parameters), *zero_notes(wishes, layout, technique)),
+        float8=float8,
+        notes=(
+            *said,
+            *about_float8,
+            *_uncompiled(wishes, tensor),
+            *_notes(facts, layout, technique, parameters),
+            *zero_notes(wishes, layout, technique),
+        ),
     )
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 

@@ -47,6 +47,7 @@ def _header(plan: Plan) -> str:
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
         + (f", output {p.output}" if p.output else "")
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
+        *_float8(plan),
         *_tensor(plan),
         *_experts(plan),
         f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed) + _kept(plan),
@@ -54,6 +55,14 @@ def _header(plan: Plan) -> str:
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
     ]
     return "\n".join(lines)
+
+
+def _float8(plan: Plan) -> list[str]:
+    if plan.float8 is None:
+        return []
+    how = "emulated, " if plan.float8.emulated else ""
+    names = ", ".join(dict.fromkeys(pattern(path) for path in plan.float8.modules))
+    return [f"  float8          {plan.float8.recipe}, {how}{len(plan.float8.modules)} linear layers: {names}"]
 
 
 def _tensor(plan: Plan) -> list[str]:

@@ -38,6 +38,7 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
         frozen=(*plan.frozen, *also),
         checkpointed=here(plan.checkpointed),
         compiled=here(plan.compiled),
+        float8=None if plan.float8 is None else plan.float8.only(blocks),
         tensor=None if plan.tensor is None else _tensor_plan_of(plan.tensor, pipeline, stage),
         loss=plan.loss if stage == len(pipeline.stages) - 1 else None,
     )

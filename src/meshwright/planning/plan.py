@@ -13,6 +13,7 @@ from meshwright.introspection.structure.router_loss import RouterLoss
 from meshwright.introspection.structure.tail import Tail
 
 from .expert_plan import ExpertPlan
+from .float8_plan import Float8Plan
 from .pipeline_plan import PipelinePlan
 from .tensor_plan import TensorPlan
 
@@ -157,6 +158,7 @@ class Plan:
     experts: ExpertPlan | None = None
     loss: LossPlan | None = None
     router_loss: RouterLoss | None = None
+    float8: Float8Plan | None = None
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:

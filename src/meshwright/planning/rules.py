@@ -16,6 +16,8 @@ from meshwright.introspection.facts import ModelFacts
 from .batch import Batch
 from .checkpoint_rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
+from .float8_plan import RECIPES
+from .float8_rules import float8_companions, float8_wishes
 from .layout import Layout
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
@@ -52,6 +54,7 @@ LEGAL = {
     "zero_stage": ("auto", 0, 1, 2, 3),
     "sync_grad_accum": (False, True, "shard"),
     "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
+    "float8": ("none", *RECIPES),
 }
 """Values of the techniques that are words: a config is checked when it is read, a Techniques made in code only here."""
 
@@ -179,6 +182,8 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     experts_companions,
     own_loss_of_experts,
     half_precision,
+    float8_wishes,
+    float8_companions,
     ddp_fits,
     zero_fits,
     resharding,

@@ -89,3 +89,7 @@ class Techniques:
     freeze: tuple[str, ...] = ()
     """Regular expressions on parameter names; what they match is not trained."""
     precision: Precision = field(default_factory=Precision)
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """The linear layers of the blocks multiply in float8, by this recipe of torchao; on a CPU emulated."""
+    float8_filter: tuple[str, ...] = ()
+    """Regular expressions on paths of linear layers; what they match is not converted to float8."""

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
 from meshwright.data import Tokenizer
+from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
@@ -69,6 +70,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
+    refuse_absent(plan)
     if isinstance(weights, Pretrained):
         weights.check(as_module(source))
     trace = open_trace(config)

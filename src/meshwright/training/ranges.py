@@ -111,7 +111,7 @@ RANGES: dict[str, Range] = {
     "sample.tokens": _FROM_0,
     "sample.temperature": _FROM_0,
 }
-PATTERNS = ("techniques.freeze[]", "optimizer.overrides[].pattern")
+PATTERNS = ("techniques.freeze[]", "techniques.float8_filter[]", "optimizer.overrides[].pattern")
 DTYPES = {
     "techniques.precision.master": ("auto",),
     "techniques.precision.compute": ("auto",),

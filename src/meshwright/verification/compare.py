@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors
 from meshwright.comparison.findings import Difference
 
+from .float8 import fewer
 from .floors import NOISE_FLOOR, Floors, state_errors
 from .outcome import Outcome, Reference
 from .rows import Rows
@@ -19,12 +20,13 @@ Named = Mapping[str, Tensor]
 TINY = 1e-300
 
 
-def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str) -> list[Difference]:
+def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str, *, sees_products: bool = False) -> list[Difference]:
     """All that can be compared.
 
     Args:
         floors: how far rounding may move it.
         dtype: of what is compared.
+        sees_products: products in float8 were counted in both.
     """
     judge = _Judge(dtype, floors, dtype == "float64" and (reference.narrows or floors.round_inside))
     on_first = [
@@ -40,6 +42,7 @@ def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str
         *_merged(on_first, list(judge.sketches(found, reference))),
         *judge.rows("forward", found, reference),
         *judge.recomputed(found, reference),
+        *(fewer(found.products, reference.products) if sees_products else ()),
         *judge.numbers("loss", found.losses, reference.losses),
         *judge.rows("backward", found, reference),
         *judge.numbers("norm", found.norms, reference.norms),

@@ -71,7 +71,7 @@ def references(
     one = reference(problem, always_clips=always_clips, routes=routes)
     routes = one.routes if any(one.routes) else ()
     problem = replace(problem, max_norm=one.max_norm)
-    if problem.dtype in HALVES:
+    if problem.rounds_to in HALVES:
         return one, _from_float32(problem, one, are_features_cut, routes)
     one.narrows = are_features_cut and problem.dtype == "float64" and narrows(problem)
     noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0
@@ -83,7 +83,7 @@ def references(
 
 def _from_float32(problem: Problem, one: Reference, are_features_cut: bool, routes: Sequence[Routes]) -> Floors:
     noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # it rounds to the nearest
-    exact = _started_alike(reference(replace(problem, dtype="float32"), routes=routes), one)
+    exact = _started_alike(reference(problem.unrounded, routes=routes), one)
     return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))])
 
 

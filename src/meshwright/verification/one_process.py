@@ -26,6 +26,7 @@ from meshwright.introspection.structure.experts import stack_paths
 from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
 from meshwright.models.moe import Router
 
+from .float8 import converted
 from .problem import Batch, Problem, count, labels_of, without_dropout
 from .routes import Replay, Routes, noting
 
@@ -210,6 +211,7 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
     frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
+    model = converted(model, problem)
     return model.eval() if problem.evaluating else model
 
 

@@ -20,6 +20,7 @@ from meshwright.distributed.world import is_rank_zero
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
 
+from .float8 import Products, counting, together
 from .laid_out import LaidOut, lay_out
 from .one_process import OneProcess, build
 from .problem import Parallelize, Problem, share
@@ -44,6 +45,8 @@ class Seen:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     """Modules that ran compiled: nothing inside them was observed."""
+    products: Products = field(default_factory=dict)
+    """In float8, of the first step."""
     sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
     """By stage and step: of the initial state, and in float64 of every step's gradients, parameters, buffers and optimizer state."""
 
@@ -95,6 +98,8 @@ class Outcome:
     """By rank."""
     routes: list[Routes] = field(default_factory=list)
     """Where the tokens of each step's batch went."""
+    products: Products = field(default_factory=dict)
+    """In float8, of the first step, on all ranks together."""
 
     def is_kept(self, step: int, steps: int) -> bool:
         """Whether the parameters after a step (1 the first) are kept whole."""
@@ -158,7 +163,8 @@ def reference(
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         replay = one.replay(routes[step - 1]) if routes else None
-        computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, microbatches=problem.microbatches)
+        with counting(seen.products, problem, step):
+            computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, microbatches=problem.microbatches)
         outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape, nowhere=nowhere))
         if replay is not None:
             outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}
@@ -182,7 +188,7 @@ def reference(
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = _copies(named)
-    outcome.seen = [seen]
+    outcome.seen, outcome.products = [seen], seen.products
     return outcome
 
 
@@ -199,7 +205,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
         watched = observing(*laid_out.models, opaque=opaque) if watches(problem, step) else nullcontext(Observed())
-        with watched as observed, noting(laid_out.models if opaque and not problem.techniques.get("compile") else ()) as routes:
+        noted_routes = noting(laid_out.models if opaque and not problem.techniques.get("compile") else ())
+        with watched as observed, noted_routes as routes, counting(seen.products, problem, step):
             outcome.losses.append(laid_out.forward_backward(mine))
         noted.append(routes)
         gradients = _of_all(laid_out)
@@ -217,6 +224,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         for step, said in enumerate(zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)):
             outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
     said = agree.everybody_says(seen)
+    outcome.products = together([seen.products for seen in said])
     outcome.seen = whole_ranks(said) if is_rank_zero() else []
     return outcome
 

@@ -28,6 +28,8 @@ class BatchFactory(Protocol):
 
 SCALE = 1024.0
 """Of losses in float16: gradients of the small models that are verified neither vanish nor overflow."""
+FLOAT8 = ("float8", "float8_filter")
+"""What of the techniques says which products are in float8."""
 GAP = 3
 """Positions leave out so many numbers inside a document, and begin at 0 to 2: a rotary model that ignores them shows."""
 
@@ -113,10 +115,25 @@ class Problem:
         """What the loss is multiplied by for the backward."""
         return SCALE if self.dtype == "float16" else 1.0
 
+    @property
+    def rounds_to(self) -> str:
+        """What everything is compared in: the dtype that rounds most."""
+        return "float8" if self.techniques.get("float8", "none") != "none" else self.dtype
+
+    @property
+    def sees_products(self) -> bool:
+        """Whether products in float8 can be counted: compiled ones cannot."""
+        return self.rounds_to == "float8" and not self.techniques.get("compile")
+
+    @property
+    def unrounded(self) -> Problem:
+        """The same with nothing but float32."""
+        return replace(self, dtype="float32", techniques={key: value for key, value in self.techniques.items() if key not in FLOAT8})
+
     def of_one_process(self) -> Problem:
         """What of it one process computes: problems that differ in how a layout computes them have it in common."""
-        freeze = self.techniques.get("freeze")
-        return replace(self, techniques={"freeze": freeze} if freeze else {}, microbatch_rows=0)
+        kept = {key: self.techniques[key] for key in ("freeze", *FLOAT8) if self.techniques.get(key)}
+        return replace(self, techniques=kept, microbatch_rows=0)
 
     def source(self) -> Any:
         """The model config or factory."""

@@ -137,12 +137,12 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
         again, said = _rerouted(pool, problem, layout, found, one)
         one, floors = again or (one, floors)
-        compared = differences(found, one, floors, problem.dtype)
+        compared = differences(found, one, floors, problem.rounds_to, sees_products=problem.sees_products)
         if number == 0 and known.drawn is not None:
             problem = replace(problem, evaluating=False)
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
-        yield Comparison(problem.dtype, tuple(compared), (*known.notes, *notes(found, one), *filter(None, (said,))))
+        yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *filter(None, (said,))))
 
 
 def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
     one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
     _check_finite(one)
-    if problem.dtype not in HALVES:  # there the other computes in float32, and may be further off than rows that know of each other
+    if problem.rounds_to not in HALVES:  # there the other computes in float32, and may be further off than rows that know of each other
         _check_rows_are_independent(pool, asked[0], one, floors)
     known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
     return one, floors

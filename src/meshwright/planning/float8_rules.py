@@ -1,0 +1,53 @@
+"""The rules about float8; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+
+from .float8_plan import RECIPES
+from .pipeline_rules import splits_backward
+from .tensor_rules import no_blocks
+
+if TYPE_CHECKING:
+    from .rules import Case
+
+AROUND = ("float32", "bfloat16", "float16")
+"""What may be computed in outside of the products."""
+
+
+def float8_wishes(case: Case) -> Iterator[MeshwrightError]:
+    """What is said of float8 fits together, and with the model."""
+    t = case.techniques
+    if t.float8 not in RECIPES:
+        if t.float8_filter:
+            yield ConfigError(
+                "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set that"
+            )
+        return
+    if case.precision.compute not in AROUND:
+        yield ConfigError(
+            f"techniques.float8 = {t.float8} rounds the operands of products, so the rest need not be {case.precision.compute}."
+            f" Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none."
+        )
+    if not case.facts.blocks:
+        yield ConfigError(no_blocks(f"techniques.float8 = {t.float8}", case.facts))
+
+
+def float8_companions(case: Case) -> Iterator[MeshwrightError]:
+    """Techniques that compute the products of linear layers themselves."""
+    t = case.techniques
+    if t.float8 not in RECIPES:
+        return
+    if case.layout.tp > 1:
+        yield UnsupportedError(
+            f"techniques.float8 = {t.float8} does not go with layout.tp = {case.layout.tp}: tensor parallelism computes the products of"
+            f" linear layers itself, in {case.precision.compute}. Set layout.tp = 1, or techniques.float8 = none."
+        )
+    if case.layout.pp > 1 and splits_backward(case):
+        yield UnsupportedError(
+            f"techniques.float8 = {t.float8} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input"
+            f" and weight gradients apart. Use 1f1b or interleaved_1f1b, or techniques.float8 = none."
+        )

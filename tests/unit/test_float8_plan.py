@@ -1,0 +1,133 @@
+"""float8, planned: which layers are converted, what is said of the others, and what must be there."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ConfigError, Layout, Plan, UnsupportedError, parallelize, plan
+from meshwright.core.errors import MissingExtraError
+from meshwright.distributed.float8 import refuse_absent
+from meshwright.introspection.cluster import Cluster
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.plan import Plan as MadePlan
+
+DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20)
+SPARSE = replace(DENSE, moe=MoEConfig(n_experts=16, hidden_dim=16, n_shared=1))
+ONE = Layout(dp_shard=1)
+ATTENTION = {f"layers.{i}.attention.{name}" for i in (0, 1) for name in ("wq", "wk", "wv", "wo")}
+FEED_FORWARD = {f"layers.{i}.feed_forward.{name}" for i in (0, 1) for name in ("w_gate", "w_up", "w_down")}
+
+
+def planned(model, device: str = "cpu", layout: Layout = ONE, **techniques) -> Plan:
+    return plan(model, layout, cluster=Cluster(layout.world, device=device), techniques={"float8": "rowwise", **techniques})
+
+
+def converted(made: MadePlan) -> set[str]:
+    assert made.float8 is not None
+    return set(made.float8.modules)
+
+
+def test_the_linear_layers_of_the_blocks_are_converted_and_named():
+    made = planned(DENSE)
+    assert converted(made) == ATTENTION | FEED_FORWARD
+    assert "  float8          rowwise, emulated, 14 linear layers: layers.*.attention.wq, layers.*.attention.wk," in str(made)
+    assert "float8: the head, embeddings and norms stay in high precision" in made.notes
+    assert "emulated" not in str(planned(DENSE, "cuda")) and MadePlan.from_json(made.to_json()) == made
+
+
+def test_a_filter_leaves_layers_out():
+    made = planned(DENSE, float8_filter=["w_down", r"layers\.0\.attention"])
+    assert converted(made) == {name for name in ATTENTION | FEED_FORWARD if "w_down" not in name and "layers.0.attention" not in name}
+    assert "float8: layers.*.feed_forward.w_down stays in high precision (2 of them): by techniques.float8_filter" in made.notes
+    with pytest.raises(ConfigError, match=r"float8_filter: 'w_dwn' matches no linear layer of its blocks of the model"):
+        planned(DENSE, float8_filter=["w_dwn"])
+
+
+def test_layers_that_do_not_divide_stay_and_are_named():
+    made = planned(replace(DENSE, hidden_dim=40))
+    assert converted(made) == ATTENTION
+    assert "float8: layers.*.feed_forward.w_up stays in high precision (2 of them): 40×32 does not divide by 16" in made.notes
+    with pytest.raises(ConfigError, match=r"no linear layer in the blocks of Decoder can be converted: layers.\*.attention.wq stays in"):
+        planned(replace(DENSE, dim=24, hidden_dim=40))
+
+
+def test_experts_and_routers_stay():
+    made = planned(SPARSE)
+    shared = {name for name in converted(made) if name not in ATTENTION}
+    assert len(shared) == 6 and all("shared" in name for name in shared)
+    assert any(note.startswith("float8: the experts of layers.*") and "stay in high precision" in note for note in made.notes)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(16, 16, 16))
+
+    def forward(self, tokens, numbers, weights):
+        raise NotImplementedError
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Sequential(nn.Linear(16, 16)), Experts()
+        self.shared = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+def test_a_router_that_is_a_linear_layer_stays():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Sparse() for _ in range(2))
+    made = planned(model)
+    assert converted(made) == {f"blocks.{i}.shared.{j}" for i in (0, 1) for j in (0, 1)}
+    assert "float8: blocks.*.router.* stays in high precision (2 of them): a router" in made.notes
+
+
+class Special(nn.Linear):
+    """Computes something else."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.special = nn.Linear(16, 16), Special(16, 16)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+
+def test_a_class_of_its_own_is_no_linear_layer():
+    made = planned(Model)
+    assert converted(made) == {"blocks.0.attention", "blocks.1.attention"}
+    assert any("blocks.*.special stays in high precision (2 of them): its class Special may" in note for note in made.notes)
+
+
+def test_a_pipeline_stage_has_its_own():
+    from meshwright.planning.pipeline_parts import plan_of_stage
+
+    made = planned(DENSE, layout=Layout(pp=2, dp_shard=1))
+    assert converted(plan_of_stage(made, 1)) == {name for name in ATTENTION | FEED_FORWARD if ".1." in name}
+
+
+def test_without_torchao_its_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name == "torchao" or name.startswith("torchao.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match=r"techniques.float8 = 'rowwise' needs the package 'torchao'.*meshwright\[float8\]"):
+        parallelize(DENSE, Layout(dp_shard=1), techniques={"float8": "rowwise"})
+
+
+def test_an_old_gpu_is_refused_by_name(monkeypatch):
+    pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
+    with pytest.raises(UnsupportedError, match=r"needs a GPU of compute capability 8.9 or newer, and an old one has 8.0"):
+        refuse_absent(planned(DENSE, "cuda"))
