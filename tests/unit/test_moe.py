@@ -377,13 +377,6 @@ CASES = {
         UnsupportedError,
         r"capacity_factor = 1\.5 with layout\.tp = 2",
     ),
-    "offload": (
-        replace(CONFIG, moe=SOFTMAX),
-        Layout(dp_shard=2, ep=2),
-        {"cpu_offload": True},
-        UnsupportedError,
-        r"cpu_offload does not go with layout\.ep > 1",
-    ),
     "multiplied": (replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=2, ep=-1), {}, ConfigError, "expert parallelism does not fill the world"),
 }
 
