@@ -29,7 +29,7 @@ demo:
 
 # The quick checks come first; pytest comes last, so that its closing lines close the output.
 test:
-	@$(SETUP) dev,hf,slurm,track
+	@$(SETUP) dev,float8,hf,slurm,track
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/lint-imports"
@@ -39,13 +39,13 @@ test:
 
 # Slurm itself comes from the system: 'python scripts/slurm_cluster.py install' gets Debian's packages.
 test-slurm:
-	@$(SETUP) dev,hf,slurm,track
+	@$(SETUP) dev,float8,hf,slurm,track
 	@"$(BIN)/python" scripts/slurm_cluster.py check
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(PYTEST_ARGS)
 
 # What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
 matrix:
-	@$(SETUP) dev,hf,slurm,track
+	@$(SETUP) dev,float8,hf,slurm,track
 	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/matrix.py $(ARGS)
 
 composition:

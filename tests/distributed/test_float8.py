@@ -16,11 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import ConfigError, IntegrityError
 from meshwright.checkpoint import load, save
-from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_tensor_parallel, build_parallel_model, float8, order
+from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_tensor_parallel, build_parallel_model, float8, order, products
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.tensor import layers
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
 from meshwright.distributed.wholes import whole_on_first
+from meshwright.introspection.converted import config_at
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
@@ -31,6 +33,7 @@ from meshwright.verification.problem import RandomBatches
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'")
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20, qk_norm=True)
+WIDE = replace(DENSE, dim=64, hidden_dim=96)
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=16, n_shared=1))
 BATCHES = RandomBatches(61, rows=8, seq_len=9)
 SHARDED, STAGED = Layout(dp_shard=2), Layout(pp=2, dp_shard=1)
@@ -46,6 +49,9 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any], str]] = {
     "frozen, filtered": (replace(DENSE, tied_embeddings=True), SHARDED, {"float8": "rowwise", **FROZEN}, "float32"),
     "pipeline, microbatches": (replace(DENSE, n_layers=4), Layout(pp=2, dp_shard=2), {"float8": "tensorwise"}, "bfloat16"),
     "experts": (SPARSE, Layout(dp_shard=2, ep=2), {"float8": "rowwise"}, "float32"),
+    "tensor": (WIDE, Layout(dp_shard=2, tp=2), {"float8": "tensorwise", "activation_checkpointing": "full"}, "bfloat16"),
+    "tensor, whole sequences": (WIDE, Layout(dp_shard=1, tp=2), {"float8": "tensorwise", "sequence_parallel": False}, "float32"),
+    "split backward": (replace(DENSE, n_layers=4), STAGED, {"float8": "tensorwise", "pipeline_schedule": "zbv_zero_bubble"}, "bfloat16"),
 }
 
 
@@ -59,9 +65,34 @@ def test_float8_costs_no_more_than_it_does_in_one_process(pool, name):
     report = verified(pool, model, layout, techniques, dtype, 1 if "microbatches" in name else 0)
     assert report, str(report)
     (found,) = report.comparisons
+    assert found.dtype == "float8"
     counted = {d.name for d in found.of("products")}
     every = {"outputs", "gradients of inputs", "gradients of weights"}
     assert counted == (set() if name == "compiled" else every - {"gradients of weights"} if name == "high gradients" else every)
+
+
+TENSOR = Layout(dp_shard=1, tp=2)
+EXACT_WAYS = {
+    "tensor": (WIDE, TENSOR, {"float8": "rowwise"}, 0),
+    "tensor, high gradients": (WIDE, TENSOR, {"float8": "rowwise_with_gw_hp"}, 0),
+    "tensor, compiled": (WIDE, TENSOR, {"float8": "rowwise", "compile": True, "compile_backend": "aot_eager"}, 0),
+    "tensor, split backward": (
+        replace(WIDE, n_layers=4),
+        Layout(pp=2, dp_shard=1, tp=2),
+        {"float8": "rowwise", "pipeline_schedule": "zbv_zero_bubble"},
+        2,
+    ),
+    "sharded": (DENSE, SHARDED, {"float8": "rowwise"}, 1),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_WAYS)
+def test_scales_that_are_powers_of_two_round_alike_however_operands_are_cut(pool, name):
+    """So what differs are sums in another order, and a few roundings that those tip over: far less than rounding to float8 does."""
+    model, layout, techniques, rows = EXACT_WAYS[name]
+    report = verified(pool, model, layout, techniques, rows=rows)
+    assert report, str(report)
+    assert max(d.error for d in report.comparisons[0].of("gradient")) < 5e-3
 
 
 def test_a_model_of_transformers(pool):
@@ -113,6 +144,32 @@ def test_products_that_are_computed_in_high_precision_are_found(pool, monkeypatc
     beyond = [d for d in found.differences if d.is_beyond]
     assert not report and {d.stage for d in beyond} == {"products"} and len(beyond) == 3
     assert "the products in float8 that give outputs: fewer than in one process, so some are in high precision" in str(report)
+
+
+def multiply_plainly(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
+    """Tensor parallelism computes products itself, and asks no layer how."""
+    with patch.object(layers, "products_of", lambda module, transposed: products.PLAIN):
+        return candidate(problem, layout, parallelize_fn)
+
+
+def test_tensor_parallelism_that_drops_float8_is_found(pool, monkeypatch):
+    monkeypatch.setattr(verifying, "candidate", multiply_plainly)
+    report = verified(pool, WIDE, TENSOR, {"float8": "rowwise"})
+    assert not report and {d.stage for d in report.comparisons[0].differences if d.is_beyond} == {"products"}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_products_alone_are_those_of_torchao(recipe):
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(2, 9, size, generator=generator, dtype=torch.bfloat16) for size in (32, 48))
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48)) for _ in range(2)).bfloat16()
+    linear = apply_float8(model, False, recipe=recipe).blocks[0][0]
+    made, weight, bias = products.products_of(linear), linear.weight.detach(), linear.bias.detach()
+    output = linear(x.requires_grad_())
+    output.backward(gradient)
+    assert torch.equal(made.output(x.detach(), weight, bias), output) and torch.equal(made.linear(x, weight, bias), output)
+    assert torch.equal(made.of_input(gradient, weight), x.grad) and torch.equal(made.of_weight(gradient, x.detach()), linear.weight.grad)
 
 
 def leave_out(wrong: str) -> str:
@@ -233,7 +290,22 @@ def test_one_layer_at_two_places_stays_one():
         block.feed_forward.w_gate = block.feed_forward.w_up
     apply_float8(model, False)
     assert all(block.feed_forward.w_gate is block.feed_forward.w_up for block in model.layers.values())
-    assert all(float8.config_at(block.feed_forward.w_up) is not None for block in model.layers.values())
+    assert all(config_at(block.feed_forward.w_up) is not None for block in model.layers.values())
+
+
+def cut_by_hand() -> tuple[float, float]:
+    mesh = init_distributed(TENSOR)
+    cut = apply_tensor_parallel(apply_float8(as_module(WIDE), recipe="rowwise"), mesh)
+    order.materialise(cut, torch.device("cpu"), 0, {})
+    whole = apply_float8(as_module(WIDE), recipe="rowwise")
+    order.materialise(whole, torch.device("cpu"), 0, {})
+    tokens = torch.arange(32).view(2, 16)
+    return tuple(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for model in (cut, whole))  # type: ignore[return-value]
+
+
+def test_tensor_parallelism_after_it_keeps_it(spmd):
+    for cut, whole in spmd(2, cut_by_hand):
+        assert cut == pytest.approx(whole, rel=1e-6)
 
 
 def refused_after_tensor_parallel() -> str:

@@ -110,6 +110,14 @@ def test_a_class_of_its_own_is_no_linear_layer():
     assert any("blocks.*.special stays in high precision (2 of them): its class Special may" in note for note in made.notes)
 
 
+def test_parts_on_the_tensor_axis_must_divide_too():
+    wide = replace(DENSE, dim=64, hidden_dim=96)
+    assert len(converted(planned(wide, layout=Layout(dp_shard=1, tp=2)))) == 14
+    words = r"layout.tp = 2 has a part that does not divide by 16: layers.\*.attention.wk 8×32, layers.\*.attention.wv 8×32,"
+    with pytest.raises(ConfigError, match=words + r'.*float8_filter = \["wk", "wv", "w_gate", "w_up", "w_down"\]'):
+        planned(DENSE, layout=Layout(dp_shard=1, tp=2))
+
+
 def test_a_pipeline_stage_has_its_own():
     from meshwright.planning.pipeline_parts import plan_of_stage
 

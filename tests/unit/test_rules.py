@@ -413,12 +413,8 @@ CASES = [
         "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear",
     ),
     refuse(
-        *("float8_companions", DEBUG, Layout(dp_shard=1, tp=2), {"float8": "tensorwise"}, UnsupportedError),
-        "techniques.float8 = tensorwise does not go with layout.tp = 2",
-    ),
-    refuse(
-        *("float8_companions", FOUR, PP2, {"float8": "rowwise", "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
-        "techniques.float8 = rowwise does not go with techniques.pipeline_schedule = zbv_zero_bubble",
+        *("float8_companions", DEBUG, Layout(dp_shard=1, tp=2), {"float8": "rowwise", "async_tensor_parallel": True}, UnsupportedError),
+        "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in float32.",
     ),
     refuse(
         *("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ status 0: all equal within rounding; 1: a layout differs, and the first place wh
   --all [--max-world N]   every layout of the data axes on up to N ranks (default 8)
   --model package.module:factory   your own model instead of the config's
   --steps N               optimizer steps (default 3)
-  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it)
+  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it; with float8 that or fp32)
   --shrink                a small model of the same structure: head ratios, ties and norms stay
   --json                  everything, for machines
   --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own data, for
@@ -101,6 +101,8 @@ def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
     if named is None:
         wish = config.techniques.precision.compute
         compute = wish if wish == "auto" else canonical_dtype(wish, where="techniques.precision.compute")
+        if config.techniques.float8 != "none":
+            return (compute if compute in LEGAL else "float32",)
         return (*EXACT, compute) if compute in LEGAL and compute not in EXACT else EXACT
     found = [canonical_dtype(name.strip(), where="--dtypes") for name in named.split(",")]
     for name in found:

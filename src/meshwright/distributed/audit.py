@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import IntegrityError
 from meshwright.core.names import clean, pattern
+from meshwright.introspection.converted import config_at
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
 from . import agree
 from .describe import placement_of
-from .float8 import config_at, config_of
+from .float8 import config_of
 from .part import Part
 
 CHUNK = 2**20

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .products import Products, products_of
 
 
 class DeferredGradients:
@@ -62,47 +63,42 @@ def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradient
     Args:
         transposed: its weight is stored (in, out).
     """
-    forward = module.forward
+    forward, way = module.forward, products_of(module, transposed)
 
     @functools.wraps(forward)
     def run(x: Tensor) -> Tensor:
         weight = module.weight
         if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
             return forward(x)
-        return _Linear.apply(x, weight, getattr(module, "bias", None), transposed, deferred)
+        return _Linear.apply(x, weight, getattr(module, "bias", None), way, deferred)
 
     module.forward = run
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, deferred: DeferredGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(x)
         # not saved: recomputation would hand back another tensor, whose gradient nobody asks for
-        ctx.weight, ctx.transposed, ctx.deferred = weight, transposed, deferred
-        return F.linear(x, weight.T if transposed else weight, bias)
+        ctx.weight, ctx.way, ctx.deferred = weight, way, deferred
+        return way.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
         (x,) = ctx.saved_tensors
-        weight, transposed = ctx.weight, ctx.transposed
-        grad_x = gradient @ (weight.T if transposed else weight) if ctx.needs_input_grad[0] else None
+        weight, way = ctx.weight, ctx.way
+        grad_x = way.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if ctx.deferred.is_open:
-            ctx.deferred.put_off(functools.partial(_accumulate, weight, gradient, x, transposed))
+            ctx.deferred.put_off(functools.partial(_accumulate, weight, gradient, x, way))
         else:
-            grad_weight = _weight_gradient(gradient, x, transposed)
+            grad_weight = way.of_weight(gradient, x)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _weight_gradient(gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
-    return x.T @ gradient if transposed else gradient.T @ x
-
-
 @torch.no_grad()
-def _accumulate(weight: Tensor, gradient: Tensor, x: Tensor, transposed: bool) -> None:
-    found = _weight_gradient(gradient, x, transposed)
+def _accumulate(weight: Tensor, gradient: Tensor, x: Tensor, way: Products) -> None:
+    found = way.of_weight(gradient, x)
     weight.grad = found if weight.grad is None else weight.grad.add_(found)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.core.axes import Axis
 from meshwright.core.names import clean, pattern
 from meshwright.core.units import bytes_text, count_text
+from meshwright.introspection.converted import config_at
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
 
-from .float8 import config_at
 from .shards import SHARDS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -60,12 +59,6 @@ def config_of(plan: Float8Plan) -> Any:
     config = _torchao(plan).Float8LinearConfig.from_recipe_name(plan.recipe)
     # a weight's gradient is a product over tokens, of which there may be any number
     return replace(config, emulate=plan.emulated, pad_inner_dim=not plan.emulated)
-
-
-def config_at(module: nn.Module) -> Any:
-    """torchao's config of a module that was converted; None of any other."""
-    loaded = sys.modules.get("torchao.float8.float8_linear")
-    return module.config if loaded is not None and isinstance(module, loaded.Float8Linear) else None
 
 
 def _torchao(plan: Float8Plan) -> Any:

@@ -21,7 +21,7 @@ from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
-from .float8_plan import make_float8_plan
+from .float8_plan import check_parts, make_float8_plan
 from .layout import Layout
 from .pipeline import make_pipeline_plan
 from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
@@ -115,6 +115,7 @@ def _assemble(
     data = _data_plan(wishes, layout, technique, device, reduction)
     tensor, said = _tensor_plan(facts, layout, wishes)
     float8, about_float8 = make_float8_plan(facts, wishes, device)
+    check_parts(float8, tensor, facts)
     pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)

@@ -15,6 +15,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import find_stacks
 
 from .techniques import Techniques
+from .tensor_plan import TensorPlan
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """In torchao's words."""
@@ -68,6 +69,26 @@ def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tupl
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
     told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
     return Float8Plan(wishes.float8, chosen, device != "cuda"), tuple(f"float8: {text}" for text in told)
+
+
+def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:
+    """Whether what a rank of the tensor axis has of each converted layer divides too.
+
+    Raises:
+        ConfigError: naming the layers, and what leaves them out.
+    """
+    if plan is None or tensor is None:
+        return
+    shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
+    parts = {path: tensor.local_shape(f"{path}.weight", shapes[f"{path}.weight"]) for path in plan.modules}
+    odd = {pattern(path): shape for path, shape in parts.items() if any(size % MULTIPLE for size in shape)}
+    if odd:
+        told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
+        wish = ", ".join(f'"{name.rpartition(".")[2]}"' for name in odd)
+        raise ConfigError(
+            f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that does not divide by"
+            f" {MULTIPLE}: {told}. Leave them out (techniques.float8_filter = [{wish}]), or lower layout.tp."
+        )
 
 
 def _linears_of_blocks(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Linear]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 
 from .float8_plan import RECIPES
-from .pipeline_rules import splits_backward
 from .tensor_rules import no_blocks
 
 if TYPE_CHECKING:
@@ -37,17 +36,12 @@ def float8_wishes(case: Case) -> Iterator[MeshwrightError]:
 
 
 def float8_companions(case: Case) -> Iterator[MeshwrightError]:
-    """Techniques that compute the products of linear layers themselves."""
+    """Techniques that do not go with float8."""
     t = case.techniques
     if t.float8 not in RECIPES:
         return
-    if case.layout.tp > 1:
+    if t.async_tensor_parallel:
         yield UnsupportedError(
-            f"techniques.float8 = {t.float8} does not go with layout.tp = {case.layout.tp}: tensor parallelism computes the products of"
-            f" linear layers itself, in {case.precision.compute}. Set layout.tp = 1, or techniques.float8 = none."
-        )
-    if case.layout.pp > 1 and splits_backward(case):
-        yield UnsupportedError(
-            f"techniques.float8 = {t.float8} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input"
-            f" and weight gradients apart. Use 1f1b or interleaved_1f1b, or techniques.float8 = none."
+            f"techniques.float8 = {t.float8} does not go with techniques.async_tensor_parallel = true, whose products are in"
+            f" {case.precision.compute}. Set techniques.async_tensor_parallel = false, or techniques.float8 = none."
         )

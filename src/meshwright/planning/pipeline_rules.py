@@ -64,7 +64,7 @@ def pipeline_companions(case: Case) -> Iterator[MeshwrightError]:
             f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or interleaved_1f1b, or"
             f" techniques.zero_stage = 1."
         )
-    if t.compile and splits_backward(case):
+    if t.compile and _splits_backward(case):
         yield UnsupportedError(
             f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
             f" gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b, or techniques.compile = false."
@@ -139,8 +139,7 @@ def _stages_of_size(kind: ScheduleKind, layers: int, ranks: int, blocks: int) ->
     return stages
 
 
-def splits_backward(case: Case) -> bool:
-    """Whether the schedule computes input and weight gradients apart."""
+def _splits_backward(case: Case) -> bool:
     name = case.techniques.pipeline_schedule
     try:
         return read_schedule(name).splits_backward if name.endswith(".csv") else schedule_kind(name).splits_backward

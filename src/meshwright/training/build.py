@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
+from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.mesh import data_position
@@ -105,7 +106,16 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
 
 
 def open_trace(config: Config) -> TraceFile | None:
-    """The trace that a config names. Raises ConfigError where it cannot be read."""
+    """The trace that a config names.
+
+    Raises:
+        ConfigError: it cannot be read.
+        UnsupportedError: the run is to multiply in float8, and traces do not.
+    """
+    if config.check_trace and config.techniques.float8 != "none":
+        raise UnsupportedError(
+            f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check the run without it."
+        )
     return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 

@@ -132,7 +132,8 @@ class Problem:
 
     def of_one_process(self) -> Problem:
         """What of it one process computes: problems that differ in how a layout computes them have it in common."""
-        kept = {key: self.techniques[key] for key in ("freeze", *FLOAT8) if self.techniques.get(key)}
+        keys = ("freeze", *FLOAT8) if self.rounds_to == "float8" else ("freeze",)
+        kept = {key: self.techniques[key] for key in keys if self.techniques.get(key)}
         return replace(self, techniques=kept, microbatch_rows=0)
 
     def source(self) -> Any:

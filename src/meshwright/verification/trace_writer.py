@@ -64,6 +64,8 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     master = resolve_precision(config.techniques, "float32", device).master
     if master not in COMPUTED:
         raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
+    if config.techniques.float8 != "none":
+        raise UnsupportedError(f"techniques.float8 = {config.techniques.float8}: a trace is of products in high precision. Set it to none.")
     tokenizer = run_tokenizer(config, progress.say)
     model = model_source(config, tokenizer)
     if model_facts(as_module(model)).balances_microbatches:

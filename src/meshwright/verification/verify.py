@@ -52,7 +52,7 @@ def verify(
     *,
     steps: int = 3,
     parallelize_fn: Parallelize | None = None,
-    dtypes: Sequence[str] = ("float64", "float32"),
+    dtypes: Sequence[str] | None = None,
     techniques: dict[str, Any] | None = None,
     seed: int = 0,
     max_norm: float | None = 1.0,
@@ -63,10 +63,10 @@ def verify(
 
     Both start from the same weights and see the same global batches. Losses, gradient norms, the first step's activations and
     gradients, and the parameters after the first and last step are compared, each in the relative 2-norm, against what rounding alone
-    does: in float64 1e-10, in float32 four times what one process differs when it orders its sums in other ways, in bfloat16 twice what
-    runs of one process differ from one in float32. In float64 every step is compared in all of that, and in its
-    buffers and optimizer state, on every rank. Dropout is switched off; for a model that draws random numbers one more forward and
-    backward, with dropout, shows whether ranks draw what they should.
+    does: in float64 1e-10, in float32 four times what one process differs when it orders its sums in other ways, in bfloat16 and float8
+    twice what runs of one process differ from one in float32; products in float8 are counted too. In float64 every step is compared in all
+    of that, and in its buffers and optimizer state, on every rank. Dropout is switched off; for a model that draws random numbers one more
+    forward and backward, with dropout, shows whether ranks draw what they should.
 
     Args:
         model_factory: a model config, "package.module:factory", or a function or class, importable by name, that makes a module.
@@ -76,8 +76,9 @@ def verify(
         parallelize_fn: (module, DeviceMesh) → a module, laid out by somebody else; it is stepped as its users do, with the mean loss
             of each rank. Ranks along dp_replicate and dp_shard are given different rows, those along other axes (tp) the same. By
             default meshwright lays the model out.
-        dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights). In all but float64 the
-            optimizer is SGD: AdamW amplifies rounding without bound.
+        dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights); by default the first two,
+            and with float8 among the techniques float32 around its products. In all but float64 the optimizer is SGD: AdamW amplifies
+            rounding without bound.
         max_norm: what gradients are clipped to; where the first is not longer, half its norm, so that clipping is compared too. None: none.
         techniques: what else the layout applies, such as {"activation_checkpointing": "full"}.
         pool: worker processes to use; by default new ones.
@@ -99,6 +100,7 @@ def verify(
             model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
         )
         problem = replace(problem, microbatches=_microbatches(problem, layout) if parallelize_fn is None else ())
+        dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
     except (WorkerFailed, WorkerDied) as trouble:

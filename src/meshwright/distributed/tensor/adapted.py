@@ -56,11 +56,11 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            weight, bias, transposed = layer.tensors(runtime)
+            weight, bias, way = layer.tensors(runtime)
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
                 bias = bias if runtime.group.rank == 0 else bias * 0  # a gradient on every rank, or their sum would wait for some
-            return nn.functional.linear(x, weight.T if transposed else weight, bias)
+            return way.linear(x, weight, bias)
 
         return run
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.distributed.products import PLAIN
+
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
 from .runtime import LossRequest, LossSite, Runtime, argument, local, with_arguments, without_values, wrap
@@ -100,7 +102,7 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
             if takes_whole:
                 own = nn.functional.linear(x, weight, bias)
             else:
-                (own,) = functions.column_parallel(x, [(weight, bias, False)], runtime.sequence)
+                (own,) = functions.column_parallel(x, [(weight, bias, PLAIN)], runtime.sequence)
             return own if runtime.logits == "own" else functions.whole_vocabulary(own, rows, runtime.group)
 
         return run

@@ -13,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.distributed.products import Products
+
 from .group import TensorGroup, own_share
 from .sequence import Sequence
 
 
-def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, bool]], sequence: Sequence) -> tuple[Tensor, ...]:
+def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: Sequence) -> tuple[Tensor, ...]:
     """Several linear layers of one input, of which each rank has some output features.
 
     Args:
         x: (rows, share, features), this rank's part of the sequence (all of it where the sequence is not cut).
-        layers: (weight, bias, whether the weight is stored (in, out)) of each, this rank's parts.
+        layers: (weight, bias, how it multiplies) of each, this rank's parts.
 
     Returns:
         (rows, length, own output features) of each. The input's gradient is summed over the ranks.
@@ -33,13 +35,15 @@ def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, bool]],
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int], ways: tuple[bool, ...], *tensors: Tensor | None):
+    def forward(
+        ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int], ways: tuple[Products, ...], *tensors: Tensor | None
+    ):
         weights = [weight for weight in tensors[::2] if weight is not None]
         if sequence.overlap is None:
             whole = sequence.whole(x)
-            outputs = tuple(linear(whole, w, b, way) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
+            outputs = tuple(way.output(whole, w, b) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
         else:
-            whole, products = sequence.whole_and_products(x, [w if way else w.T for w, way in zip(weights, ways, strict=True)])
+            whole, products = sequence.whole_and_products(x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)])
             outputs = tuple(made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True))
         ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
         ctx.tracked = weights if sequence.deferred is not None else ()
@@ -57,11 +61,11 @@ class _ColumnParallel(torch.autograd.Function):
         overlaps = sequence.overlap is not None and ctx.needs_input_grad[0]
         if overlaps:
             ways = zip(grad_outputs, weights, ctx.ways, strict=True)
-            grad_x = sequence.reduced_product([(gradient, weight.T if way else weight) for gradient, weight, way in ways])
+            grad_x = sequence.reduced_product([(gradient, way.matrix(weight)) for gradient, weight, way in ways])
         found: list[Tensor | None] = []
         for i, (gradient, weight, way) in enumerate(zip(grad_outputs, weights, ctx.ways, strict=True)):
             if ctx.needs_input_grad[0] and not overlaps:
-                back = gradient @ (weight.T if way else weight)
+                back = way.of_input(gradient, weight)
                 grad_x = back if grad_x is None else grad_x.add_(back)
             found.append(now_or_later(ctx, i, gradient, whole, way) if ctx.needs_input_grad[4 + 2 * i] else None)
             found.append(gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[5 + 2 * i] else None)
@@ -70,21 +74,20 @@ class _ColumnParallel(torch.autograd.Function):
         return grad_x, None, None, None, *found
 
 
-def row_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, sequence: Sequence, others: Tensor | None = None
-) -> Tensor:
+def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: Sequence, others: Tensor | None = None) -> Tensor:
     """A linear layer of which each rank has some input features, reduced.
 
     Args:
         x: (rows, length, own input features).
         weight: this rank's part.
         bias: the whole one; it is added once.
+        way: how it multiplies.
         others: summands of the same sum from elsewhere, (rows, length, features).
 
     Returns:
         (rows, share, features), or (rows, length, features) where the sequence is not cut.
     """
-    return _RowParallel.apply(x, weight, bias, others, transposed, sequence, sequence.shape_of(x))
+    return _RowParallel.apply(x, weight, bias, others, way, sequence, sequence.shape_of(x))
 
 
 class _RowParallel(torch.autograd.Function):
@@ -95,18 +98,18 @@ class _RowParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         others: Tensor | None,
-        transposed: bool,
+        way: Products,
         sequence: Sequence,
         shape: tuple[int | None, int],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sequence, ctx.shape, ctx.transposed = sequence, shape, transposed
+        ctx.sequence, ctx.shape, ctx.way = sequence, shape, way
         ctx.tracked = (weight,) if sequence.deferred is not None else ()
         ctx.others = None if others is None else others.shape
         if others is None and sequence.overlap is not None:
-            output = sequence.reduced_product([(x, weight if transposed else weight.T)])
+            output = sequence.reduced_product([(x, way.matrix(weight).T)])
         else:
-            summand = linear(x, weight, None, transposed)
+            summand = way.output(x, weight, None)
             if others is not None:
                 summand += others.view(summand.shape)
             output = sequence.reduced(summand)
@@ -118,15 +121,18 @@ class _RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
-        matrices = [weight.T if ctx.transposed else weight] if ctx.needs_input_grad[0] else []
-        whole, products = sequence.whole_and_products(gradient, matrices) if matrices else (sequence.whole(gradient), [None])
-        grad_x = products[0]
-        grad_weight = now_or_later(ctx, 0, whole, x, ctx.transposed) if ctx.needs_input_grad[1] else None
+        grad_x: Tensor | None = None
+        if sequence.overlap is not None and ctx.needs_input_grad[0]:
+            whole, (grad_x,) = sequence.whole_and_products(gradient, [ctx.way.matrix(weight)])
+        else:
+            whole = sequence.whole(gradient)
+            grad_x = ctx.way.of_input(whole, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = now_or_later(ctx, 0, whole, x, ctx.way) if ctx.needs_input_grad[1] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, whole.view(ctx.others) if ctx.needs_input_grad[3] else None, None, None, None
 
 
-def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, transposed: bool) -> Tensor | None:
+def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products) -> Tensor | None:
     """The gradient of a layer's weight; None where a pipeline puts it off.
 
     Args:
@@ -135,19 +141,10 @@ def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, transposed:
     """
     deferred = ctx.sequence.deferred
     if deferred is None or not deferred.is_open:
-        return weight_gradient(gradient, x, transposed)
+        return way.of_weight(gradient, x)
     weight = ctx.tracked[number]
-    deferred.put_off(lambda: torch.autograd.backward(weight, weight_gradient(gradient, x, transposed)))
+    deferred.put_off(lambda: torch.autograd.backward(weight, way.of_weight(gradient, x)))
     return None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    return F.linear(x, weight.T if transposed else weight, bias)
-
-
-def weight_gradient(gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
-    return x.T @ gradient if transposed else gradient.T @ x
 
 
 def gathered(x: Tensor, sequence: Sequence) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.core.parts import Part, ranges
+from meshwright.distributed.products import Products, products_of
 from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
 
 from . import functions
@@ -33,11 +34,16 @@ class ColumnLayer:
     copied: dict[str, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
     sums: bool = False
 
-    def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, bool]:
-        """This rank's weight and bias."""
+    @property
+    def way(self) -> Products:
+        """How it multiplies."""
+        return products_of(self.module, self.transposed)
+
+    def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
+        """This rank's weight and bias, and how they are used."""
         weight, bias = self._local("weight", runtime), self._local("bias", runtime)
         assert weight is not None
-        return weight, bias, self.transposed
+        return weight, bias, self.way
 
     def _local(self, name: str, runtime: Runtime) -> Tensor | None:
         part = local(self.module._parameters.get(name))
@@ -53,8 +59,8 @@ def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            weight, bias, transposed = layer.tensors(runtime)
-            return nn.functional.linear(x, weight.T if transposed else weight, bias)
+            weight, bias, way = layer.tensors(runtime)
+            return way.linear(x, weight, bias)
 
         return run
 
@@ -121,13 +127,12 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
             assert weight is not None
             if bias is not None and reduction.sums_bias:
                 bias = functions.summing_gradients(bias, runtime.group)
+            way = products_of(module, transposed)
             if reduction.defers:
-                return collect_deferred(
-                    runtime, x, nn.functional.linear(x, weight.T if transposed else weight), bias, begins=reduction.begins
-                )
+                return collect_deferred(runtime, x, way.linear(x, weight, None), bias, begins=reduction.begins)
             others = runtime.deferred if reduction.takes_deferred else None
             runtime.deferred = None if reduction.takes_deferred else runtime.deferred
-            return functions.row_parallel(x, weight, bias, transposed, runtime.sequence, others)
+            return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
 
         return run
 

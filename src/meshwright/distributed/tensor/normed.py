@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.products import Products
 
 from . import functions
-from .functions import linear, now_or_later
+from .functions import now_or_later
 from .layers import ColumnLayer, SharedInput
 from .runtime import Runtime, holding, local, wrap
 from .sequence import Sequence as TokenSequence
@@ -32,12 +33,12 @@ class Branch:
     Attributes:
         norm: computes it.
         parameters: how many it has.
-        ways: of each layer, whether its weight is stored (in, out).
+        ways: how each layer multiplies.
     """
 
     norm: Normalise
     parameters: int
-    ways: tuple[bool, ...]
+    ways: tuple[Products, ...]
 
 
 def normed_column_parallel(x: Tensor, branches: tuple[Branch, ...], tensors: list[Tensor | None], sequence: TokenSequence):
@@ -64,7 +65,7 @@ class _NormedColumnParallel(torch.autograd.Function):
         for branch, start, first in _dealt(branches):
             normed = branch.norm(whole, tensors[start:first])  # type: ignore[arg-type]
             for i, way in enumerate(branch.ways):
-                outputs.append(linear(normed, tensors[first + 2 * i], tensors[first + 2 * i + 1], way))  # type: ignore[arg-type]
+                outputs.append(way.output(normed, tensors[first + 2 * i], tensors[first + 2 * i + 1]))  # type: ignore[arg-type]
         ctx.sequence, ctx.shape, ctx.branches = sequence, shape, branches
         ctx.tracked = tensors if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
@@ -89,7 +90,7 @@ class _NormedColumnParallel(torch.autograd.Function):
             for i, way in enumerate(branch.ways):
                 place, gradient = first + 2 * i, next(gradients)
                 if normed.requires_grad:
-                    summand = gradient @ (tensors[place].T if way else tensors[place])
+                    summand = way.of_input(gradient, tensors[place])
                     back = summand if back is None else back.add_(summand)
                 found[place] = now_or_later(ctx, place, gradient, normed.detach(), way) if needed[4 + place] else None
                 found[place + 1] = gradient.flatten(0, -2).sum(0) if needed[5 + place] else None
@@ -141,7 +142,7 @@ class SharedNormInput(SharedInput):
     def __init__(self, runtime: Runtime, branches: list[NormedLayers]):
         super().__init__(runtime, [layer for branch in branches for layer in branch.layers])
         self.branches = branches
-        self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.transposed for x in b.layers)) for b in branches)
+        self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.way for x in b.layers)) for b in branches)
         for branch in branches:
             wrap(branch.norm, lambda forward: lambda x: stand_in_for(x))  # a new function for each: it keeps what it wraps
 

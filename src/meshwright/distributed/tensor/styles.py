@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
+from meshwright.distributed.products import products_of
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
@@ -296,7 +297,7 @@ def is_transposed(module: nn.Module) -> bool | None:
 def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor:
     weight = local(module._parameters["weight"])
     assert weight is not None
-    return nn.functional.linear(x, weight.T if transposed else weight, local(module._parameters.get("bias")))
+    return products_of(module, transposed).linear(x, weight, local(module._parameters.get("bias")))
 
 
 def _has(module: nn.Module, name: str) -> bool:

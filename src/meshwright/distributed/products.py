@@ -1,0 +1,137 @@
+"""How a linear layer multiplies: its output and the gradients of its input and weight, each a product of its own.
+
+Whoever computes them apart (tensor parallelism, which has messages between them; pipelines, which put the weight's off) asks the layer how
+it multiplies, so that one in float8 stays so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.introspection.converted import config_at
+
+
+class Products(Protocol):
+    """Of one linear layer. ``x``: (..., in); ``gradient``: (..., out), of the output."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, differentiable."""
+        ...
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, of which no graph is needed."""
+        ...
+
+    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """(..., in)."""
+        ...
+
+    def of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """As the weight is stored."""
+        ...
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """(out, in), a view: for whoever multiplies with it himself."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """In the operands' own dtype. ``transposed``: the weight is stored (in, out)."""
+
+    transposed: bool
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.matrix(weight), bias)
+
+    output = linear
+
+    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ self.matrix(weight)
+
+    def of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+        gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
+        return x.T @ gradient if self.transposed else gradient.T @ x
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.T if self.transposed else weight
+
+
+PLAIN, TRANSPOSED = Plain(transposed=False), Plain(transposed=True)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """As torchao's Float8Linear does (arXiv 2209.05433): each operand is rounded with the scale of what this rank has of it.
+
+    Attributes:
+        config: torchao's Float8LinearConfig.
+        kernels: torchao's LinearMMConfig.
+    """
+
+    config: Any
+    kernels: Any
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        made = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.kernels, self.config)
+        return made if bias is None else made + bias.to(made.dtype)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        c = self.config
+        rows = self._rounded(x.flatten(0, -2), c.cast_config_input, "INPUT", -1)
+        made = torch.mm(rows, self._rounded(weight.t(), c.cast_config_weight, "WEIGHT", 0)).view(*x.shape[:-1], -1)
+        return made if bias is None else made + bias.to(made.dtype)
+
+    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        c = self.config
+        rows = self._rounded(gradient.flatten(0, -2), c.cast_config_grad_output, "GRAD_OUTPUT", -1)
+        matrix = self._rounded(weight.t(), c.cast_config_weight_for_grad_input, "WEIGHT", -1)
+        return torch.mm(rows, matrix.t()).view(*gradient.shape[:-1], -1)
+
+    def of_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+        c = self.config
+        columns = self._rounded(gradient.flatten(0, -2), c.cast_config_grad_output_for_grad_weight, "GRAD_OUTPUT", 0)
+        return torch.mm(columns.t(), self._rounded(x.flatten(0, -2), c.cast_config_input_for_grad_weight, "INPUT", 0))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        raise NotImplementedError("a layer in float8 multiplies itself")
+
+    def _rounded(self, operand: Tensor, cast: Any, role: str, dim: int) -> Tensor:
+        """An operand in float8; as it is where the recipe leaves this product in high precision.
+
+        Args:
+            dim: over which entries share a scale, where not all do.
+        """
+        from torchao.float8.config import ScalingType
+        from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        if cast.scaling_type is ScalingType.DISABLED:
+            return operand
+        return hp_tensor_to_float8_dynamic(
+            operand,
+            cast.target_dtype,
+            self.kernels,
+            gemm_input_role=GemmInputRole[role],
+            scaling_granularity=cast.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
+            round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
+        )
+
+
+def products_of(module: nn.Module, transposed: bool = False) -> Products:
+    """How a linear layer multiplies.
+
+    Args:
+        transposed: its weight is stored (in, out).
+    """
+    if (config := config_at(module)) is not None:
+        return Float8(config, module.linear_mm_config)
+    return TRANSPOSED if transposed else PLAIN
