@@ -49,7 +49,7 @@ matrix:
 	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/matrix.py $(ARGS)
 
 composition:
-	@$(SETUP) dev,hf,slurm,track
+	@$(SETUP) dev,float8,hf,slurm,track
 	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/composition.py
 
 setup:

@@ -57,7 +57,7 @@ def pipeline_companions(case: Case) -> Iterator[MeshwrightError]:
             f"techniques.data_parallel = ddp does not go with layout.pp = {ranks}: it reduces its buckets in the first backward that it"
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
-    if t.sync_grad_accum is not False and splits_backward(case):
+    if t.sync_grad_accum is not False and _splits_backward(case):
         said = f"sync_grad_accum = {str(t.sync_grad_accum).lower()}" if t.zero_stage == "auto" else f"zero_stage = {t.zero_stage}"
         yield UnsupportedError(
             f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
