@@ -2,8 +2,8 @@
 
     python benchmarks/compile.py [--blocks 4 24] [--rounds 3] [--backend inductor]
 
-Each depth is trained for one step in a process of its own, with an empty compiler cache, in turns; printed are CPU seconds of that first step,
-and how many graphs were made. What the blocks compute is a small part of it: dim 64, 2 rows of 16 tokens.
+Each depth is trained for one step in a process of its own, with an empty compiler cache, in turns. CPU seconds of that first step are
+printed, and how many graphs were made. What the blocks compute is a small part of it: dim 64, 2 rows of 16 tokens.
 """
 
 from __future__ import annotations
