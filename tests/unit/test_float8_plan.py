@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, parallelize, plan
+from meshwright.cli.verify import _dtypes
 from meshwright.core.errors import MissingExtraError
 from meshwright.distributed.float8 import refuse_absent
 from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.plan import Plan as MadePlan
+from meshwright.training.build import open_trace
+from meshwright.training.config import Config
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20)
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=16, hidden_dim=16, n_shared=1))
@@ -139,3 +142,21 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
     with pytest.raises(UnsupportedError, match=r"needs a GPU of compute capability 8.9 or newer, and an old one has 8.0"):
         refuse_absent(planned(DENSE, "cuda"))
+
+
+def test_a_run_in_float8_is_not_checked_against_a_trace():
+    config = Config.from_dict({"check_trace": "some.trace", "techniques": {"float8": "rowwise"}})
+    with pytest.raises(UnsupportedError, match=r"techniques.float8 = rowwise rounds further than a trace \(check_trace\) allows"):
+        open_trace(config)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "dtypes"),
+    [
+        ({}, ("float64", "float32")),
+        ({"float8": "rowwise"}, ("float32",)),
+        ({"float8": "rowwise", "precision": {"compute": "bf16"}}, ("bfloat16",)),
+    ],
+)
+def test_verify_computes_around_float8_in_what_the_config_does(techniques, dtypes):
+    assert _dtypes(None, Config.from_dict({"techniques": techniques})) == dtypes
