@@ -83,6 +83,7 @@ def test_a_flag_of_the_wrong_type_is_refused_by_name(flag, word, capsys, tmp_pat
 
 
 HALF = "techniques.precision.compute"
+SUMS = "techniques.precision.reduce"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ HALF = "techniques.precision.compute"
         (CONFIG, {"layout.pp": 4, "process.count": 4}, ["layout.pp = 4 with 1f1b makes 4 stages", "Legal here: layout.pp = 1 to 2"]),
         (CONFIG, {"layout.ep": 3}, ["layout.ep = 3", "Legal here"]),
         (CONFIG, {"layout.ep": 2, "process.count": 2}, ["layout.ep = 2", "no module of stacked experts"]),
-        (REFUSED, {HALF: "float16"}, [HALF + " = float16", "Use bfloat16"]),
+        (REFUSED, {SUMS: "float16"}, [SUMS + " = float16", "would lose small gradients"]),
         (CONFIG, {HALF: "bf61"}, [HALF, "Did you mean 'bf16'?"]),
         (CONFIG, {"techniques.freeze": ["("]}, ["techniques.freeze[0] = '('", "no regular expression"]),
         (CONFIG, {"techniques.freeze": ["xyzzy"]}, ["techniques.freeze", "'xyzzy' matches no parameter"]),
