@@ -93,7 +93,7 @@ def test_a_cell_is_equal(pool, measured, cell):
 def test_the_cover_has_every_layout_column_and_way():
     assert {(cell.row.layout, cell.column) for cell in COVER} == {(a, b) for a in FACTORS["layout"] for b in COLUMNS}
     assert {cell.row.way for cell in COVER} == set(FACTORS["way"])
-    assert len(COVER) <= len(FACTORS["layout"]) * len(COLUMNS) + 2, "hardly more than every layout in every column"
+    assert len(COVER) <= 1.1 * len(FACTORS["layout"]) * len(COLUMNS), "hardly more than every layout in every column"
 
 
 @pytest.mark.parametrize("way", [PLAIN, next(way for way in WAYS if way.name == "freeze")], ids=lambda way: way.name)
