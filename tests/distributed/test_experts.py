@@ -193,6 +193,7 @@ def beside_transformers(layout: Layout) -> float:
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     laid = parallelize(ours, layout, seed=3)
     laid.evaluate(own_rows(laid, batch))
+    laid.module(input_ids=own_rows(laid, batch)["tokens"][:1], use_cache=False)  # somebody looks, with gradients
     laid.forward_backward(own_rows(laid, batch))
     found = whole_on_first({name: p.grad for name, p in laid.named_parameters() if p.grad is not None})
     return max(relative_errors(found, wanted).values()) if found else 0.0

@@ -130,3 +130,27 @@ def gradients_of(*steps: int) -> dict[str, Tensor]:
 def test_gradients_of_two_calls_add_up(spmd):
     first, second, both = (spmd(2, gradients_of, *steps)[0] for steps in ((0,), (1,), (0, 1)))
     assert max(relative_errors(both, {name: first[name] + second[name] for name in first}).values()) < 1e-6
+
+
+def grown_by_a_failure() -> tuple[float, float]:
+    """The largest gradient of a first call before a second one fails, and after."""
+    laid = parallelize(DENSE, SHARDED, techniques=precision(1024.0), seed=3)
+    laid.forward_backward(own_rows(laid, BATCHES(0)))
+
+    def largest() -> float:
+        return max(p.grad.to_local().abs().max().item() for p in laid.parameters() if p.grad is not None)  # type: ignore[union-attr]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    before = largest()
+    handle = laid.parts[0].get_submodule("head").register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        laid.forward_backward(own_rows(laid, BATCHES(1)))
+    handle.remove()
+    return before, largest()
+
+
+def test_a_call_that_fails_leaves_the_gradients_of_the_one_before_as_they_were(spmd):
+    for before, after in spmd(2, grown_by_a_failure):
+        assert after == before > 0

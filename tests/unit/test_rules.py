@@ -239,6 +239,10 @@ CASES = [
         "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more",
     ),
     *(half(*wish) for wish in (("master", "float16"), ("reduce", "half"))),
+    refuse(
+        *("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError),
+        "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients",
+    ),
     *(scaling(scale, f"techniques.precision.loss_scale = {scale:g}: it is a power of two from 1 on") for scale in (1000.0, 0.5)),
     refuse(
         *("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError),

@@ -225,10 +225,12 @@ def recover(model: nn.Module) -> None:
             module.reset_iter_state()
     for module in sharded_modules(model):
         for group in _groups(module):
+            group._partial_reduce_output = None  # torch < 2.12 keeps it
             for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+    reshard(model)
 
 
 def reshard(model: nn.Module) -> None:

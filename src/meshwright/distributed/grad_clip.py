@@ -112,8 +112,10 @@ def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Paramete
         yield
         return
     scale_gradients(local_gradients(parameters()), factor)
-    yield
-    scale_gradients(local_gradients(parameters()), 1 / factor)
+    try:
+        yield
+    finally:
+        scale_gradients(local_gradients(parameters()), 1 / factor)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True) -> Tensor:

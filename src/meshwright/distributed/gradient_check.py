@@ -54,8 +54,8 @@ class GradientCheck:
         self._waits = False
         if not fully_sharded.reduces(self.model):
             return
-        named = [(clean(name), p.grad) for name, p in self.model.named_parameters() if p.requires_grad]
-        words = agree.total(torch.stack([_is_wrong(gradient) for _, gradient in named]), self.groups)
+        named = [(clean(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+        words = agree.total(torch.stack([_is_wrong(parameter) for _, parameter in named]), self.groups)
         if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise NonFiniteError(
@@ -63,9 +63,10 @@ class GradientCheck:
             )
 
 
-def _is_wrong(gradient: Tensor | None) -> Tensor:
-    """1 or 0, of this rank's part; 0-dim int64."""
+def _is_wrong(parameter: Tensor) -> Tensor:
+    """1 or 0, of this rank's part of its gradient; 0-dim int64, where the parameter is."""
+    gradient = parameter.grad
     if gradient is None:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device=parameter.device)
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     return (~local.isfinite().all()).long()

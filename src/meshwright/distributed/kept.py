@@ -158,7 +158,8 @@ class Keeping(_Mode):
         made = func(*args, **kwargs)
         if not self._aside and self.results.policy.asks_about(func):
             key = self._key(func, args)
-            context = SelectiveCheckpointContext(is_recompute=False, op_output=made)
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = made  # an argument in newer versions of torch
             if self.results.ask(context, func, *args, **kwargs) in SAVED:
                 self.results.keep(key, made, drew=torch.Tag.nondeterministic_seeded in func.tags)
         return made

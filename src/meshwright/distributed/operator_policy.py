@@ -74,7 +74,7 @@ class OperatorPolicy:
         """By the user's functions; the first that wants to save."""
         for function in self._functions:
             said = function(context, operator, *args, **kwargs)
-            if said in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+            if getattr(said, "name", "") in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"):  # older versions of torch lack them
                 raise UnsupportedError(
                     f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or recompute. For host"
                     f" memory set techniques.activation_checkpointing = offload."

@@ -17,6 +17,11 @@ class OptimizerSwap:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        if optimizer.state and all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} makes its state as it is made, of the whole parameters. Leave optimizer out, and"
+                f" make it from the parameters of the model that is returned."
+            )
         if optimizer.state:
             raise ConfigError(
                 f"optimizer: this {type(optimizer).__name__} has the state of {len(optimizer.state)} parameters already, which are whole"

@@ -43,6 +43,10 @@ class SharedRouterLoss:
         assert self.loss_share is not None
         return self._loss.coefficient * self._loss.experts * self.loss_share * (shares * probabilities).sum() / len(logits)
 
+    def begin(self) -> None:
+        """A microbatch's forward begins."""
+        self._logits.begin()
+
     def forget(self) -> None:
         """A forward and backward failed."""
         self._logits.take()

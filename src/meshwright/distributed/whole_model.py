@@ -34,6 +34,8 @@ class WholeModel:
         with self._summing_over_tensor_ranks():
             for number, piece in enumerate(pieces):
                 with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
+                    if self._router_loss is not None:
+                        self._router_loss.begin()
                     loss = self._loss_sum(piece) / max(tokens, 1)
                     total += loss.detach()
                     if self._router_loss is not None:

@@ -73,5 +73,7 @@ def _holders(model: nn.Module, facts: ModelFacts) -> list[str]:
     """Modules that hold parameters of their own, and of no other module; what is tied stays with the root."""
     tied = {owner(name) for p in facts.parameters if p.aliases for name in (p.name, *p.aliases)}
     holding = [clean(name) for name, module in model.named_modules() if name and next(module.parameters(recurse=False), None) is not None]
+    read = [clean(name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]  # it calls no child
+    holding = [name for name in holding if not any(is_within(name, outer) and name != outer for outer in read)]
     nested = {outer for outer in holding for inner in holding if inner != outer and is_within(inner, outer)}
     return [name for name in holding if name not in tied and name not in nested]

@@ -84,6 +84,11 @@ def half_precision(case: Case) -> Found:
                 f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set techniques.precision.{key} ="
                 f" float32, and techniques.precision.compute = float16 to compute in it."
             )
+    if p.output == "float16" and p.compute != "float16":
+        yield UnsupportedError(
+            f"techniques.precision.output = float16 with techniques.precision.compute = {p.compute} would lose small gradients of the"
+            f" logits: the loss is scaled where compute is float16. Set output = {p.compute}, or compute = float16."
+        )
     if p.compute != "float16" and wish.loss_scale != Precision.loss_scale:
         yield ConfigError(
             f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs no scaling of the"

@@ -78,7 +78,7 @@ class OneProcess:
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
         self._router_loss = router_loss_of(model_facts(model))
         if self._router_loss is not None:
-            self._logits = RouterLogits(self._computing, self._router_loss, gradients_only=False)
+            self._logits = RouterLogits(self._computing, self._router_loss)
 
     def replay(self, routes: Routes) -> Replay:
         """Of a batch's routing, for one step."""
@@ -105,6 +105,8 @@ class OneProcess:
                 for router, load in loads.items():
                     router.everywhere = partial(_known, load[first : first + rows])
                 with replay.at(first, rows) if replay is not None else nullcontext():
+                    if self._router_loss is not None:
+                        self._logits.begin()
                     loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 if self._router_loss is not None:
@@ -124,6 +126,8 @@ class OneProcess:
             router.everywhere = partial(_noted, noted, router)
         rows = len(batch["tokens"])
         with replay.at(0, rows) if replay is not None else nullcontext():
+            if self._router_loss is not None:
+                self._logits.begin()
             self._computing(**self._signature.inputs(batch, self._device))
         for router, counts, z in before:
             router.counts, router.z, router.auxiliary = counts, z, None

@@ -68,29 +68,30 @@ class RouterLoss:
 
 
 class RouterLogits:
-    """Notes the logits that the routers of a model give in each forward; what a backward computes once more is not noted.
+    """Notes the logits that the routers of a model give, from ``begin`` to ``take``; what a backward computes once more is not noted."""
 
-    Args:
-        gradients_only: only of forwards with gradients.
-    """
-
-    def __init__(self, model: nn.Module, loss: RouterLoss, *, gradients_only: bool = True):
+    def __init__(self, model: nn.Module, loss: RouterLoss):
         self._found: list[Tensor] = []
+        self._is_on = False
         modules = {clean(raw): module for raw, module in model.named_modules()}
         for path in loss.routers:
-            modules[path].register_forward_hook(self._hook(loss.place, gradients_only))
+            modules[path].register_forward_hook(self._hook(loss.place))
 
-    def _hook(self, place: int, gradients_only: bool) -> Any:
+    def _hook(self, place: int) -> Any:
         @torch.compiler.disable
         def note(module: nn.Module, args: tuple, output: Any) -> None:
-            if not is_recomputing() and (torch.is_grad_enabled() or not gradients_only):
+            if self._is_on and not is_recomputing():
                 self._found.append(_parts(output)[place])
 
         return note
 
+    def begin(self) -> None:
+        """A forward begins; what was noted and not taken is forgotten."""
+        self._found, self._is_on = [], True
+
     def take(self) -> list[Tensor]:
-        """Those of the forwards since the last time, by layer."""
-        found, self._found = self._found, []
+        """By layer."""
+        found, self._found, self._is_on = self._found, [], False
         return found
 
 

@@ -76,9 +76,11 @@ def _savings(held: Mapping[Held, int], plan: Plan, shares: Shares) -> Iterator[t
     elif data.gathers_per_step:
         whole = held[Held.PARAMETERS]
         yield whole - whole // max(plan.size("dp_shard"), 1), "techniques.zero_stage = 3"
-    if data.technique == "fully_shard" and shares.microbatches > 1 and not data.sync_grad_accum and plan.size("dp_shard") > 1:
+    splits = plan.pipeline is not None and plan.pipeline.splits_backward
+    if data.technique == "fully_shard" and shares.microbatches > 1 and not (data.sync_grad_accum or splits) and plan.size("dp_shard") > 1:
         whole = held[Held.GRADIENTS]
-        yield whole - whole // plan.size("dp_shard"), "techniques.sync_grad_accum = true"
+        switch = "techniques.zero_stage = 2" if data.gathers_per_step else "techniques.sync_grad_accum = true"
+        yield whole - whole // plan.size("dp_shard"), switch
     if plan.device == "cuda" and not data.cpu_offload:
         m = plan_memory(plan, microbatches=shares.microbatches)
         yield m.parameters + m.optimizer + m.gradients, "techniques.cpu_offload = true"
