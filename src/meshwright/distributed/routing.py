@@ -5,7 +5,6 @@ Both follow from numbers of the whole step, over all data ranks and microbatches
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -58,13 +57,19 @@ def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device,
 def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup]) -> None:
     """Losses per microbatch count the tokens of all ranks of ``groups``, which compute one together."""
     for router in routers if groups else ():
-        router.everywhere = functools.partial(_sum_everywhere, list(groups))
+        router.everywhere = _Everywhere(groups)
 
 
-@torch._disable_dynamo
-def _sum_everywhere(groups: list[dist.ProcessGroup], counted: Tensor) -> Tensor:
-    total = counted.sum(0, keepdim=True)
-    return exchanged(lambda: sum_over(groups, total), into=total)
+class _Everywhere:
+    """The sum over all groups. Not a function with the groups bound to it: what is compiled around its call would keep them for good."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]):
+        self._groups = list(groups)
+
+    @torch._disable_dynamo
+    def __call__(self, counted: Tensor) -> Tensor:
+        total = counted.sum(0, keepdim=True)
+        return exchanged(lambda: sum_over(self._groups, total), into=total)
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
