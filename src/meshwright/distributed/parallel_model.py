@@ -162,6 +162,8 @@ class ParallelModel:
             ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
         pieces, tokens, routed = self._open_step(batch)
+        for model in self.parts:
+            fully_sharded.reshard(model)  # what a forward of somebody else's left gathered would change gradients on the tensor axis
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         routing.begin_step(self._routers, routed, self.device, scale)
         if self._router_loss is not None:
