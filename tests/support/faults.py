@@ -57,15 +57,17 @@ def _before_steps(change):
 # --- the optimizer step
 
 
+@contextmanager
 def stale_weights_after_a_step():
-    """The next step's weights are gathered before the optimizer has changed them."""
+    """The next step's weights are gathered before the optimizer has changed them, and the step begins with what it finds gathered."""
 
     def gather_early(model, optimizer, number):
         if number == 1:
             blocks = fully_sharded.sharded_modules(model.parts[0])[1:]
             optimizer.register_step_pre_hook(lambda *_: [block.unshard() for block in blocks] and None)
 
-    return _before_steps(gather_early)
+    with _before_steps(gather_early), patch.object(fully_sharded, "reshard", lambda model: None):
+        yield
 
 
 def moments_swapped():
