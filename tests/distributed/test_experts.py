@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import families
+from support.heard import heard
 from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -464,21 +464,17 @@ def refused_doors() -> tuple[str, str]:
 
 
 def warned_of() -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("meshwright").addHandler(handler)
     mesh = init_distributed(Layout(dp_shard=2))
     assert mesh is not None
-    for model in (SIGMOID, DENSE):
-        apply_fsdp2(Decoder(model), mesh)
-    logging.getLogger("meshwright").removeHandler(handler)
-    return [text for text in heard if "Router" in text]
+    with heard() as said:
+        for model in (SIGMOID, DENSE):
+            apply_fsdp2(Decoder(model), mesh)
+    return [text for text in said if "Router" in text]
 
 
 def test_what_functions_leave_to_the_users_loop_is_said(spmd):
-    for heard in spmd(2, warned_of):
-        assert len(heard) == 1 and heard[0].startswith("model.moe.bias_rate, sequence_loss: these functions lay a model out")
+    for said in spmd(2, warned_of):
+        assert len(said) == 1 and said[0].startswith("model.moe.bias_rate, sequence_loss: these functions lay a model out")
 
 
 def test_functions_in_another_order_are_refused(spmd):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 import test_pipeline_doors
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.heard import heard
 from support.odd import LAYOUTS, VOCAB, Odd, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,23 +146,6 @@ def refusal(action: Callable[[], object]) -> str:
     return "none"
 
 
-@contextmanager
-def log_of():
-    """What meshwright says inside."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("meshwright")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 # --- apply_fsdp2
 
 
@@ -217,7 +199,7 @@ def dtype_seen(model: nn.Module) -> list[torch.dtype]:
 def dtype_job(layout: str, policy: MixedPrecisionPolicy | None) -> dict:
     mesh = mesh_of(layout)
     model = built(lambda: Odd(dtype=torch.float32))
-    with log_of() as said:
+    with heard() as said:
         same = apply_fsdp2(model, mesh, policy)
     seen = dtype_seen(model)
     mean_loss(model, *data_position(mesh)).backward()

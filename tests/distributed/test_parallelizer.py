@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from functools import cache
 from unittest import mock
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
+from support.heard import heard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -220,15 +220,9 @@ def test_what_is_applied(spmd):
 
 
 def alone() -> tuple[list[str], tuple]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("meshwright")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    mesh = single_process_mesh("cpu")
-    model = fsdp2_strategy_parallelize(model_of("llama"), mesh, tp_shard_plan={"lm_head": "colwise"}, offload_policy=OffloadPolicy())
-    logger.removeHandler(handler)
+    mesh, plan = single_process_mesh("cpu"), {"lm_head": "colwise"}
+    with heard() as said:
+        model = fsdp2_strategy_parallelize(model_of("llama"), mesh, tp_shard_plan=plan, offload_policy=OffloadPolicy())
     return said, applied(model)
 
 

@@ -309,8 +309,10 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
 
 
 def threads_left(source: Any) -> tuple[int, int, int]:
-    """Threads of gloo before a model is laid out (torch's compiler keeps what it traced with parameters that are DTensors, and so the groups
-    of a test before this one), while it trains, and after the end."""
+    """Threads of gloo before a model is laid out, while it trains, and after the end.
+
+    Before: torch's compiler keeps what it traced with parameters that are DTensors, and so the groups of an earlier job.
+    """
 
     def listening() -> int:
         found = 0

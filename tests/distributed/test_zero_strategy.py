@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
+from support.heard import heard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -402,15 +402,9 @@ def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
 
 
 def alone() -> tuple[list[str], bool, str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("meshwright")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
     whole, plain = decoder(), decoder()
-    model, _ = nvfsdp_strategy_parallelize(whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads")
-    logger.removeHandler(handler)
+    with heard() as said:
+        model, _ = nvfsdp_strategy_parallelize(whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads")
     loss_of(model).backward()
     loss_of(plain).backward()
     same = all(torch.equal(to_cpu(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
