@@ -1,13 +1,38 @@
-"""Counting what a computation leaves in memory, below our code: every storage that torch's operators make, and which are still there."""
+"""Which memory is there, below our code: every storage that torch's operators make is followed until nobody holds it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+What = TypeVar("What")
+
+
+class Storages(Generic[What]):
+    """Storages that are followed, and what each is for."""
+
+    def __init__(self) -> None:
+        self._followed: dict[int, tuple[StorageWeakRef, What]] = {}
+
+    def follow(self, tensor: Tensor, what: What) -> None:
+        """From now on, or for something else than before."""
+        storage = storage_of(tensor)
+        self._followed[storage._cdata] = StorageWeakRef(storage), what
+
+    def there(self) -> Iterator[tuple[int, int, What]]:
+        """(address, bytes, what for) of those that somebody still holds; the others are followed no more."""
+        for address, (reference, what) in list(self._followed.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._followed[address]
+            else:
+                yield address, storage.nbytes(), what
 
 
 class LiveStorages(TorchDispatchMode):
@@ -15,21 +40,38 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: Storages[None] = Storages()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = addresses(tensors_in((args, kwargs)))
         made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and (address := _storage(leaf)) not in given:
-                storage = leaf.untyped_storage()
-                self._made[address] = StorageWeakRef(storage), storage.nbytes()
+        for tensor in newly_made(given, made):
+            self._storages.follow(tensor, None)
         return made
 
     def bytes(self) -> int:
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+        return sum(size for _, size, _ in self._storages.there())
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """While it is there, nothing else has the same number."""
-    return tensor.untyped_storage()._cdata
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def newly_made(given: set[int], made: Any) -> list[Tensor]:
+    """What an operator gave that is no view of the storages (by address) that it was given."""
+    return [tensor for tensor in tensors_in(made) if storage_of(tensor)._cdata not in given]
+
+
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Of their storages; while one is there, nothing else has the same."""
+    return {storage_of(tensor)._cdata for tensor in tensors}
+
+
+def stored(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of the storages that tensors lie in."""
+    return {storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Of a DTensor, the local one."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()

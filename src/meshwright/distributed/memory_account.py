@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .fully_sharded import parameter_groups
+from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
 
 LOOKS_EVERY = 8
-"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions."""
+"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and whatever could be
+more than was ever seen."""
+UNSEEN = 0.02
+"""Share of the most by which something may grow before somebody looks."""
 
 
 class Held(StrEnum):
@@ -34,16 +36,17 @@ class MemoryAccount(TorchDispatchMode):
     """``with MemoryAccount(models, vocabulary) as account: forward and backward``, then ``account.most``.
 
     Attributes:
-        most: of each kind the most bytes that were held at a time. Parameters that are gathered, or on their way, are parameters; gradients
-            of gathered ones are gradients.
+        most: of each kind the most bytes that were held at a time, between two operators. Parameters that are gathered, or on their way,
+            are parameters; gradients of gathered ones are gradients; what lies ready to be sent, and what came, are messages.
         most_together: the most of all kinds at a time, the optimizer's left out.
 
     Args:
         models: local modules.
         vocabulary: last dims by which logits are known. One that is a width of the model too tells nothing: logits are activations then.
+        looks_every: operators between two looks; by default ``LOOKS_EVERY``.
     """
 
-    def __init__(self, models: Sequence[nn.Module], vocabulary: Iterable[int]):
+    def __init__(self, models: Sequence[nn.Module], vocabulary: Iterable[int], *, looks_every: int = 0):
         super().__init__()
         self.most: Counter[Held] = Counter()
         self.most_together = 0
@@ -51,22 +54,25 @@ class MemoryAccount(TorchDispatchMode):
         self._groups = [group for model in models for group in parameter_groups(model)]
         widths = {p.shape[-1] for p in self._parameters if p.dim()}
         self._vocabulary = set(vocabulary) - widths
-        self._made: dict[int, tuple[StorageWeakRef, Held]] = {}
+        self._storages: Storages[Held] = Storages()
+        self._seen: Counter[Held] = Counter()
+        self._since: Counter[Held] = Counter()
+        self._looks_every = looks_every or LOOKS_EVERY
         self._operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        sends = func.namespace.lstrip("_").startswith("c10d")
+        if func.namespace == "prim":  # asks for a device and the like
+            return func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
+        sends = func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d")
         if sends:
-            for tensor in _tensors((args, kwargs, made)):
-                self._note(tensor, Held.COMMUNICATION)
+            self.note_messages([*given, *tensors_in(made)])
         else:
-            for tensor in _tensors(made):
-                if _storage(tensor)._cdata not in self._made:
-                    is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
-                    self._note(tensor, Held.LOGITS if is_logits else Held.ACTIVATIONS)
+            for tensor in newly_made(addresses(given), made):
+                self._note(tensor, Held.LOGITS if self._is_logits(tensor) else Held.ACTIVATIONS)
         self._operators += 1
-        if sends or func.namespace == "fsdp" or self._operators % LOOKS_EVERY == 0:
+        if sends or self._operators % self._looks_every == 0 or self._may_be_more():
             self.look()
         return made
 
@@ -74,28 +80,36 @@ class MemoryAccount(TorchDispatchMode):
         super().__exit__(*error)
         self.look()
 
+    def note_messages(self, tensors: Iterable[Tensor]) -> None:
+        """These are sent, or come."""
+        for tensor in tensors:
+            self._storages.follow(tensor, Held.COMMUNICATION)
+
+    def _is_logits(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
+
     def _note(self, tensor: Tensor, held: Held) -> None:
-        storage = _storage(tensor)
-        self._made[storage._cdata] = StorageWeakRef(storage), held
+        self._storages.follow(tensor, held)
+        self._since[held] += storage_of(tensor).nbytes()
+
+    def _may_be_more(self) -> bool:
+        return any(self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
 
     def look(self) -> None:
         """Count what is there now."""
         now: Counter[Held] = Counter()
         owned: set[int] = set()
         for held, tensors in ((Held.PARAMETERS, self._of_parameters()), (Held.GRADIENTS, self._of_gradients())):
-            for tensor in tensors:
-                storage = _storage(tensor)
-                if storage._cdata not in owned:
-                    owned.add(storage._cdata)
-                    now[held] += storage.nbytes()
-        for address, (reference, held) in list(self._made.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
-                del self._made[address]
-            elif address not in owned:
-                now[held] += storage.nbytes()
+            for address, size in stored(tensors).items():
+                if address not in owned:
+                    owned.add(address)
+                    now[held] += size
+        for address, size, held in self._storages.there():
+            if address not in owned:
+                now[held] += size
         self.most |= now
         self.most_together = max(self.most_together, now.total())
+        self._seen, self._since = now, Counter()
 
     def _of_parameters(self) -> Iterator[Tensor]:
         yield from self._parameters
@@ -117,13 +131,5 @@ class MemoryAccount(TorchDispatchMode):
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the state of an optimizer that has taken a step."""
-        storages = {_storage(t)._cdata: _storage(t).nbytes() for state in optimizer.state.values() for t in _tensors(state)}
-        self.most[Held.OPTIMIZER] = sum(storages.values())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        state = tensors_in([*optimizer.state.values()])
+        self.most[Held.OPTIMIZER] = sum(stored(state).values())
