@@ -7,16 +7,18 @@ from meshwright.core.errors import ConfigError
 
 
 def run(argv: list[str]) -> int:
-    """Print the plan and the bytes of a step. ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``."""
+    """Print the plan, the bytes of a step and what it keeps. ``--world N`` ranks, ``--per-node N`` of them on a
+    host, ``--device``, ``--json``."""
     world, argv = take_option(argv, "--world", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
+    from meshwright.distributed.foresight.play import foresee
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
-    from meshwright.training.build import batch_of, plan_run
+    from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.launch import process_count
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
@@ -33,7 +35,7 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch))
+    print(table(plan, batch, foresee(facts_of(source), plan, batch)))
     return 0
 
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+
+from .live import addresses, storage_of, tensors_in
 
 LEAST_BYTES = 1024
 """Smaller tensors stay where they are."""
+
+PLAIN = (Tensor, FakeTensor)
+"""Kinds of tensors that can leave; the second have no memory, where a step is foreseen."""
 
 Key = tuple[Any, ...]
 
@@ -101,7 +105,7 @@ class Passage:
     def keep(self, tensor: Tensor) -> Key:
         """Of the tensor's slot; the same tensor has one slot."""
         version = tensor._version
-        key = (tensor.untyped_storage().data_ptr(), version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (storage_of(tensor)._cdata, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self.slots:  # a slot holds its tensor until the block has ended: nothing else gets its address
             self.slots[key] = Slot(self.copies.leave(tensor), tensor.device, version, tensor)
         return key
@@ -172,12 +176,12 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = {_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not t.requires_grad}
+        given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
         passage = store.begin(number)
 
         def pack(tensor: Tensor) -> Tensor | tuple[Passage, Key]:
-            stays = type(tensor) is not Tensor or tensor.numel() * tensor.element_size() < LEAST_BYTES
-            if stays or (address := _address(tensor)) in given or address in _lying_elsewhere(module):
+            stays = type(tensor) not in PLAIN or tensor.numel() * tensor.element_size() < LEAST_BYTES
+            if stays or (address := storage_of(tensor)._cdata) in given or address in _lying_elsewhere(module):
                 return tensor
             return passage, passage.keep(tensor.detach())
 
@@ -194,11 +198,6 @@ def _unpack(saved: Tensor | tuple[Passage, Key]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved[0].take(saved[1])
 
 
-def _lying_elsewhere(module: nn.Module) -> Iterator[int]:
+def _lying_elsewhere(module: nn.Module) -> set[int]:
     """Addresses of parameters, those that a sharded unit inside has gathered just now among them, and of buffers."""
-    return (_address(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
-
-
-def _address(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return addresses(chain(module.parameters(), module.buffers()))

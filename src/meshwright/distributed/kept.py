@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from .live import storage_of, tensors_in
 from .operator_policy import SAVED, OperatorPolicy
 from .random_streams import restore_streams, streams
 
@@ -47,7 +48,7 @@ def leaving(output: Any) -> Any:
     modes = getattr(_running, "modes", None)
     if modes:
         with modes[-1].aside():
-            modes[-1].results.before_write(_tensors(output))
+            modes[-1].results.before_write(tensors_in(output))
     return output
 
 
@@ -67,7 +68,7 @@ class Kept:
         self.streams = streams() if drew else None
 
     def addresses(self) -> Iterator[int]:
-        return (address for tensor in _tensors(self.made) if (address := _address(tensor)))
+        return (_address(tensor) for tensor in tensors_in(self.made))
 
     def copy(self) -> None:
         self.made = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self.made)
@@ -135,7 +136,7 @@ class _Mode(TorchDispatchMode):
 
     def _key(self, name: Any, args: tuple) -> tuple:
         """Of a call: what, with which shapes, and the how-manieth of those."""
-        key = (name, *((tensor.shape, tensor.dtype) for tensor in _tensors(args)))
+        key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors_in(args)))
         self._calls[key] += 1
         return (*key, self._calls[key])
 
@@ -194,13 +195,9 @@ class HandingBack(_Mode):
         return kept.made if into is None else into.copy_(kept.made)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _address(tensor: Tensor) -> int:
-    """Of its storage; 0 where it has none."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    """Of its storage, where nothing else lies while it is there."""
+    return storage_of(tensor)._cdata
 
 
 @functools.cache
@@ -215,4 +212,4 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    return [tensor for place, name in _writes(func) for tensor in _tensors(args[place] if place < len(args) else kwargs.get(name))]
+    return [tensor for place, name in _writes(func) for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name))]

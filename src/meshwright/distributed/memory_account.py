@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.planning.foresight import Held
 
 from .fully_sharded import parameter_groups
 from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
@@ -17,19 +18,8 @@ from .live import Storages, addresses, newly_made, storage_of, stored, tensors_i
 LOOKS_EVERY = 8
 """Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and whatever could be
 more than was ever seen."""
-UNSEEN = 0.02
+UNSEEN = 0.01
 """Share of the most by which something may grow before somebody looks."""
-
-
-class Held(StrEnum):
-    """What bytes are held for."""
-
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"
-    LOGITS = "logits"
-    COMMUNICATION = "communication"
 
 
 class MemoryAccount(TorchDispatchMode):
@@ -52,6 +42,7 @@ class MemoryAccount(TorchDispatchMode):
         self.most_together = 0
         self._parameters = [p for model in models for p in model.parameters()]
         self._groups = [group for model in models for group in parameter_groups(model)]
+        self._shards = addresses(parameter.sharded_param for parameter in self._gathered())
         widths = {p.shape[-1] for p in self._parameters if p.dim()}
         self._vocabulary = set(vocabulary) - widths
         self._storages: Storages[Held] = Storages()
@@ -65,14 +56,15 @@ class MemoryAccount(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        sends = func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d")
+        new = newly_made(addresses(given), made)
+        sends = func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or self._copies_shards(given)
         if sends:
             self.note_messages([*given, *tensors_in(made)])
         else:
-            for tensor in newly_made(addresses(given), made):
+            for tensor in new:
                 self._note(tensor, Held.LOGITS if self._is_logits(tensor) else Held.ACTIVATIONS)
         self._operators += 1
-        if sends or self._operators % self._looks_every == 0 or self._may_be_more():
+        if sends or ((_writes(func) or (new and not _allocates(func))) and self._should_look()):
             self.look()
         return made
 
@@ -83,17 +75,26 @@ class MemoryAccount(TorchDispatchMode):
     def note_messages(self, tensors: Iterable[Tensor]) -> None:
         """These are sent, or come."""
         for tensor in tensors:
-            self._storages.follow(tensor, Held.COMMUNICATION)
+            self._note(tensor, Held.COMMUNICATION)
+
+    def _copies_shards(self, given: Sequence[Tensor]) -> bool:
+        """Whether shards are made ready to be gathered: in another dtype, one behind the other."""
+        return bool(self._shards) and not self._shards.isdisjoint(addresses(given))
 
     def _is_logits(self, tensor: Tensor) -> bool:
         return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
 
     def _note(self, tensor: Tensor, held: Held) -> None:
+        if tensor.device.type == "meta":  # it takes no memory
+            return
         self._storages.follow(tensor, held)
         self._since[held] += storage_of(tensor).nbytes()
 
-    def _may_be_more(self) -> bool:
-        return any(self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
+    def _should_look(self) -> bool:
+        """From time to time, and where there may be more than ever. Nobody looks behind an operator that computes nothing: what was taken
+        from one owner is then on its way to another."""
+        may_be_more = (self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
+        return self._operators % self._looks_every == 0 or any(may_be_more)
 
     def look(self) -> None:
         """Count what is there now."""
@@ -110,6 +111,12 @@ class MemoryAccount(TorchDispatchMode):
         self.most |= now
         self.most_together = max(self.most_together, now.total())
         self._seen, self._since = now, Counter()
+
+    def take(self) -> tuple[Counter[Held], Counter[Held]]:
+        """By kind the most at a time since this was asked last, and what is there now."""
+        self.look()
+        most, self.most = self.most, Counter()
+        return most, self._seen
 
     def _of_parameters(self) -> Iterator[Tensor]:
         yield from self._parameters
@@ -133,3 +140,18 @@ class MemoryAccount(TorchDispatchMode):
         """Count the state of an optimizer that has taken a step."""
         state = tensors_in([*optimizer.state.values()])
         self.most[Held.OPTIMIZER] = sum(stored(state).values())
+
+
+def _allocates(func: Any) -> bool:
+    """Whether it only makes room: what for is known when something is written there, and nobody looks before."""
+    return func.namespace == "aten" and "empty" in func._opname
+
+
+def _writes(func: Any) -> bool:
+    return func._schema.is_mutable
+
+
+def dims_of_logits(vocabulary: int, ranks: int) -> set[int]:
+    """Last dims by which logits are known: all token ids, or what one of the ranks of the tensor axis has of them."""
+    share = -(-vocabulary // ranks)
+    return {vocabulary, share, vocabulary - share * (ranks - 1)}

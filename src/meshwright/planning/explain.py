@@ -11,19 +11,23 @@ from meshwright.core.units import bytes_text, count_text
 
 from .batch import Batch
 from .collectives import resolved, step_traffic
+from .foresight import Foresight, Held
 from .memory import plan_memory
 from .plan import Plan
 from .zero import stage_of
 
+KEPT = {Held.ACTIVATIONS: "activations", Held.LOGITS: "logits", Held.COMMUNICATION: "messages"}
 
-def table(plan: Plan, batch: Batch | None = None) -> str:
-    """The whole plan; with a batch also the bytes that a step moves."""
+
+def table(plan: Plan, batch: Batch | None = None, foresight: Foresight | None = None) -> str:
+    """The whole plan; with a batch also the bytes that a step moves, with a foresight of it what it keeps."""
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
-    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks)))
-    if plan.notes:
-        parts.append("notes\n" + "\n".join(f"  {note}" for note in plan.notes))
+    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), foresight))
+    unknown = (f"activations and logits are not foreseen: {foresight.why_not}",) if foresight is not None and foresight.why_not else ()
+    if notes := (*plan.notes, *unknown):
+        parts.append("notes\n" + "\n".join(f"  {note}" for note in notes))
     return "\n\n".join(parts)
 
 
@@ -146,15 +150,28 @@ def _traffic(plan: Plan, batch: Batch) -> str:
     return head + "\n" + (columns(rows, ("op", "axis (ranks)", "calls", "bytes")) if rows else "  none")
 
 
-def _memory(plan: Plan, microbatches: int) -> str:
+def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
     m = plan_memory(plan, microbatches=microbatches)
+    held = {} if foresight is None else foresight.of(m.pipeline_rank if plan.pipeline is not None else None)
+    keeps = [(KEPT[kind], bytes_text(0), bytes_text(size)) for kind, size in held.items()]
     rows = [
         ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
         ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
         ("optimizer (AdamW)", bytes_text(m.optimizer), bytes_text(m.optimizer)),
-        ("together", bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak)),
+        *keeps,
+        ("together", bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak + sum(held.values()))),
     ]
     where = f"rank {m.pipeline_rank} of the pipeline" if plan.pipeline is not None else "each rank"
     host = ", at rest in host memory" if m.in_host_memory else ""
-    head = f"memory of {where} without activations ({microbatches} microbatch{'es' * (microbatches > 1)}{host})"
-    return head + "\n" + columns(rows, ("what", "before the optimizer steps", "at peak"))
+    kernels = ", activations as the CPU's operators keep them" if keeps and plan.device != "cpu" else ""
+    without = "" if keeps else " without activations"
+    head = f"memory of {where}{without} ({microbatches} microbatch{'es' * (microbatches > 1)}{host}{kernels})"
+    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak")), *_by_rank(foresight)])
+
+
+def _by_rank(foresight: Foresight | None) -> list[str]:
+    """Activations and logits together, where ranks differ in them."""
+    if foresight is None or len(foresight.ranks) < 2:
+        return []
+    sizes = (f"{rank}: {bytes_text(sum(held.values()))}" for rank, held in enumerate(foresight.ranks))
+    return [f"  activations and logits by rank of the pipeline  {', '.join(sizes)}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from meshwright.comparison.trace import TraceFile
 from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed.float8 import refuse_absent
+from meshwright.distributed.foresight.play import foresee
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
@@ -22,10 +23,11 @@ from meshwright.distributed.parameter_groups import make_parameter_groups
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.world import get_world_info, ranks_per_node
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
+from meshwright.planning.foresight import Foresight
 from meshwright.planning.plan import Plan
 
 from .config import Config
@@ -56,6 +58,8 @@ class Run:
     """Where they came from, in words."""
     trace: TraceFile | None = None
     """What the first steps are compared with."""
+    foresee: Callable[[], Foresight] = lambda: Foresight((), "nobody asked")
+    """What the plan says of activations and logits. Takes about a second for a large model."""
 
 
 def build_run(config: Config, timeline: Timeline, progress: Progress, stop: StopRequest) -> Run:
@@ -70,7 +74,8 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     source = model_source(config, tokenizer)
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
-    plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch_of(config, tokenizer))
+    batch = batch_of(config, tokenizer)
+    plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)
     if isinstance(weights, Pretrained):
         weights.check(as_module(source))
@@ -102,6 +107,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         identity,
         where_weights_come_from(config),
         trace,
+        lambda: foresee(facts_of(source), plan, batch),
     )
 
 
@@ -121,7 +127,12 @@ def open_trace(config: Config) -> TraceFile | None:
 
 def plan_run(config: Config, source: ModelSource, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
-    return make_plan(model_facts(as_module(source)), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
+    return make_plan(facts_of(source), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
+
+
+def facts_of(source: ModelSource) -> ModelFacts:
+    """Facts about the model before a plan is applied to it."""
+    return model_facts(as_module(source))
 
 
 def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:

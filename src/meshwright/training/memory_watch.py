@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import bytes_text
-from meshwright.distributed.memory_account import Held, MemoryAccount
+from meshwright.distributed.memory_account import MemoryAccount, dims_of_logits
+from meshwright.distributed.mesh import get_pp_rank
+from meshwright.planning.foresight import Foresight, Held
 
 from .build import Run
 from .monitoring.memory import read_memory
@@ -25,7 +27,7 @@ class MemoryWatch:
     def __init__(self, run: Run):
         self.r = run
         self.found: dict[Held, int] = {}
-        self._account: MemoryAccount | None = MemoryAccount(run.model.parts, _vocabulary(run))
+        self._account: MemoryAccount | None = MemoryAccount(run.model.parts, dims_of_logits(run.shape.vocab_size, run.plan.size("tp")))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -60,12 +62,19 @@ class MemoryWatch:
         self.found = dict(account.most)
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
-        table = memory_table(self.found, self.r.plan, shares_of(self.r))
-        return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}"
+        foresight = self.r.foresee()
+        table = memory_table(self.found, self.r.plan, shares_of(self.r), self._of_this_rank(foresight))
+        unknown = f"\n  activations and logits were not foreseen: {foresight.why_not}" if foresight.why_not else ""
+        return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
+
+    def _of_this_rank(self, foresight: Foresight) -> Mapping[Held, int]:
+        pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
+        return foresight.of(None if pipeline is None or mesh is None else get_pp_rank(mesh))
 
     def _explain(self, error: Exception) -> None:
         if is_out_of_memory(error):
-            raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, shares_of(self.r))) from error
+            kept = self._of_this_rank(self.r.foresee())
+            raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, shares_of(self.r), kept)) from error
 
 
 def shares_of(run: Run) -> Shares:
@@ -75,10 +84,3 @@ def shares_of(run: Run) -> Shares:
     suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own
     rows = min(own, batch.microbatch or suggested)
     return Shares(rows, math.ceil(own / rows))
-
-
-def _vocabulary(run: Run) -> set[int]:
-    """Last dims of logits: all token ids, or a rank's part of them."""
-    whole, ranks = run.shape.vocab_size, run.plan.size("tp")
-    share = -(-whole // ranks)
-    return {whole, share, whole - share * (ranks - 1)}

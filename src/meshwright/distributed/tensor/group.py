@@ -71,11 +71,23 @@ def joined(parts: Tensor, length: int) -> Tensor:
     return whole if size * share == length else whole[:, :length]
 
 
-class ProcessGroupRanks:
-    """A TensorGroup over a process group."""
+class MessagingRanks:
+    """A TensorGroup that sends whole buffers; who carries them is its subclass's choice."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+    rank: int
+    size: int
+
+    def gather_into(self, parts: Tensor, x: Tensor) -> None:
+        """Every rank's ``x`` into ``parts``, one behind the other along dim 0."""
+        raise NotImplementedError
+
+    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
+        """The sum of this rank's of all ranks' ``parts`` into ``mine``."""
+        raise NotImplementedError
+
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """All ranks' ``x``, in place."""
+        raise NotImplementedError
 
     def gather(self, x: Tensor, length: int) -> Tensor:
         return joined(self.gather_features(x), length)
@@ -94,15 +106,31 @@ class ProcessGroupRanks:
 
     def _gathered(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
-        _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        self.gather_into(parts.flatten(0, 1), x.contiguous())
         return parts
 
     def _scattered(self, x: Tensor) -> Tensor:
         parts = by_rank(x, self.size)
         mine = torch.empty_like(parts[0])
-        _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
+        self.scatter_into(mine, parts.flatten(0, 1))
         return mine
 
     def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(x, op=op, group=self.group)
+        self.reduce(x, op)
         return x
+
+
+class ProcessGroupRanks(MessagingRanks):
+    """A TensorGroup over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def gather_into(self, parts: Tensor, x: Tensor) -> None:
+        _all_gather(parts, x, group=self.group)
+
+    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
+        _reduce_scatter(mine, parts, group=self.group)
+
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(x, op=op, group=self.group)

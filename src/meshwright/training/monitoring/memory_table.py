@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.core.units import bytes_text
-from meshwright.distributed.memory_account import Held
+from meshwright.planning.foresight import Held
 from meshwright.planning.memory import plan_memory
 from meshwright.planning.plan import Plan
 
@@ -19,6 +19,7 @@ KINDS = {
     Held.COMMUNICATION: "messages",
 }
 SUGGESTED = 2
+NOTHING: Mapping[Held, int] = {}
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,19 @@ class Shares:
     microbatches: int
 
 
-def foreseen(plan: Plan, shares: Shares) -> dict[Held, int]:
-    """Bytes at peak by kind, of those that a plan knows."""
+def foreseen(plan: Plan, shares: Shares, kept: Mapping[Held, int] = NOTHING) -> dict[Held, int]:
+    """Bytes at peak by kind, of those that a plan knows.
+
+    Args:
+        kept: of what a step makes, as it was foreseen (``planning.foresight``).
+    """
     m = plan_memory(plan, microbatches=shares.microbatches)
-    return {Held.PARAMETERS: m.parameters + m.gathered, Held.GRADIENTS: m.gradients_at_peak, Held.OPTIMIZER: m.optimizer}
+    return {Held.PARAMETERS: m.parameters + m.gathered, Held.GRADIENTS: m.gradients_at_peak, Held.OPTIMIZER: m.optimizer, **kept}
 
 
-def memory_table(found: Mapping[Held, int], plan: Plan, shares: Shares) -> str:
+def memory_table(found: Mapping[Held, int], plan: Plan, shares: Shares, kept: Mapping[Held, int] = NOTHING) -> str:
     """One line for each kind: the most that was held, and the plan's figure where it has one."""
-    planned = foreseen(plan, shares)
+    planned = foreseen(plan, shares, kept)
     rows = [
         (text, bytes_text(found[kind]) if kind in found else "-", bytes_text(planned[kind]) if kind in planned else "-")
         for kind, text in KINDS.items()
@@ -53,9 +58,11 @@ def memory_table(found: Mapping[Held, int], plan: Plan, shares: Shares) -> str:
     return "\n".join(f"  {what:<{widths[0]}}  {here:>{widths[1]}}  {there:>{widths[2]}}" for what, here, there in (head, *rows))
 
 
-def suggestions(found: Mapping[Held, int], plan: Plan, shares: Shares) -> list[str]:
-    """The switches that would save most of what is held, best first, with about how many bytes of this rank."""
-    known = {**foreseen(plan, shares), **found}
+def suggestions(found: Mapping[Held, int], plan: Plan, shares: Shares, kept: Mapping[Held, int] = NOTHING) -> list[str]:
+    """The switches that would save most, best first, with about how many bytes of this rank. A step that failed has found less than it
+    would have held: then what was foreseen counts."""
+    planned = foreseen(plan, shares, kept)
+    known = {kind: max(found.get(kind, 0), planned.get(kind, 0)) for kind in (*found, *planned)}
     best = sorted(_savings(known, plan, shares), reverse=True)
     return [f"{switch} saves about {bytes_text(saved)}" for saved, switch in best[:SUGGESTED] if saved > 0]
 
@@ -95,9 +102,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_torchs or (isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words))
 
 
-def out_of_memory(error: BaseException, found: Mapping[Held, int], plan: Plan, shares: Shares) -> str:
+def out_of_memory(error: BaseException, found: Mapping[Held, int], plan: Plan, shares: Shares, kept: Mapping[Held, int] = NOTHING) -> str:
     """What a user is told of it."""
     what = str(error).splitlines()[0] if str(error) else type(error).__name__
-    better = suggestions(found, plan, shares)
+    better = suggestions(found, plan, shares, kept)
     ways = f"What would save most here: {'; '.join(better)}." if better else "Give the model more ranks, or shorter rows."
-    return f"out of memory: {what}\n{memory_table(found, plan, shares)}\n{ways}"
+    return f"out of memory: {what}\n{memory_table(found, plan, shares, kept)}\n{ways}"

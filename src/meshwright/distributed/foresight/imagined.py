@@ -1,0 +1,99 @@
+"""A model, its inputs and its fellow ranks without memory: every tensor knows its shape, dtype and who holds it, and has no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from meshwright.distributed.tensor.group import MessagingRanks
+
+GROUPED = {torch.ops.aten._grouped_mm.default}
+"""To tensors without memory torch says that it takes bfloat16 alone; the kernels take more."""
+
+
+class ImaginedRanks(MessagingRanks):
+    """The first of several ranks of the tensor axis, as alone as it is: messages have their buffers, and nobody answers.
+
+    Args:
+        told: of the buffers that are sent and filled.
+    """
+
+    def __init__(self, size: int, told: Callable[[Iterable[Tensor]], None]):
+        self.rank, self.size, self._told = 0, size, told
+
+    def gather_into(self, parts: Tensor, x: Tensor) -> None:
+        self._told((parts, x))
+
+    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
+        self._told((mine, parts))
+
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        self._told((x,))
+
+
+@contextmanager
+def imagining(*, experts: bool) -> Iterator[None]:
+    """Inside, whatever is made has no memory. Random streams stay as they are.
+
+    Args:
+        experts: there may be grouped products.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if experts:
+            stack.enter_context(_GroupedProducts())
+        yield
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Says of grouped products what shape they have, in every dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in GROUPED:
+            return func(*args, **(kwargs or {}))
+        first, second = args[:2]
+        if first.dim() == second.dim() == 2:  # a weight's gradient: as many products as there are groups
+            groups = (args[2] if len(args) > 2 else (kwargs or {})["offs"]).shape[0]
+            return first.new_empty((groups, first.shape[0], second.shape[1]))
+        return first.new_empty((*first.shape[:-1], second.shape[-1]))
+
+
+def without_memory(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace, inside ``imagining``, a module's parameters and buffers: as on the CPU, floating point parameters in ``dtype``."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for holder in module.modules():
+        places: tuple[dict[str, Any], ...] = holder._parameters, holder._buffers
+        for held in places:
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _here(tensor, dtype)  # the old one keeps its number
+                    held[name] = made[id(tensor)][1]
+
+
+def _here(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return nn.Parameter(torch.empty(tensor.shape, dtype=kind), tensor.requires_grad)
+
+
+def casting(module: nn.Module, dtype: torch.dtype) -> None:
+    """As a sharded unit of mixed precision does: floating point arguments come in its dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return tree_map(cast, (args, kwargs))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
