@@ -12,15 +12,18 @@ from meshwright.distributed.whole_model import WholeModel
 
 TABLE = re.compile(
     r"memory of the first step on this rank; RSS.*\n  the most at a time of +found +plan\n  parameters, gathered ones too .*\n"
-    r"  gradients .*\n  optimizer .*\n  activations .* -\n"
+    r"  gradients .*\n  optimizer .*\n  activations +([\d.]+) ([KM])iB +([\d.]+) ([KM])iB\n  logits .*iB\n"
 )
 
 
 def test_the_first_step_is_accounted_for_once(train):
     first, *others = train(2, {"steps": 2})
-    assert len(TABLE.findall(first.out)) == 1 and not any("memory of" in other.out for other in others)
+    ((found, unit, foreseen, its_unit),) = TABLE.findall(first.out)
+    assert unit == its_unit and float(foreseen) == pytest.approx(float(found), rel=0.05)
+    assert not any("memory of" in other.out for other in others)
     compiled = train(2, {"steps": 1, "techniques.compile": True, "techniques.compile_backend": "eager"})[0].out
     assert "memory of the first step on this rank (blocks are compiled: what they keep is not seen); RSS" in compiled
+    assert re.search(r"\n  activations and logits were not foreseen: what compiled blocks keep is the compiler's choice\n", compiled)
     assert "fall apart into several graphs" not in compiled
 
 
@@ -62,5 +65,5 @@ def test_out_of_memory_ends_with_what_it_was_held_for_and_two_switches(train, sm
     (result,) = train(1, job=Short(small({"steps": 3, "batch.microbatch": 8}), step))
     said = str(result.error)
     assert said.startswith("out of memory: DefaultCPUAllocator: can't allocate memory") and result.status == 1
-    assert re.search(r"\n  activations +[\d.]+ [KM]iB +-\n", said) and "\n  gradients " in said
+    assert re.search(r"\n  activations +[\d.]+ [KM]iB +[\d.]+ [KM]iB\n", said) and "\n  gradients " in said
     assert 'techniques.activation_checkpointing = "full" saves about' in said and "batch.microbatch = 4 saves about" in said

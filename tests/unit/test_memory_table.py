@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright import Layout, plan
-from meshwright.distributed.memory_account import Held
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.foresight import Held
 from meshwright.training.monitoring.memory_table import Shares, is_out_of_memory, memory_table, out_of_memory, suggestions
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
@@ -23,6 +23,16 @@ def test_the_table_has_what_was_found_beside_the_plan():
     assert said[1].startswith("  parameters, gathered ones too  3 MiB  ") and said[-1].split() == ["logits", "5", "MiB", "-"]
     assert [line.split()[1] for line in said[2:4]] == ["-", "-"], "gradients and optimizer are foreseen, and not yet found"
     assert len({len(line) for line in said}) == 1
+
+
+def test_what_was_foreseen_stands_beside_it_and_counts_where_a_step_failed_before_it_was_held():
+    kept = {Held.ACTIVATIONS: 7 * MIB, Held.LOGITS: 2 * MIB}
+    said = memory_table({Held.ACTIVATIONS: 3 * MIB}, SHARDED, Shares(4, 2), kept)
+    assert [line.split()[-5:] for line in said.splitlines()[-2:]] == [
+        ["activations", "3", "MiB", "7", "MiB"],
+        ["logits", "-", "2", "MiB"],
+    ]
+    assert suggestions({Held.ACTIVATIONS: 3 * MIB}, SHARDED, Shares(4, 1), {Held.ACTIVATIONS: 100 * MIB})[0].endswith("saves about 75 MiB")
 
 
 CASES = [

@@ -112,11 +112,16 @@ class MemoryAccount(TorchDispatchMode):
         self.most_together = max(self.most_together, now.total())
         self._seen, self._since = now, Counter()
 
-    def take(self) -> tuple[Counter[Held], Counter[Held]]:
-        """By kind the most at a time since this was asked last, and what is there now."""
+    def now(self) -> Counter[Held]:
+        """By kind what is there."""
+        self.look()
+        return self._seen
+
+    def take(self) -> Counter[Held]:
+        """By kind the most at a time since this was asked last."""
         self.look()
         most, self.most = self.most, Counter()
-        return most, self._seen
+        return most
 
     def _of_parameters(self) -> Iterator[Tensor]:
         yield from self._parameters

@@ -10,6 +10,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import bytes_text
 from meshwright.distributed.memory_account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
+from meshwright.distributed.world import is_rank_zero
 from meshwright.planning.foresight import Foresight, Held
 
 from .build import Run
@@ -62,7 +63,7 @@ class MemoryWatch:
         self.found = dict(account.most)
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
-        foresight = self.r.foresee()
+        foresight = self.r.foresee() if is_rank_zero() else Foresight((), "the first rank says it")
         table = memory_table(self.found, self.r.plan, shares_of(self.r), self._of_this_rank(foresight))
         unknown = f"\n  activations and logits were not foreseen: {foresight.why_not}" if foresight.why_not else ""
         return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"

@@ -69,7 +69,7 @@ class _GroupedProducts(TorchDispatchMode):
 
 def without_memory(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace, inside ``imagining``, a module's parameters and buffers: as on the CPU, floating point parameters in ``dtype``."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    made: dict[int, tuple[Tensor, Any]] = {}
     for holder in module.modules():
         places: tuple[dict[str, Any], ...] = holder._parameters, holder._buffers
         for held in places:

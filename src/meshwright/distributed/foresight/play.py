@@ -34,6 +34,7 @@ from meshwright.planning.foresight import Foresight, StageMemory, over_ranks, un
 from meshwright.planning.plan import DataParallel, Plan
 
 from .imagined import ImaginedRanks, casting, imagining, without_memory
+from .spared import SparedBlocks
 
 KINDS = (Held.ACTIVATIONS, Held.LOGITS)
 """What is foreseen; messages of parameters and gradients are not played."""
@@ -55,9 +56,8 @@ def foresee(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...
     """
     if (why := unforeseen(plan)) or facts.module is None:
         return Foresight((), why or "the model itself is not at hand")
-    batch = resolved(plan, batch)
     try:
-        player = _Player(facts, plan, batch, keys)
+        player = _Player(facts, plan, resolved(plan, batch), keys)
         with imagining(experts=facts.has_experts), _quiet():
             return player.foresight()
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
@@ -81,12 +81,14 @@ class _Playing:
     """A part of the model as one rank has it, ready to compute.
 
     Attributes:
+        spared: blocks that are not computed.
         objective: the loss of a microbatch; of the last stage.
         router_loss: what a family adds to it.
     """
 
     part: Part
     account: MemoryAccount
+    spared: SparedBlocks
     objective: Objective
     router_loss: SharedRouterLoss | None
 
@@ -123,7 +125,7 @@ class _Player:
         with playing.account:
             for _ in range(1 if leaves_reduced else min(microbatches, 2)):
                 self._loss(playing).backward()
-        return playing.account.most
+        return playing.account.most + playing.spared.kept()
 
     def _loss(self, playing: _Playing) -> Tensor:
         labels, routers = self.piece["labels"], playing.router_loss
@@ -153,12 +155,12 @@ class _Player:
             passage.entering = passage.leaving = None
             if not is_last:
                 account.note_messages([left])
-            forward, kept = account.take()
+            forward, kept = account.take(), account.now()
             gradient = None if is_last else self._boundary(account)
             if left.requires_grad:
                 torch.autograd.backward(left, gradient)
-            backward, _ = account.take()
-        return StageMemory(kept, forward, backward)
+            backward, more = account.take(), playing.spared.kept()
+        return StageMemory(kept + more, forward + more, backward + more)
 
     def _boundary(self, account: MemoryAccount) -> Tensor:
         """What comes from another stage."""
@@ -187,7 +189,8 @@ class _Player:
         self._cast(module, part.plan)
         part.module = module
         routers = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, module, ())
-        return _Playing(part, account, objective, routers)
+        spared = SparedBlocks(module, part.plan, part.facts.blocks, account)
+        return _Playing(part, account, spared, objective, routers)
 
     def _cut(self, module: nn.Module, plan: Plan) -> None:
         if (tensor := plan.tensor) is not None:
