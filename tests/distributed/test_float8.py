@@ -148,7 +148,7 @@ def test_products_that_are_computed_in_high_precision_are_found(pool, monkeypatc
 
 def multiply_plainly(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
     """Tensor parallelism computes products itself, and asks no layer how."""
-    with patch.object(layers, "products_of", lambda module, transposed: products.PLAIN):
+    with patch.object(layers, "products_of", lambda *args, **kwargs: products.PLAIN):
         return candidate(problem, layout, parallelize_fn)
 
 

@@ -133,7 +133,7 @@ def _assemble(
     shards = layout.dp_shard if technique == "fully_shard" else 1
     recomputed = recomputed_in(facts.blocks, sent_again(mode, checkpointed, keep))
     dense = without_experts(facts, experts)
-    activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards) if tensor is not None else ()
+    activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards, float8) if tensor is not None else ()
     router_loss = router_loss_of(facts)
     activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed, router_loss))
     if experts is not None:

@@ -89,7 +89,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
-            yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards)
+            yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8)
         if part.experts is not None:
             yield from expert_collectives(part.experts, part.precision, recomputed)
         yield from _messages(plan, pipeline, stage)

@@ -14,6 +14,8 @@ from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 
+from .float8_messages import Agreements, agreeing
+from .float8_plan import Float8Plan
 from .plan import Collective, LossPlan, PrecisionPlan
 from .tensor_plan import BlocksPlan, RegionPlan, TensorPlan
 
@@ -27,6 +29,7 @@ def tensor_collectives(
     loss: LossPlan | None,
     recomputed: dict[str, tuple[str, ...]],
     shards: int,
+    float8: Float8Plan | None = None,
 ) -> tuple[Collective, ...]:
     """Of one forward and backward, and of the sums of gradients at the end of a step.
 
@@ -34,13 +37,14 @@ def tensor_collectives(
         recomputed: block -> paths of the modules in it ("": all of it) whose forward runs twice.
         shards: ranks among which what a rank of the tensor axis holds is sharded once more.
     """
-    return tuple(_found(_Counts(facts, plan, precision, shards), loss, recomputed))
+    return tuple(_found(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
 
 
 class _Counts:
     """Makes the entries of one plan."""
 
-    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int):
+    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None):
+        self.agreeing = agreeing(float8, plan)
         self.plan, self.facts, self.shards = plan, facts, shards
         self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
         self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}
@@ -99,10 +103,14 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
     for block in plan.blocks:
         work = _BlockWork(count, plan.kind_of(block), block, width)
         yield from work.forward(work.kind.regions)
+        yield from work.agreements.forward(work.kind.regions, ("",))
         yield from work.backward(flows)
+        yield from work.agreements.backward(flows, work.others_train, work.norm_trains)
         again = recomputed.get(block)
         if again is not None and (flows or work.trains):
-            yield from work.forward(tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again)))
+            regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
+            yield from work.forward(regions)
+            yield from work.agreements.forward(regions, again)
         flows = flows or work.trains
     if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)
@@ -138,6 +146,8 @@ class _BlockWork:
         linears = {path for paths in self._with.values() for path in paths}
         self.norms_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] in kind.norms)
         self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
+        here = {path[len(block) + 1 :]: parts for path, parts in count.agreeing.items() if is_within(path, block)}
+        self.agreements = Agreements(kind, here, self._train, self._weight_trains, block, count.plan.ranks)
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
         begins = {path for planned in regions for path in planned.region.begins}
@@ -186,6 +196,13 @@ class _BlockWork:
     def _train(self, *paths: str) -> bool:
         """Whether these linear layers, or their adapters, are trained."""
         return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
+
+    def _weight_trains(self, path: str) -> bool:
+        return self.count.is_trained(f"{self.block}.{path}.weight")
+
+    def norm_trains(self, path: str) -> bool:
+        """Whether this norm is trained."""
+        return self.count.trains(f"{self.block}.{path}")
 
     def _is_kept(self, paths: tuple[str, ...]) -> bool:
         """Whether what these take is kept whole for backward, as adapters need it."""

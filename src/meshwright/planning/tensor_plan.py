@@ -15,6 +15,8 @@ from meshwright.introspection.structure.region import Cut, Region, resized, shap
 from meshwright.introspection.structure.sample import Sample
 from meshwright.introspection.structure.tail import Tail
 
+from .operand_parts import COLUMN, FEEDING, ROW, SHARED, SUMMAND, WHOLE, OperandParts
+
 
 @dataclass(frozen=True)
 class RegionPlan:
@@ -50,6 +52,22 @@ class BlocksPlan:
             for cut in planned.region.cuts:
                 if owner(cut.name) not in planned.region.spanning:
                     yield cut
+
+    def parts_of(self, path: str) -> OperandParts:
+        """Which operands of a linear layer's products a rank has a part of; ``path`` within the block."""
+        for region in (planned.region for planned in self.regions):
+            if path == region.consumer:
+                return ROW
+            if path in region.latent:
+                return FEEDING
+            if path in region.producers:
+                return COLUMN
+            for adapter in region.adapted:
+                for first, second in adapter.pairs:
+                    if path in (first, second):
+                        ends = adapter.host == region.consumer
+                        return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
+        return SHARED
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,14 @@ class TensorPlan:
             -(-shape[dim] // self.ranks) if is_plain(parts, self.ranks) else sum(high - low for low, high in ranges(parts, 0, self.ranks))
         )
         return (*shape[:dim], size, *shape[dim + 1 :])
+
+    def parts_of(self, path: str) -> OperandParts:
+        """Which operands of a linear layer's products a rank has a part of; none where all ranks compute it alike."""
+        name = f"{path}.weight"
+        kind, block = next(((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, ""))
+        if kind is None or not (self.is_summed(name) or self.cut_of(name, ()) is not None):
+            return WHOLE
+        return kind.parts_of(path[len(block) + 1 :])
 
     def is_summed(self, name: str) -> bool:
         """Whether the gradient of a parameter that stays whole is a sum over the ranks, of what each finds for its part."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 
-from . import functions
+from . import agreed, functions
 from .layers import ColumnLayer, Reduction, collect_deferred
 from .runtime import Runtime, wrap
 from .sequence import Sequence
@@ -60,7 +60,7 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
                 bias = bias if runtime.group.rank == 0 else bias * 0  # a gradient on every rank, or their sum would wait for some
-            return way.linear(x, weight, bias)
+            return agreed.linear(x, weight, bias, way, runtime.group)
 
         return run
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.distributed.products import Products
+from meshwright.distributed.products import OWN, Largest, Products
 
+from . import agreed
 from .group import TensorGroup, own_share
 from .sequence import Sequence
 
@@ -39,21 +40,23 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int], ways: tuple[Products, ...], *tensors: Tensor | None
     ):
         weights = [weight for weight in tensors[::2] if weight is not None]
+        largest = agreed.before_outputs(x, weights, ways, sequence.group)
         if sequence.overlap is None:
             whole = sequence.whole(x)
-            outputs = tuple(way.output(whole, w, b) for w, b, way in zip(weights, tensors[1::2], ways, strict=True))
+            outputs = tuple(way.output(whole, w, b, at) for w, b, way, at in zip(weights, tensors[1::2], ways, largest, strict=True))
         else:
             whole, products = sequence.whole_and_products(x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)])
             outputs = tuple(made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True))
         ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
         ctx.tracked = weights if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
-        ctx.save_for_backward(x if ctx.kept_part else whole, *weights)
+        ctx.save_for_backward(x if ctx.kept_part else whole, *weights, *agreed.to_save(largest))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
-        kept, *weights = ctx.saved_tensors
+        kept, *rest = ctx.saved_tensors
+        weights, earlier = rest[: len(ctx.ways)], agreed.saved(rest[len(ctx.ways) :])
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         whole = sequence.whole(kept) if ctx.kept_part and any(ctx.needs_input_grad[4:]) else kept
@@ -62,12 +65,14 @@ class _ColumnParallel(torch.autograd.Function):
         if overlaps:
             ways = zip(grad_outputs, weights, ctx.ways, strict=True)
             grad_x = sequence.reduced_product([(gradient, way.matrix(weight)) for gradient, weight, way in ways])
+        asked = [ctx.needs_input_grad[0] or weight for weight in ctx.needs_input_grad[4::2]]
+        largest = agreed.before_gradients(grad_outputs, ctx.ways, earlier, asked, sequence.group)
         found: list[Tensor | None] = []
-        for i, (gradient, weight, way) in enumerate(zip(grad_outputs, weights, ctx.ways, strict=True)):
+        for i, (gradient, weight, way, at) in enumerate(zip(grad_outputs, weights, ctx.ways, largest, strict=True)):
             if ctx.needs_input_grad[0] and not overlaps:
-                back = way.of_input(gradient, weight)
+                back = way.of_input(gradient, weight, at)
                 grad_x = back if grad_x is None else grad_x.add_(back)
-            found.append(now_or_later(ctx, i, gradient, whole, way) if ctx.needs_input_grad[4 + 2 * i] else None)
+            found.append(now_or_later(ctx, i, gradient, whole, way, at) if ctx.needs_input_grad[4 + 2 * i] else None)
             found.append(gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[5 + 2 * i] else None)
         if grad_x is not None and not overlaps:
             grad_x = sequence.reduced(grad_x)
@@ -102,14 +107,15 @@ class _RowParallel(torch.autograd.Function):
         sequence: Sequence,
         shape: tuple[int | None, int],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        (largest,) = agreed.before_outputs(x, [weight], [way], sequence.group)
+        ctx.save_for_backward(x, weight, *agreed.to_save([largest]))
         ctx.sequence, ctx.shape, ctx.way = sequence, shape, way
         ctx.tracked = (weight,) if sequence.deferred is not None else ()
         ctx.others = None if others is None else others.shape
         if others is None and sequence.overlap is not None:
             output = sequence.reduced_product([(x, way.matrix(weight).T)])
         else:
-            summand = way.output(x, weight, None)
+            summand = way.output(x, weight, None, largest)
             if others is not None:
                 summand += others.view(summand.shape)
             output = sequence.reduced(summand)
@@ -118,7 +124,8 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
-        x, weight = ctx.saved_tensors
+        x, weight, *rest = ctx.saved_tensors
+        (largest,) = agreed.saved(rest)
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         grad_x: Tensor | None = None
@@ -126,13 +133,13 @@ class _RowParallel(torch.autograd.Function):
             whole, (grad_x,) = sequence.whole_and_products(gradient, [ctx.way.matrix(weight)])
         else:
             whole = sequence.whole(gradient)
-            grad_x = ctx.way.of_input(whole, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = now_or_later(ctx, 0, whole, x, ctx.way) if ctx.needs_input_grad[1] else None
+            grad_x = ctx.way.of_input(whole, weight, largest) if ctx.needs_input_grad[0] else None
+        grad_weight = now_or_later(ctx, 0, whole, x, ctx.way, largest) if ctx.needs_input_grad[1] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, whole.view(ctx.others) if ctx.needs_input_grad[3] else None, None, None, None
 
 
-def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products) -> Tensor | None:
+def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products, largest: Largest = OWN) -> Tensor | None:
     """The gradient of a layer's weight; None where a pipeline puts it off.
 
     Args:
@@ -141,9 +148,9 @@ def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Produc
     """
     deferred = ctx.sequence.deferred
     if deferred is None or not deferred.is_open:
-        return way.of_weight(gradient, x)
+        return way.of_weight(gradient, x, largest)
     weight = ctx.tracked[number]
-    deferred.put_off(lambda: torch.autograd.backward(weight, way.of_weight(gradient, x)))
+    deferred.put_off(lambda: torch.autograd.backward(weight, way.of_weight(gradient, x, largest)))
     return None
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from meshwright.core.parts import Part, ranges
 from meshwright.distributed.products import Products, products_of
 from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
+from meshwright.planning.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
-from . import functions
+from . import agreed, functions
 from .runtime import Runtime, argument, local, with_arguments, wrap
 from .sums import summing_copies
 
@@ -27,17 +28,19 @@ class ColumnLayer:
         transposed: its weight is stored (in, out).
         copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over them at once.
         sums: so are those of all parameters, which lie whole on every rank.
+        parts: which operands of its products are parts.
     """
 
     module: nn.Module
     transposed: bool
     copied: dict[str, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
     sums: bool = False
+    parts: OperandParts = COLUMN
 
     @property
     def way(self) -> Products:
         """How it multiplies."""
-        return products_of(self.module, self.transposed)
+        return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
         """This rank's weight and bias, and how they are used."""
@@ -59,12 +62,18 @@ def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            weight, bias, way = layer.tensors(runtime)
-            return way.linear(x, weight, bias)
+            return agreed.linear(x, *layer.tensors(runtime), runtime.group)
 
         return run
 
     wrap(layer.module, make)
+
+
+def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
+    """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands are parts."""
+    way = products_of(module, parts=parts)
+    if way.parts != WHOLE:
+        wrap(module, lambda forward: lambda x: agreed.linear(x, module.weight, module.bias, way, runtime.group))
 
 
 class SharedInput:
@@ -127,9 +136,9 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
             assert weight is not None
             if bias is not None and reduction.sums_bias:
                 bias = functions.summing_gradients(bias, runtime.group)
-            way = products_of(module, transposed)
+            way = products_of(module, transposed, ROW)
             if reduction.defers:
-                return collect_deferred(runtime, x, way.linear(x, weight, None), bias, begins=reduction.begins)
+                return collect_deferred(runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins)
             others = runtime.deferred if reduction.takes_deferred else None
             runtime.deferred = None if reduction.takes_deferred else runtime.deferred
             return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)

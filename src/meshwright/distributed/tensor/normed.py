@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.products import Products
 
-from . import functions
+from . import agreed, functions
 from .functions import now_or_later
 from .layers import ColumnLayer, SharedInput
 from .runtime import Runtime, holding, local, wrap
@@ -60,24 +60,30 @@ class _NormedColumnParallel(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int], branches: tuple[Branch, ...], *tensors: Tensor | None
     ):
+        weights = [tensors[first + 2 * i] for branch, _, first in _dealt(branches) for i in range(len(branch.ways))]
+        largest = agreed.before_outputs(x, weights, _ways(branches), sequence.group)  # type: ignore[arg-type]
+        of_layers = iter(largest)
         whole = sequence.whole(x)
         outputs: list[Tensor] = []
         for branch, start, first in _dealt(branches):
             normed = branch.norm(whole, tensors[start:first])  # type: ignore[arg-type]
             for i, way in enumerate(branch.ways):
-                outputs.append(way.output(normed, tensors[first + 2 * i], tensors[first + 2 * i + 1]))  # type: ignore[arg-type]
+                weight, bias = tensors[first + 2 * i : first + 2 * i + 2]
+                outputs.append(way.output(normed, weight, bias, next(of_layers)))  # type: ignore[arg-type]
         ctx.sequence, ctx.shape, ctx.branches = sequence, shape, branches
         ctx.tracked = tensors if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
-        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors)
+        ctx.save_for_backward(x if ctx.kept_part else whole, *agreed.to_save(largest), *tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
-        kept, *tensors = ctx.saved_tensors
-        needed = ctx.needs_input_grad
+        kept, *rest = ctx.saved_tensors
+        needed, ways = ctx.needs_input_grad, _ways(ctx.branches)
+        earlier, tensors = agreed.saved(rest[: 2 * len(ways)]), rest[2 * len(ways) :]
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
+        of_layers = iter(agreed.before_gradients(grad_outputs, ways, earlier, _asked(ctx.branches, needed), sequence.group))
         whole = (sequence.whole(kept) if ctx.kept_part else kept).detach().requires_grad_(needed[0])
         grad_x: Tensor | None = None
         found: list[Tensor | None] = [None] * len(tensors)
@@ -88,11 +94,11 @@ class _NormedColumnParallel(torch.autograd.Function):
                 normed = branch.norm(whole, parameters)
             back: Tensor | None = None
             for i, way in enumerate(branch.ways):
-                place, gradient = first + 2 * i, next(gradients)
+                place, gradient, largest = first + 2 * i, next(gradients), next(of_layers)
                 if normed.requires_grad:
-                    summand = way.of_input(gradient, tensors[place])
+                    summand = way.of_input(gradient, tensors[place], largest)
                     back = summand if back is None else back.add_(summand)
-                found[place] = now_or_later(ctx, place, gradient, normed.detach(), way) if needed[4 + place] else None
+                found[place] = now_or_later(ctx, place, gradient, normed.detach(), way, largest) if needed[4 + place] else None
                 found[place + 1] = gradient.flatten(0, -2).sum(0) if needed[5 + place] else None
             asked = [(place, tensor) for place, tensor in enumerate((whole, *parameters)) if tensor.requires_grad]
             if asked:
@@ -112,6 +118,19 @@ def _dealt(branches: tuple[Branch, ...]) -> Iterator[tuple[Branch, int, int]]:
         first = start + branch.parameters
         yield branch, start, first
         start = first + 2 * len(branch.ways)
+
+
+def _ways(branches: tuple[Branch, ...]) -> list[Products]:
+    return [way for branch in branches for way in branch.ways]
+
+
+def _asked(branches: tuple[Branch, ...], needed: Sequence[bool]) -> list[bool]:
+    """Of each layer: whether a gradient of its input or its weight is asked for; ``needed`` of the arguments of the node."""
+    found: list[bool] = []
+    for branch, start, first in _dealt(branches):
+        flows = needed[0] or any(needed[4 + start : 4 + first])
+        found += [flows or needed[4 + first + 2 * i] for i in range(len(branch.ways))]
+    return found
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def wrap_modules(
     for path, module in model.named_modules():
         if module not in done and any(parameter is not None for parameter in module._parameters.values()):
             summing = _summed(plan, path, module) if sums_at_once else ()
+            layers.shared_linear(module, plan.parts_of(clean(path)), runtime)
             use_local_parameters(_called_with(model, path), module, summing=summing, group=group)
     if plan.kinds:
         first = model.get_submodule(plan.blocks[0])
@@ -177,8 +178,9 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
         cut = [*paths, *(second for found in around.values() for _, second in found.pairs)]
         copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in cut}
         linears = [
-            layers.ColumnLayer(block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent)
+            layers.ColumnLayer(block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent, parts)
             for path in cut
+            for parts in (kind.parts_of(path),)
         ]
         if around:
             for layer in linears:
@@ -220,7 +222,10 @@ def _wrap_consumer(
     if found is None:
         layers.row_parallel(consumer, ways[region.consumer], runtime, reduction)
         return {consumer}
-    cut = [layers.ColumnLayer(block.get_submodule(path), ways[path]) for path in (region.consumer, *(first for first, _ in found.pairs))]
+    cut = [
+        layers.ColumnLayer(block.get_submodule(path), ways[path], parts=kind.parts_of(path))
+        for path in (region.consumer, *(first for first, _ in found.pairs))
+    ]
     for layer in cut:
         adapted.local_summand(layer, runtime, sums_at_once=sums_at_once)
     adapted.reduced(block.get_submodule(found.around), runtime, reduction)

@@ -18,14 +18,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
-from meshwright.distributed.products import products_of
+from meshwright.planning.operand_parts import ROW, SHARED
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
 from . import ends, functions, layers
 from .group import ProcessGroupRanks
 from .placement import distribute, placement_of_cut
-from .runtime import Runtime, local, use_local_parameters, wrap
+from .runtime import Runtime, use_local_parameters, wrap
 from .sequence import Sequence
 
 
@@ -91,7 +91,7 @@ class ColumnStyle(Style):
         size = module.get_parameter("weight").shape[dim]
         placements = self.placements(module, {"weight": dim, "bias": 0}, group.size)
         if STYLES[self.word].silent:
-            wrap(module, lambda forward: lambda x: _linear(module, x, transposed))
+            layers.local_linear(layers.ColumnLayer(module, transposed), runtime)
         else:
             layers.SharedInput(runtime, [layers.ColumnLayer(module, transposed)])
         if gathers:
@@ -121,7 +121,7 @@ class RowStyle(ColumnStyle):
         if STYLES[self.word].silent:
             if _has(module, "bias"):
                 raise ConfigError(f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here: rowwise.")
-            wrap(module, lambda forward: lambda x: _linear(module, x, transposed))
+            layers.local_linear(layers.ColumnLayer(module, transposed, parts=ROW), runtime)
         else:
             layers.row_parallel(module, transposed, runtime)
         if STYLES[self.word].whole_outside:
@@ -161,6 +161,8 @@ class WholeStyle(Style):
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
         is_summed = self.word in ("replicated_with_grad_allreduce", "sequence_parallel")
         own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+        if is_summed:
+            layers.shared_linear(module, SHARED, runtime)
         use_local_parameters(module, summing=own if is_summed else (), group=runtime.group)
         return None if self.word.startswith("local") else {}
 
@@ -292,12 +294,6 @@ def is_transposed(module: nn.Module) -> bool | None:
             if isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected):
                 return transposed
     return None
-
-
-def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor:
-    weight = local(module._parameters["weight"])
-    assert weight is not None
-    return products_of(module, transposed).linear(x, weight, local(module._parameters.get("bias")))
 
 
 def _has(module: nn.Module, name: str) -> bool:

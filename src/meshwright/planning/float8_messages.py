@@ -1,0 +1,122 @@
+"""What ranks of the tensor axis tell each other so that an operand in float8, of which each has a part, has one scale.
+
+One number for each operand: its largest magnitude. Layers of one gathered input agree together, others by themselves; what was agreed on
+in forward serves backward too, so that there only the gradients of outputs are left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from meshwright.core.axes import Axis
+from meshwright.core.names import is_within
+from meshwright.introspection.structure.region import Region
+
+from .float8_plan import Float8Plan
+from .operand_parts import WHOLE, OperandParts
+from .plan import Collective
+from .tensor_plan import BlocksPlan, RegionPlan, TensorPlan
+
+
+def agreeing(float8: Float8Plan | None, tensor: TensorPlan) -> dict[str, OperandParts]:
+    """The layers whose operands ranks agree on, with what of them are parts. With a scale for each row nobody need."""
+    if float8 is None or float8.recipe != "tensorwise":
+        return {}
+    found = {path: tensor.parts_of(path) for path in float8.modules}
+    return {path: parts for path, parts in found.items() if parts != WHOLE}
+
+
+@dataclass(frozen=True)
+class Agreements:
+    """Of one block.
+
+    Attributes:
+        layers: those whose operands ranks agree on, by their paths within the block.
+        trains: whether one of these linear layers, or an adapter of it, is trained.
+        weight_trains: whether the weight of a linear layer is.
+        block: its path.
+        ranks: of the tensor axis.
+    """
+
+    kind: BlocksPlan
+    layers: dict[str, OperandParts]
+    trains: Callable[..., bool]
+    weight_trains: Callable[[str], bool]
+    block: str
+    ranks: int
+
+    def forward(self, regions: tuple[RegionPlan, ...], within: tuple[str, ...]) -> Iterator[Collective]:
+        """Of a forward through these regions, and through other layers in these modules ("": all)."""
+        begins = {path for planned in regions for path in planned.region.begins}
+        called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
+        if self.kind.norms and called:
+            called = [tuple(path for paths in self.kind.gathers for path in paths)]
+        together = [paths for paths in called if not self._are_adapted(paths)]
+        alone = [path for paths in called if self._are_adapted(paths) for path in self._with_adapters(paths)]
+        for region in (planned.region for planned in regions):
+            alone += [*region.fed, *self._with_adapters((region.consumer,))]
+        alone += [path for path in self._elsewhere() if any(is_within(path, module) for module in within)]
+        sizes = [sum(self._of_forward(path) for path in paths) for paths in (*together, *((path,) for path in alone))]
+        yield from self._messages(sizes)
+
+    def backward(self, flows: bool, others_train: bool, norms_train: Callable[[str], bool]) -> Iterator[Collective]:
+        """Args:
+        flows: the gradient of the block's input is asked for.
+        others_train: what is no linear layer is trained.
+        norms_train: whether a norm is.
+        """
+        sizes: list[int] = []
+        if self.kind.norms:
+            pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
+            sizes.append(sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths))
+        anything = flows or others_train or self.trains(*(path for planned in self.kind.regions for path in planned.region.linears))
+        sizes += [self._of_backward(path, anything) for path in self._elsewhere()]
+        flows = flows or others_train
+        for region in (planned.region for planned in self.kind.regions):
+            sizes += self._of_region(region, flows)
+            if not self.kind.summed:
+                flows = flows or self.trains(*region.linears)
+        yield from self._messages(sizes)
+
+    def _of_region(self, region: Region, flows: bool) -> Iterator[int]:
+        for paths in self.kind.gathers:
+            if paths[0] not in region.begins or self.kind.norms:  # shared ones count where they begin
+                continue
+            if self._are_adapted(paths):
+                yield from (self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths))
+            else:
+                yield sum(self._of_backward(path, flows) for path in paths)
+        fed = flows or self.trains(*region.latent)
+        yield from (self._of_backward(path, fed) for path in region.fed)
+
+    def _of_forward(self, path: str) -> int:
+        parts = self.layers.get(path, WHOLE)
+        return parts.x + parts.weight
+
+    def _of_backward(self, path: str, flows: bool) -> int:
+        return int(self.layers.get(path, WHOLE).gradient and (flows or self.weight_trains(path)))
+
+    def _elsewhere(self) -> list[str]:
+        """Layers that are in no region."""
+        inside = {path for planned in self.kind.regions for path in self._with_adapters(planned.region.linears)}
+        return [path for path in self.layers if path not in inside]
+
+    def _are_adapted(self, paths: tuple[str, ...]) -> bool:
+        return len(self._with_adapters(paths)) > len(paths)
+
+    def _with_adapters(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        regions = [planned.region for planned in self.kind.regions]
+        owner = {path: region for region in regions for path in region.linears}
+        return tuple(found for path in paths for found in owner[path].linears_of(path))
+
+    def _follows_trained(self, path: str) -> bool:
+        """Whether an adapter's layer takes what a trained one gives."""
+        pairs = (pair for planned in self.kind.regions for found in planned.region.adapted for pair in found.pairs)
+        return any(path == second and self.weight_trains(first) for first, second in pairs)
+
+    def _messages(self, sizes: list[int]) -> Iterator[Collective]:
+        for size, calls in Counter(size for size in sizes if size).items():
+            unit = f"{self.block}: float8 scales"
+            yield Collective("all_reduce", Axis.TP.value, self.ranks, unit, size, "float32", "microbatch", calls)
