@@ -20,7 +20,7 @@ from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_te
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.tensor import layers
-from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
+from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.introspection.converted import config_at
 from meshwright.introspection.source import as_module
@@ -320,8 +320,6 @@ def test_after_tensor_parallelism_it_is_refused(spmd):
 
 
 def test_what_cannot_be_done_is_refused():
-    with pytest.raises(NotImplementedError, match="gathering weights in float8 is not in this version"):
-        build_model_transform("float8", {"enable_fsdp_float8_all_gather": True}).apply(as_module(DENSE))
     model = as_module(DENSE)
     model.layers["0"].attention.wq.forward = lambda x: x
     with pytest.raises(ConfigError, match=r"layers.0.attention.wq has a forward that was put there from outside"):

@@ -15,6 +15,7 @@ from meshwright.core.errors import MissingExtraError
 from meshwright.distributed.float8 import refuse_absent
 from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.memory import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
 from meshwright.training.build import open_trace
 from meshwright.training.config import Config
@@ -41,6 +42,23 @@ def test_the_linear_layers_of_the_blocks_are_converted_and_named():
     assert "  float8          rowwise, emulated, 14 linear layers: layers.*.attention.wq, layers.*.attention.wk," in str(made)
     assert "float8: the head, embeddings and norms stay in high precision" in made.notes
     assert "emulated" not in str(planned(DENSE, "cuda")) and MadePlan.from_json(made.to_json()) == made
+
+
+def test_weights_that_are_gathered_in_float8_travel_as_bytes():
+    half = {"precision": {"master": "float32", "compute": "bfloat16"}}
+    made = {
+        gathers: planned(DENSE, layout=Layout(dp_shard=2), float8="tensorwise", float8_all_gather=gathers, **half)
+        for gathers in (False, True)
+    }
+    sent = {g: {(c.op, c.unit): c for c in p.collectives if c.axis == "dp_shard"} for g, p in made.items()}
+    weights = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
+    before, after = (sent[gathers]["all_gather", "layers.0"] for gathers in (False, True))
+    assert (before.dtype, after.dtype) == ("bfloat16", "uint8")
+    assert before.elements * 2 - after.elements == weights
+    scales = sent[True]["all_reduce", "float8 scales of weights"]
+    assert (scales.elements, scales.dtype, scales.per) == (14, "float32", "microbatch") and len(sent[True]) == len(sent[False]) + 1
+    assert plan_memory(made[False]).gathered - plan_memory(made[True]).gathered == 2 * weights
+    assert "tensorwise, emulated, gathered in float8, 14 linear layers" in str(made[True])
 
 
 def test_a_filter_leaves_layers_out():

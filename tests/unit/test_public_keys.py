@@ -44,7 +44,7 @@ techniques.pipeline_schedule techniques.layers_per_stage techniques.pipeline_cut
 techniques.compile techniques.compile_backend techniques.freeze
 techniques.precision.master techniques.precision.compute techniques.precision.reduce techniques.precision.output
 techniques.precision.loss_scale
-techniques.float8 techniques.float8_filter
+techniques.float8 techniques.float8_filter techniques.float8_all_gather
 optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm optimizer.max_skipped_steps
 optimizer.overrides[].pattern optimizer.overrides[].lr_scale optimizer.overrides[].weight_decay
 schedule.kind schedule.warmup_steps schedule.final_ratio schedule.decay_fraction

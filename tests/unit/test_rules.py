@@ -421,6 +421,23 @@ CASES = [
         "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in float32.",
     ),
     refuse(
+        *("float8_wishes", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
+        "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none. Set",
+    ),
+    refuse(
+        *("float8_gathering", DEBUG, Layout(dp_shard=2), {"float8": "rowwise", "float8_all_gather": True}, UnsupportedError),
+        "and techniques.float8 = rowwise has one for each row, another in forward than in backward. Set techniques.float8 = tensorwise",
+    ),
+    refuse(
+        *("float8_gathering", DEBUG, Layout(dp_replicate=2, dp_shard=1), {"float8": "tensorwise", "float8_all_gather": True}, ConfigError),
+        "is about weights that FSDP gathers, and here none are: layout.dp_shard = 1, ddp. Set techniques.float8_all_gather = false",
+    ),
+    refuse(
+        *("float8_gathering", DEBUG, Layout(dp_shard=4)),
+        *({"float8": "tensorwise", "float8_all_gather": True, "reshard_after_forward": 2}, UnsupportedError),
+        "techniques.float8_all_gather = true does not go with techniques.reshard_after_forward = 2",
+    ),
+    refuse(
         *("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError),  # type: ignore[arg-type]
         "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean 'rowwise'?",
     ),

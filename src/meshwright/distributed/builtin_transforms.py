@@ -173,12 +173,13 @@ class Float8Transform(_Planned):
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: Float8TransformConfig = self.config
-        if c.enable_fsdp_float8_all_gather:
+        if c.enable_fsdp_float8_all_gather and c.recipe != "tensorwise":
             raise UnsupportedError(
-                "float8.enable_fsdp_float8_all_gather = true: gathering weights in float8 is not in this version. Use false: they travel in"
-                " high precision."
+                f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe = {c.recipe} has one for"
+                " each row. Use false, or recipe = tensorwise."
             )
-        return float8_plan(facts, Techniques(float8=c.recipe, float8_filter=c.filter))  # type: ignore[arg-type]
+        wishes = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
+        return float8_plan(facts, wishes, c.enable_fsdp_float8_all_gather)
 
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)

@@ -20,6 +20,7 @@ from meshwright.core.names import clean, is_within
 from meshwright.introspection.facts import SHARED_OUT_BY
 from meshwright.planning.plan import DataParallel, Plan, PrecisionPlan, Unit
 
+from . import float8_gather
 from .mesh import axis_sizes, get_expert_mesh
 
 
@@ -40,6 +41,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
+    if plan.float8 is not None and plan.float8.all_gather and plan.size(Axis.DP_SHARD) > 1:
+        float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
             # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone

@@ -206,7 +206,8 @@ def apply_float8(
     before all other techniques.
 
     Args:
-        enable_fsdp_float8_all_gather: weights travel as they rest or as the policy of ``apply_fsdp2`` says all the same, which is logged.
+        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, bit by bit what rounding a gathered weight gives;
+            a recipe with scales for each row cannot, which is logged.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         filter: regular expressions on paths of linear layers that are not converted.
 
@@ -215,21 +216,27 @@ def apply_float8(
         ConfigError: an unknown recipe, no layer that can be converted, or another technique came first.
         UnsupportedError: the GPU is older than float8.
     """
-    if enable_fsdp_float8_all_gather:
-        log.warning("apply_float8: FSDP will gather weights in high precision: enable_fsdp_float8_all_gather is not in this version")
+    gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
+    if enable_fsdp_float8_all_gather and not gathers:
+        log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
     facts = model_facts(model)
     wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
-    return order.apply(model, float8_plan(facts, wishes), order.Site(None, facts), only=("float8",))
+    return order.apply(model, float8_plan(facts, wishes, gathers), order.Site(None, facts), only=("float8",))
 
 
-def float8_plan(facts: ModelFacts, wishes: Techniques) -> Plan:
-    """A plan for this process alone; what stays in high precision is logged. Raises ConfigError where another technique came first."""
+def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan:
+    """A plan for this process alone; what stays in high precision is logged. Raises ConfigError where another technique came first.
+
+    Args:
+        all_gather: FSDP, when it is applied, gathers weights in float8.
+    """
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
     plan = plan_for_mesh_sizes(facts, {}, local_device(), wishes, "mean")
     for note in plan.notes:
         log.info("%s", note)
-    return plan
+    assert plan.float8 is not None
+    return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
 
 
 def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:

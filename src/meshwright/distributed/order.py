@@ -66,7 +66,7 @@ ORDER: tuple[Technique, ...] = (
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
     Technique(
         "float8",
-        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules),
+        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules) and site.facts.float8_plan is None,
         lambda model, plan, site: float8.apply(model, plan),
     ),
     Technique(

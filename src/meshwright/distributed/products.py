@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.introspection.converted import config_at
+from meshwright.introspection.converted import config_at, is_rounded
 from meshwright.planning.operand_parts import WHOLE, OperandParts
 
 
@@ -129,7 +129,7 @@ class Float8:
         raise NotImplementedError("a layer in float8 multiplies itself")
 
     def _rounded(self, operand: Tensor, cast: Any, role: str, dim: int, largest: Tensor | None) -> Tensor:
-        """An operand in float8; as it is where the recipe leaves this product in high precision.
+        """An operand in float8; as it is where it is so already, or the recipe leaves this product in high precision.
 
         Args:
             dim: over which entries share a scale, where not all do.
@@ -140,7 +140,7 @@ class Float8:
         from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
         from torchao.float8.float8_utils import amax_to_scale
 
-        if cast.scaling_type is ScalingType.DISABLED:
+        if cast.scaling_type is ScalingType.DISABLED or is_rounded(operand):
             return operand
         if largest is not None:
             scale = amax_to_scale(largest, cast.target_dtype, self.config.round_scales_to_power_of_2)

@@ -68,7 +68,7 @@ class Float8TransformConfig:
     """Linear layers multiply in float8.
 
     ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do not.
-    ``enable_fsdp_float8_all_gather``: refused; weights travel in high precision.
+    ``enable_fsdp_float8_all_gather``: the transform fully_shard, when it follows, gathers their weights in float8; tensorwise alone.
     """
 
     recipe: str = "tensorwise"

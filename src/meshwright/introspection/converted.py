@@ -1,11 +1,17 @@
-"""Linear layers that were converted to float8."""
+"""Linear layers that were converted to float8, and tensors in it."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether a tensor is in float8 already."""
+    loaded = sys.modules.get("torchao.float8.float8_training_tensor")
+    return loaded is not None and isinstance(tensor, loaded.Float8TrainingTensor)
 
 
 def config_at(module: nn.Module) -> Any:

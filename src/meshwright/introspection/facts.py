@@ -22,6 +22,8 @@ from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_rou
 
 CUT_BY = "_meshwright_tensor_plan"
 """Under this name a model that was cut for tensor parallelism remembers the plan."""
+ROUNDED_BY = "_meshwright_float8_plan"
+"""Under this name a model whose linear layers were converted to float8 remembers the plan."""
 SHARED_OUT_BY = "_meshwright_expert_plan"
 """Under this name a model whose experts were shared out remembers the plan."""
 
@@ -98,6 +100,8 @@ class ModelFacts:
     """The TensorPlan that the model is cut by already."""
     expert_plan: Any = field(default=None, repr=False, compare=False)
     """The ExpertPlan by which its experts are shared out already."""
+    float8_plan: Any = field(default=None, repr=False, compare=False)
+    """The Float8Plan by which its linear layers are converted already."""
 
     @property
     def numel(self) -> int:
@@ -211,6 +215,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
         module=model,
         tensor_plan=model.__dict__.get(CUT_BY),
         expert_plan=model.__dict__.get(SHARED_OUT_BY),
+        float8_plan=model.__dict__.get(ROUNDED_BY),
     )
 
 

@@ -21,6 +21,7 @@ from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
+from .float8_messages import scales_of_gathered
 from .float8_plan import check_parts, make_float8_plan
 from .layout import Layout
 from .pipeline import make_pipeline_plan
@@ -124,7 +125,7 @@ def _assemble(
         experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
-    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts)
+    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8)
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
@@ -136,6 +137,7 @@ def _assemble(
     activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards, float8) if tensor is not None else ()
     router_loss = router_loss_of(facts)
     activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed, router_loss))
+    activations += tuple(scales_of_gathered(float8, tensor, shards))
     if experts is not None:
         if tensor is not None and not tensor.sequence_parallel:
             raise UnsupportedError(

@@ -120,6 +120,8 @@ def sharded_units(
         gather = Collective("all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch")
         if shards > 1:
             kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
+            if unit.in_float8:  # beside other dtypes, torch sends bytes
+                gather = replace(gather, elements=unit.gathered_bytes(precision.compute), dtype="uint8")
             yield replace(gather, per="step") if kept else gather
             if unit.gathers_in_backward:
                 again = unit.reshard_after_forward

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
@@ -20,12 +20,28 @@ from .plan import Collective
 from .tensor_plan import BlocksPlan, RegionPlan, TensorPlan
 
 
-def agreeing(float8: Float8Plan | None, tensor: TensorPlan) -> dict[str, OperandParts]:
-    """The layers whose operands ranks agree on, with what of them are parts. With a scale for each row nobody need."""
+def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
+    """The layers whose operands ranks agree on, with what of them are parts. With a scale for each row nobody need.
+
+    Args:
+        shards: ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
+    """
     if float8 is None or float8.recipe != "tensorwise":
         return {}
     found = {path: tensor.parts_of(path) for path in float8.modules}
+    if float8.all_gather and shards > 1:
+        found = {path: replace(parts, weight=False) for path, parts in found.items()}
     return {path: parts for path, parts in found.items() if parts != WHOLE}
+
+
+def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, shards: int) -> Iterator[Collective]:
+    """For the scales of weights that are gathered in float8: once in each forward, over the ranks that shard and over those that cut."""
+    if float8 is None or not float8.gathered or shards == 1:
+        return
+    cut = [] if tensor is None else [path for path in float8.modules if tensor.parts_of(path).weight]
+    for axis, ranks, weights in ((Axis.DP_SHARD, shards, float8.modules), (Axis.TP, tensor.ranks if tensor else 1, cut)):
+        if weights:
+            yield Collective("all_reduce", axis.value, ranks, "float8 scales of weights", len(weights), "float32", "microbatch")
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,18 @@ class Float8Plan:
             the product that gives the weight's gradient stays in high precision.
         modules: paths of those layers.
         emulated: operands are rounded to float8 and multiplied in float32, as on a CPU.
+        all_gather: FSDP gathers their weights in float8, with one scale for each.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
     modules: tuple[str, ...]
     emulated: bool
+    all_gather: bool = False
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """Names of the weights that FSDP gathers in float8."""
+        return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()
 
     def only(self, blocks: tuple[str, ...]) -> Float8Plan:
         """What is inside some blocks."""
@@ -50,6 +57,9 @@ def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tupl
         ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
         UnsupportedError: the model itself is not at hand.
     """
+    if facts.float8_plan is not None:
+        _refuse_twice(facts, wishes)
+        return facts.float8_plan, ()
     if wishes.float8 == "none":
         return None, ()
     if facts.module is None:
@@ -68,7 +78,15 @@ def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tupl
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
     told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
-    return Float8Plan(wishes.float8, chosen, device != "cuda"), tuple(f"float8: {text}" for text in told)
+    return Float8Plan(wishes.float8, chosen, device != "cuda", wishes.float8_all_gather), tuple(f"float8: {text}" for text in told)
+
+
+def _refuse_twice(facts: ModelFacts, wishes: Techniques) -> None:
+    if wishes.float8 != "none":
+        raise ConfigError(
+            f"techniques.float8 = {wishes.float8}: layers of this {facts.kind} multiply in float8 already, by {facts.float8_plan.recipe}."
+            f" Leave it out, or give a model to which apply_float8 was not applied."
+        )
 
 
 def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:

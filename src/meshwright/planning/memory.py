@@ -91,7 +91,7 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
     return Memory(
         parameters=held * master,
-        gathered=_gathered(plan, rooms) * dtype_bytes(dtypes.compute),
+        gathered=_gathered(plan, rooms),
         gradients=trained * master,
         gradients_at_peak=max(trained * master, *_gradients(plan, rooms, microbatches)),
         reducing=reducing,
@@ -115,10 +115,11 @@ class _Block:
     """A block with the stacks of experts inside it, or the root.
 
     Attributes:
+        gathered: bytes.
         reduced: (trained elements, those of them that a rank keeps) of what is reduced at a time, in the order of backward.
     """
 
-    elements: int
+    gathered: int
     reduced: tuple[tuple[int, int], ...]
     frees: bool | int
     gathers_in_backward: bool
@@ -158,7 +159,7 @@ class _Room:
 
 def _block(plan: Plan, units: list[Unit]) -> _Block:
     return _Block(
-        elements=sum(unit.elements for unit in units),
+        gathered=sum(unit.gathered_bytes(plan.precision.compute) for unit in units),
         reduced=tuple((unit.trainable_elements, unit.trainable_elements // _shards(plan, unit)) for unit in reversed(units)),
         frees=units[0].reshard_after_forward if units else False,
         gathers_in_backward=any(unit.gathers_in_backward for unit in units),
@@ -172,12 +173,12 @@ def _shards(plan: Plan, unit: Unit) -> int:
 
 
 def _gathered(plan: Plan, rooms: list[_Room]) -> int:
-    """The most elements gathered at a time: what is kept, the block that computes, and the one that is fetched for the next."""
+    """The most bytes gathered at a time: what is kept, the block that computes, and the one that is fetched for the next."""
     kept, fetched = 0, 0
     for room in rooms:
-        kept += room.root.elements + sum(block.elements for block in room.blocks[:-1] if not block.frees)
-        kept += sum(block.elements // block.frees for block in room.blocks if block.frees is not True and block.frees)
-        last = room.blocks[-1].elements if room.blocks else 0
+        kept += room.root.gathered + sum(block.gathered for block in room.blocks[:-1] if not block.frees)
+        kept += sum(block.gathered // block.frees for block in room.blocks if block.frees is not True and block.frees)
+        last = room.blocks[-1].gathered if room.blocks else 0
         if plan.pipeline is not None and room.blocks and not room.blocks[-1].frees:
             kept, last = kept + last, 0
         fetched = max(fetched, last, *_side_by_side(plan, room, last))
@@ -189,9 +190,9 @@ def _side_by_side(plan: Plan, room: _Room, last: int) -> Iterator[int]:
     for this, following in pairwise(room.blocks):
         if this.frees:
             at_end = following is room.blocks[-1]
-            beside = last if at_end else following.elements if following.frees else 0
+            beside = last if at_end else following.gathered if following.frees else 0
             together = this.gathers_in_backward or plan.device == "cuda"  # torch fetches ahead in backward; in forward we do, on CUDA
-            yield this.elements + beside if together else max(this.elements, beside)
+            yield this.gathered + beside if together else max(this.gathered, beside)
 
 
 def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[int]:

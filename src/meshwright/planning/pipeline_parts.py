@@ -14,6 +14,7 @@ from .checkpointing import sent_again
 from .collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_norm
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import without_experts
+from .float8_messages import scales_of_gathered
 from .pipeline_plan import PipelinePlan
 from .plan import Collective, Plan, Unit
 from .tensor_collectives import tensor_collectives
@@ -90,6 +91,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
             yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8)
+        yield from scales_of_gathered(part.float8, part.tensor, shards)
         if part.experts is not None:
             yield from expert_collectives(part.experts, part.precision, recomputed)
         yield from _messages(plan, pipeline, stage)

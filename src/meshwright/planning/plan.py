@@ -56,7 +56,7 @@ class Unit:
 
     ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
     expert axis has of a stack of experts, and travels along efsdp. ``trainable_behind``: elements outside the blocks that backward reaches
-    before them.
+    before them. ``in_float8``: those of ``elements`` that are gathered in float8.
     """
 
     name: str
@@ -66,6 +66,11 @@ class Unit:
     gathers_in_backward: bool
     experts: bool = False
     trainable_behind: int = 0
+    in_float8: int = 0
+
+    def gathered_bytes(self, compute: str) -> int:
+        """Of all that is gathered, where the rest is in this dtype."""
+        return self.in_float8 + (self.elements - self.in_float8) * dtype_bytes(compute)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class Collective:
 
     @property
     def element_bytes(self) -> int:
-        return 8 if self.dtype == "int64" else dtype_bytes(self.dtype)
+        return {"int64": 8, "uint8": 1}.get(self.dtype) or dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .batch import Batch
 from .checkpoint_rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .float8_plan import RECIPES
-from .float8_rules import float8_companions, float8_wishes
+from .float8_rules import float8_companions, float8_gathering, float8_wishes
 from .layout import Layout
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
@@ -189,6 +189,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     half_precision,
     float8_wishes,
     float8_companions,
+    float8_gathering,
     ddp_fits,
     zero_fits,
     resharding,

@@ -93,3 +93,5 @@ class Techniques:
     """The linear layers of the blocks multiply in float8, by this recipe of torchao; on a CPU emulated."""
     float8_filter: tuple[str, ...] = ()
     """Regular expressions on paths of linear layers; what they match is not converted to float8."""
+    float8_all_gather: bool = False
+    """FSDP gathers the converted layers' weights in float8, with one scale for each; tensorwise."""

@@ -44,7 +44,7 @@ class _Counts:
     """Makes the entries of one plan."""
 
     def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None):
-        self.agreeing = agreeing(float8, plan)
+        self.agreeing = agreeing(float8, plan, shards)
         self.plan, self.facts, self.shards = plan, facts, shards
         self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
         self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}

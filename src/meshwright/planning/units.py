@@ -8,12 +8,18 @@ from meshwright.core.names import owner
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 
 from .expert_plan import ExpertPlan
+from .float8_plan import Float8Plan
 from .plan import Unit
 from .tensor_plan import TensorPlan
 
 
 def units_of(
-    facts: ModelFacts, shards: int, reshard: bool | int, tensor: TensorPlan | None, experts: ExpertPlan | None = None
+    facts: ModelFacts,
+    shards: int,
+    reshard: bool | int,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+    float8: Float8Plan | None = None,
 ) -> tuple[Unit, ...]:
     """Communication units in forward order, the root ("") first: it is gathered first and stays."""
     early = _trains_before_blocks(facts)
@@ -22,7 +28,7 @@ def units_of(
     for block in facts.blocks:
         flows = flows or any(p.trainable for p in facts.of_unit(block))
         keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
-        units.append(make_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor, experts))
+        units.append(make_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor, experts, float8))
         if experts is not None and (inside := experts.only((block,))) is not None:
             units += [_stack_unit(facts, stack.path, not keeps and bool(reshard), flows and not keeps, experts) for stack in inside.stacks]
     return tuple(unit for unit in units if unit.elements)
@@ -36,12 +42,15 @@ def make_unit(
     gathers: bool,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
+    float8: Float8Plan | None = None,
 ) -> Unit:
     parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
     total = sum(_padded(p, shards, tensor) for p in parameters)
     trained = sum(_padded(p, shards, tensor) for p in parameters if p.trainable)
     behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
-    return Unit(name, total, trained, reshard, gathers, trainable_behind=behind)
+    weights = float8.gathered if float8 is not None and shards > 1 else ()
+    rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
+    return Unit(name, total, trained, reshard, gathers, trainable_behind=behind, in_float8=rounded)
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:

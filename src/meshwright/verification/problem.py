@@ -128,7 +128,9 @@ class Problem:
     @property
     def unrounded(self) -> Problem:
         """The same with nothing but float32."""
-        return replace(self, dtype="float32", techniques={key: value for key, value in self.techniques.items() if key not in FLOAT8})
+        return replace(
+            self, dtype="float32", techniques={key: value for key, value in self.techniques.items() if not key.startswith("float8")}
+        )
 
     def of_one_process(self) -> Problem:
         """What of it one process computes: problems that differ in how a layout computes them have it in common."""

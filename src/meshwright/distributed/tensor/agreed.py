@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.distributed.products import Largest, Products
+from meshwright.introspection.converted import is_rounded
 from meshwright.planning.operand_parts import WHOLE
 
 from .group import TensorGroup
@@ -74,7 +75,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _of_forward(x: Tensor, weight: Tensor, way: Products) -> tuple[Tensor | None, Tensor | None]:
-    return x if way.parts.x else None, weight if way.parts.weight else None
+    return x if way.parts.x else None, weight if way.parts.weight and not is_rounded(weight) else None
 
 
 def _agreed(operands: Sequence[Tensor | None], group: TensorGroup) -> list[Tensor | None]:
