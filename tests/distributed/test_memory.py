@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,7 @@ SPARSE = DecoderConfig(256, 64, 3, 4, 2, 128, 64, moe=MoEConfig(n_experts=8))
 FSDP4, DDP4, HSDP = Layout(dp_shard=4), Layout(dp_replicate=4, dp_shard=1), Layout(dp_replicate=2, dp_shard=2)
 PIPELINE = Layout(pp=2, dp_shard=2)
 BF16 = {"precision": {"master": "float32", "compute": "bfloat16", "reduce": "float32"}}
+FLOAT8 = {"float8": "tensorwise", "float8_all_gather": True}
 
 
 def stored(*tensors: Any) -> int:
@@ -117,6 +119,11 @@ CASES = {
     "ZeRO-3, offloaded": (MODEL, FSDP4, {"zero_stage": 3, "cpu_offload": True}),
     "ZeRO-3, start frozen": (MODEL, FSDP4, {"zero_stage": 3, "freeze": ("embedding", r"layers\.[01]")}),
 }
+if find_spec("torchao") is not None:
+    CASES |= {
+        "gathered in float8": (MODEL, FSDP4, BF16 | FLOAT8),
+        "gathered in float8, kept": (MODEL, FSDP4, BF16 | FLOAT8 | {"reshard_after_forward": False}),
+    }
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -86,8 +86,8 @@ COVER = sorted(map(cell_of, covering_array(FACTORS, is_legal, price, covered)), 
 def test_a_cell_is_equal(pool, measured, cell):
     judged = judge(cell, pool)
     assert judged.state == "equal", judged.reason
-    assert len(judged.errors) == len(cell.column.errors) and 0 < min(judged.errors)
-    measured(cell.row.name, f"matrix, {cell.column.name}", dict(zip(cell.column.errors, judged.errors, strict=True)))
+    assert len(judged.errors) == len(cell.errors) and 0 < min(judged.errors)
+    measured(cell.row.name, f"matrix, {cell.column.name}", dict(zip(cell.errors, judged.errors, strict=True)))
 
 
 def test_the_cover_has_every_layout_column_and_way():

@@ -18,7 +18,7 @@ from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
-from .matrix import BATCHES, COMPILED, CUTTABLE, DEEP, FURTHER_MODES, SIGMOID, UNTIED, first_sentence
+from .matrix import BATCHES, COMPILED, CUTTABLE, DEEP, FURTHER_MODES, IN_FLOAT8, ROUNDED, SIGMOID, UNTIED, first_sentence
 from .problem import Problem
 from .verify import verify
 
@@ -42,6 +42,8 @@ AXES = {
     "PP, zbv": Axis(Layout(pp=2, dp_shard=2), (("pipeline_schedule", "zbv_zero_bubble"),)),
     "EP": Axis(Layout(dp_shard=2, ep=2)),
 }
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""What switches compute in; of several the first."""
 DRAWN = 60
 MOST_AT_ONCE = 4
 
@@ -64,6 +66,7 @@ class Switch:
 SWITCHES = (
     Switch("bfloat16", dtype="bfloat16", about="dtype"),
     Switch("float16", dtype="float16", about="dtype"),
+    *(Switch(name, techniques, dtype="float32", about="float8") for name, techniques in IN_FLOAT8),
     *(Switch(f"zero_stage = {stage}", (("zero_stage", stage),), about="zero") for stage in (1, 2, 3)),
     Switch("sync_grad_accum", (("sync_grad_accum", True),), about="zero"),
     Switch("cpu_offload", (("cpu_offload", True),)),
@@ -92,13 +95,16 @@ class Together:
         techniques = dict(axis.techniques)
         for switch in self.switches:
             techniques |= dict(switch.techniques)
-        dtype = next((switch.dtype for switch in self.switches if switch.dtype != "float64"), "float64")
+        dtype = min((switch.dtype for switch in self.switches), key=DTYPES.index)
         rows = 1 if any(switch.about == "zero" for switch in self.switches) else 0
-        return Problem(_model(axis.layout), BATCHES, steps=2, dtype=dtype, techniques=techniques, microbatch_rows=rows)
+        return Problem(
+            _model(axis.layout, "float8" in techniques), BATCHES, steps=2, dtype=dtype, techniques=techniques, microbatch_rows=rows
+        )
 
 
-def _model(layout: Layout) -> DecoderConfig:
-    sizes = (CUTTABLE if layout.tp > 1 else {}) | (DEEP if layout.pp > 1 else {})
+def _model(layout: Layout, rounds: bool) -> DecoderConfig:
+    cut = ROUNDED if rounds else CUTTABLE if layout.tp > 1 else {}
+    sizes = cut | (DEEP if layout.pp > 1 else {})
     return replace(UNTIED, **sizes, moe=SIGMOID if layout.ep > 1 else None)
 
 

@@ -34,6 +34,8 @@ UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_se
 TIED = replace(UNTIED, tied_embeddings=True)
 CUTTABLE = {"dim": 24, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 20}
 """Sizes of the models where the tensor axis cuts them: heads must divide, but key heads are fewer than four ranks."""
+ROUNDED = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96}
+"""Of the models that multiply in float8: what two ranks have of a layer divides by 16."""
 DEEP = {"n_layers": 4}
 """Of the models where a pipeline cuts them: two stages on each of two ranks."""
 SOFTMAX = MoEConfig(n_experts=8, sequence_loss=0.05, z_loss=0.01)
@@ -96,8 +98,9 @@ class Cell:
     def parts(self) -> tuple[tuple[DecoderConfig, tuple[str, ...]], ...]:
         """The column's models, as they can be cut, each with its dtypes."""
         layout = self.row.layout
-        sizes = (CUTTABLE if layout.tp > 1 else {}) | (DEEP if layout.pp > 1 else {})
-        found = [(replace(model, **sizes), dtypes) for model, dtypes in self.column.parts]
+        cut = ROUNDED if self.rounds else CUTTABLE if layout.tp > 1 else {}
+        sizes = cut | (DEEP if layout.pp > 1 else {})
+        found = [(replace(model, **sizes), self._legal(dtypes)) for model, dtypes in self.column.parts]
         if layout.ep > 1:
             found = [(replace(model, moe=SOFTMAX if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found]
         return tuple(found)
@@ -111,6 +114,19 @@ class Cell:
     @property
     def techniques(self) -> dict[str, Any]:
         return dict(self.row.way.techniques)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it multiplies in float8; around the products is then no float64."""
+        return "float8" in self.techniques
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Names of what comes of it, in order."""
+        return tuple(name for name in self.column.errors if not (self.rounds and name == "fp64"))
+
+    def _legal(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dtype for dtype in dtypes if not (self.rounds and dtype == "float64"))
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,12 @@ FURTHER_MODES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("memory_budget", COMPILED),
 )
 """Of activation_checkpointing, each with what it needs."""
+IN_FLOAT8: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("float8 = tensorwise", (("float8", "tensorwise"),)),
+    ("float8 = rowwise", (("float8", "rowwise"),)),
+    ("float8_all_gather", (("float8", "tensorwise"), ("float8_all_gather", True))),
+)
+"""Each with its techniques."""
 
 PLAIN = Way("plain")
 WHOLE_SHARDS = Way("data_parallel = fully_shard", (("data_parallel", "fully_shard"),))
@@ -157,6 +179,7 @@ WAYS = (
     Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
     Way("cpu_offload", (("cpu_offload", True),)),
     Way("loss_chunks = 3", (("loss_chunks", 3),)),
+    *(Way(name, techniques) for name, techniques in IN_FLOAT8),
     Way("compile", COMPILED),
     Way("freeze", FROZEN),
     WHOLE_SHARDS,

@@ -16,10 +16,11 @@ HEAD = """# Every layout against one process
 Written by `make matrix` on {day} with torch {torch} and Python {python}: {summary}.
 
 In each cell a small decoder was trained for {steps} steps by a layout, in some way, and by one process with plain torch
-([what is compared](verify.md)). No size of the model is a multiple of the number of ranks.
+([what is compared](verify.md)). No size of the model is a multiple of the number of ranks, except with float8, whose layers divide by 16.
 
 - **Two numbers**: equal within rounding in all that is compared. They are the largest relative errors of a gradient of the first step
-  (2-norm, each parameter for itself): in fp64 · fp32 of one model, or in bf16 of the tied · untied one.
+  (2-norm, each parameter for itself): in fp64 · fp32 of one model, or in bf16 of the tied · untied one. With float8 one number is of
+  fp32 around the products.
 - **refused**: by a rule, before any process starts, for the reason under the table.
 - **not yet**: not in this version.
 - **DIFFERS**: none of these; a bug.
