@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
 from meshwright.core.parts import Part, ranges
@@ -108,9 +110,32 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor that is placed as ``like`` is, with another memory."""
-    mesh, places = like.device_mesh, like.placements
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
+    """A DTensor that is placed as ``like`` is, with another memory, wherever that lies.
+
+    ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into it, or a gradient
+    that is scaled, would change a copy.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad)
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's codes and scales are."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_traceable_wrapper_subclass(local):
+        return [plain for name in local.__tensor_flatten__()[0] for plain in memory_of(getattr(local, name))]
+    return [local]
+
+
+def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
+    """A tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
+    if isinstance(like, DTensor):
+        return with_local(like, in_memory(like._local_tensor, memory))
+    if is_traceable_wrapper_subclass(like):
+        names, context = like.__tensor_flatten__()
+        return type(like).__tensor_unflatten__(dict(zip(names, memory, strict=True)), context, like.shape, like.stride())
+    (plain,) = memory
+    return plain
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
