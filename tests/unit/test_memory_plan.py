@@ -89,6 +89,38 @@ def test_offloading_is_said():
     assert "at rest in host memory" in table(offloaded, Batch(8, 8, 2))
 
 
+@pytest.mark.parametrize(("state", "of_each"), [("8bit", 1 + 4 / 256), ("4bit", 0.5 + 4 / 128)])
+def test_moments_in_few_bits_take_a_byte_or_half_of_one_and_their_scales(state, of_each):
+    """Of parameters that are large enough on a rank; others keep 8 bytes an element in fp32."""
+    table = 4 * 2 ** int(state[0])
+    parameters = model_facts(as_module(MODEL)).parameters
+    for ranks in (1, 2, 4):
+        sizes = [p.numel // ranks for p in parameters]
+        few = [n for n in sizes if n >= 4096]
+        bytes_of = plan_memory(made(Layout(dp_shard=ranks), optimizer_state=state)).optimizer
+        assert bytes_of == 2 * (sum(few) * of_each + table * len(few)) + 8 * (sum(sizes) - sum(few))
+    deep = made(Layout(pp=2, dp_shard=1), optimizer_state=state)
+    assert plan_memory(deep).optimizer < plan_memory(made(Layout(dp_shard=1), optimizer_state=state)).optimizer
+    another = plan_memory(made(Layout(dp_shard=1), optimizer_state=state), state_tensors_per_parameter=1)
+    assert another.optimizer == 4 * size(), "of another optimizer nothing is in few bits"
+
+
+def test_state_in_host_memory_is_not_counted_on_the_device():
+    beside, away = (plan_memory(made(Layout(dp_shard=2), cpu_offload=yes)) for yes in (False, "optimizer"))
+    assert away.optimizer == beside.optimizer == away.moving and beside.moving == 0
+    assert away.at_rest == beside.at_rest - beside.optimizer
+    assert away.at_peak == max(beside.at_peak - beside.optimizer, beside.parameters + beside.gradients + away.moving)
+    large = plan_memory(made(Layout(dp_shard=1), replace(MODEL, dim=4096, n_layers=1), cpu_offload="optimizer"))
+    assert large.moving == 1 << 27 < large.optimizer, "the state of the largest parameter, 4096 x 4096"
+
+
+def test_what_a_rank_has_beside_copies_is_kept_whole():
+    from meshwright.core.parts import Part, mixes_copies
+
+    assert mixes_copies((Part(64, 4), Part(32, 2)), 4) and not mixes_copies((Part(64, 4), Part(32, 2)), 2)
+    assert not mixes_copies((Part(32, 2),), 4)
+
+
 @pytest.mark.parametrize("wrong", [{"microbatches": 0}, {"state_tensors_per_parameter": -1}])
 def test_numbers_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match="microbatches = .* start at 1, state_tensors_per_parameter = .* at 0"):

@@ -39,6 +39,8 @@ WISHES = [
         "reshard_after_forward": False,
     },
     {"data_parallel": "fully_shard", "sync_grad_accum": True, "activation_checkpointing": "full"},
+    {"optimizer_state": "8bit", "cpu_offload": "optimizer"},
+    {"optimizer_state": "4bit", "stochastic_rounding": True, "precision": {"master": "bf16"}},
 ]
 
 
@@ -134,7 +136,9 @@ def test_the_table_tells_every_parameter_and_every_wish(made):
         assert (f"{axis}={size}" in text.splitlines()[0]) == (size > 1)
     for word in (made.data.technique, made.precision.compute, made.precision.reduce, made.activation_checkpointing, *made.notes):
         assert word in text
-    assert ("host memory" in text) == made.data.cpu_offload
+    assert ("host memory" in text) == (made.data.cpu_offload or made.optimizer.in_host_memory)
+    assert (f"state in {made.optimizer.state} of" in text) == (made.optimizer.state != "full")
+    assert ("rounded stochastically" in text) == made.optimizer.stochastic_rounding
 
 
 def test_the_table_with_a_batch_tells_its_bytes():

@@ -442,6 +442,24 @@ CASES = [
         "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean 'rowwise'?",
     ),
     refuse(
+        *("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError),
+        "techniques.optimizer_state = 8bit is computed in float32, and the parameters rest in float64. Set",
+        "techniques.precision.master = float32 (or bfloat16), or techniques.optimizer_state = full.",
+    ),
+    refuse(
+        *("optimizer_fits", DEBUG, FSDP2, {"stochastic_rounding": True}, ConfigError),
+        "techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in float32. Set",
+        "techniques.precision.master = bfloat16, or leave it out.",
+    ),
+    refuse(
+        *("legal_words", DEBUG, FSDP2, Techniques(cpu_offload="optimiser"), ConfigError),  # type: ignore[arg-type]
+        "techniques.cpu_offload = 'optimiser': legal are false, true, optimizer. Did you mean 'optimizer'?",
+    ),
+    refuse(
+        *("legal_words", DEBUG, ONE, Techniques(optimizer_state="8bits"), ConfigError),  # type: ignore[arg-type]
+        "techniques.optimizer_state = '8bits': legal are full, 8bit, 4bit. Did you mean '8bit'?",
+    ),
+    refuse(
         *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
         "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op, offload,",
         "memory_budget. Did you mean 'full'?",
@@ -479,6 +497,9 @@ LEGAL = [
     (DEBUG, Layout(dp_shard=12), {"zero_stage": 3, "reshard_after_forward": 6}),
     (DEBUG, ONE, {"cpu_offload": True}),
     (DEBUG, DDP2, {"data_parallel": "fully_shard", "cpu_offload": True}),
+    (DEBUG, DDP2, {"cpu_offload": "optimizer", "optimizer_state": "4bit"}),
+    (DEBUG, FSDP2, {"cpu_offload": True, "optimizer_state": "8bit"}),
+    (DEBUG, ONE, {"stochastic_rounding": True, "precision": {"master": "bf16"}}),
     (scalar, DDP2, {}),
     (batch_norm, ONE, {}),
     (no_attention, FSDP2, {"activation_checkpointing": "full", "compile": True}),

@@ -63,7 +63,7 @@ def load(
     random_state = _own_random_state(manifest)
     read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is not None:
-        put_optimizer_tensors(parallel_model, optimizer, state)
+        put_optimizer_tensors(parallel_model, optimizer, state, path)
         for group, saved in zip(optimizer.param_groups, options, strict=False):
             put_options(group, saved)
     if parallel_model.loss_scale is not None:

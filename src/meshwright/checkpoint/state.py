@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed import fully_sharded
+from meshwright.distributed.host_states import at_rest
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.shards import placed_like, with_local
+from meshwright.distributed.torchao_adamw import TorchaoAdamW
 
+from .few_bits import Rounding, as_values, keeps_few_bits
 from .manifest import TensorEntry
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -40,7 +44,9 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
     found = {}
     for name, (parameter, *_) in _by_name(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.dim() and keeps_few_bits(optimizer):
+                found[f"optimizer.{key}.{name}"] = as_values(value, parameter)
+            elif isinstance(value, Tensor):
                 found[f"optimizer.{key}.{name}"] = placed_like(value, parameter)
             elif value is not None:
                 kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
@@ -65,35 +71,44 @@ def empty_optimizer_tensors(
             continue
         like, dtype = parameters[name], getattr(torch, entry.dtype)
         if entry.shape and tuple(like.shape) == entry.shape:
-            found[key] = _zeros_like(like, dtype)
+            in_host_memory = model.plan.optimizer.in_host_memory or keeps_few_bits(optimizer)
+            found[key] = _zeros_like(like, dtype, torch.device("cpu") if in_host_memory else like.device)
         else:
             beside = bool(entry.shape) or any(group_of[like].get(option) for option in ("fused", "capturable"))
             found[key] = torch.zeros(entry.shape, dtype=dtype, device=like.device if beside else "cpu")
     return found
 
 
-def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def _zeros_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
-        return with_local(parameter, torch.zeros_like(parameter._local_tensor, dtype=dtype))
-    return torch.zeros_like(parameter, dtype=dtype)
+        return with_local(parameter, torch.zeros_like(parameter._local_tensor, dtype=dtype, device=device, requires_grad=False))
+    return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
 
-def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Make the loaded state the optimizer's own: a parameter without loaded state has none afterwards."""
-    parameters = _by_name(model)
+def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path) -> None:
+    """Make the loaded state the optimizer's own: a parameter without loaded state has none afterwards. Collective."""
+    parameters, rounding = _by_name(model), Rounding()
+    rests = model.plan.optimizer.in_host_memory
     for copies in parameters.values():
         for parameter in copies:
             optimizer.state.pop(parameter, None)
     for key, value in tensors.items():
         _, state, name = key.split(".", 2)
         first, *others = parameters[name]
-        optimizer.state[first][state] = value
-        for other in others:
-            optimizer.state[other][state] = value.clone() if value.dim() == 0 or not isinstance(other, DTensor) else _copied(value, other)
+        for parameter in (first, *others):
+            mine = value if parameter is first else _copied(value, parameter)
+            if value.dim() and isinstance(optimizer, TorchaoAdamW):
+                mine = rounding.take(optimizer, parameter, state, value)
+            optimizer.state[parameter][state] = at_rest(mine, model.device) if rests and value.dim() else mine
+
+    if isinstance(optimizer, TorchaoAdamW):
+        rounding.tell(path)
 
 
-def _copied(value: Tensor, like: DTensor) -> Tensor:
-    assert isinstance(value, DTensor)
+def _copied(value: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(value, DTensor):
+        return value.clone()
+    assert isinstance(like, DTensor)
     return with_local(like, value._local_tensor.clone())
 
 

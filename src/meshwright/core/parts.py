@@ -70,3 +70,8 @@ def ranges(parts: Sequence[Part], rank: int, ranks: int) -> tuple[Range, ...]:
         found.append((start + low, start + high))
         start += part.size
     return tuple(found)
+
+
+def mixes_copies(parts: Sequence[Part], ranks: int) -> bool:
+    """Whether a rank holds, beside what is its own, copies of what others hold too."""
+    return len(parts) > 1 and any(part.copies(ranks) > 1 for part in parts)

@@ -14,6 +14,7 @@ from meshwright.planning.foresight import Held
 
 from .fully_sharded import parameter_groups
 from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
+from .shards import memory_of
 
 LOOKS_EVERY = 8
 """Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and whatever could be
@@ -143,8 +144,8 @@ class MemoryAccount(TorchDispatchMode):
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the state of an optimizer that has taken a step."""
-        state = tensors_in([*optimizer.state.values()])
-        self.most[Held.OPTIMIZER] = sum(stored(state).values())
+        plain = [memory for tensor in tensors_in([*optimizer.state.values()]) for memory in memory_of(tensor)]
+        self.most[Held.OPTIMIZER] = sum(stored(plain).values())
 
 
 def _allocates(func: Any) -> bool:

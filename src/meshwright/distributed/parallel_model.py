@@ -21,7 +21,7 @@ from meshwright.introspection.signature import Signature
 from meshwright.planning.plan import Plan
 from meshwright.planning.schedules.action import Action
 
-from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, routing, step_batch
+from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, optimizer_step, routing, step_batch
 from .expert_load import ExpertLoad, LayerLoad
 from .grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .loss_scale import LossScale
@@ -186,6 +186,9 @@ class ParallelModel:
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
+
+        Raises:
+            ConfigError, UnsupportedError: the optimizer is none that the plan (``plan.optimizer``) can be done with.
         """
         parts = local_gradients(self._counted_once())
         norm = float(total_norm(parts, self._pipeline_groups))
@@ -199,7 +202,7 @@ class ParallelModel:
         else:
             if max_norm and norm > max_norm:
                 scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
-            optimizer.step()
+            optimizer_step.step(optimizer, self.plan.optimizer, self.device)
         if self.loss_scale is not None:
             self.loss_scale.follow(is_finite=not skipped)
         routing.end_step(self._routers, self._token_groups, skipped=skipped)

@@ -40,7 +40,7 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
-    units = units_of(facts, plan.size(Axis.DP_SHARD), reshard, None)
+    units = units_of(facts, plan.size(Axis.DP_SHARD), reshard, None, optimizer=plan.optimizer)
     mesh = {axis.value: plan.size(axis) for axis in DATA_AXES}
     moved = step_collectives(mesh, units, plan.data, plan.precision, (), trained_cuts(facts, None))
     return replace(plan, units=units, collectives=moved)

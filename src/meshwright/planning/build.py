@@ -24,6 +24,7 @@ from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
 from .float8_messages import scales_of_gathered
 from .float8_plan import check_parts, make_float8_plan
 from .layout import Layout
+from .optimizer_plan import OptimizerPlan
 from .pipeline import make_pipeline_plan
 from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
 from .pipeline_plan import PipelinePlan
@@ -101,7 +102,7 @@ def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan
     ranks = layout.dp_replicate * layout.dp_shard
     if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
         return "fully_shard"
-    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload or (layout.tp * layout.pp > 1 and ranks > 1)):
+    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
 
@@ -125,7 +126,8 @@ def _assemble(
         experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
-    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8)
+    optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer")
+    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
@@ -168,6 +170,7 @@ def _assemble(
         loss=loss,
         router_loss=router_loss,
         float8=float8,
+        optimizer=optimizer,
         notes=(
             *said,
             *about_float8,
@@ -184,7 +187,7 @@ def _data_plan(wishes: Techniques, layout: Layout, technique: str, device: str, 
         technique,  # type: ignore[arg-type]
         reduction,  # type: ignore[arg-type]
         wishes.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
-        wishes.cpu_offload,
+        wishes.cpu_offload is True,
         pin_memory=device == "cuda",
         gathers_per_step=technique == "fully_shard" and gathers_per_step(wishes, layout),
     )

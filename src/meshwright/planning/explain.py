@@ -51,6 +51,7 @@ def _header(plan: Plan) -> str:
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
         + (f", output {p.output}" if p.output else "")
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
+        *_optimizer(plan),
         *_float8(plan),
         *_tensor(plan),
         *_experts(plan),
@@ -59,6 +60,18 @@ def _header(plan: Plan) -> str:
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
     ]
     return "\n".join(lines)
+
+
+def _optimizer(plan: Plan) -> list[str]:
+    o = plan.optimizer
+    units = plan.units if plan.pipeline is None else [unit for units in plan.stage_units for unit in units]
+    few, every = sum(unit.rounded_tensors for unit in units), sum(p.count for p in plan.parameters if p.trainable)
+    said = [
+        *([f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"] if o.state != "full" else []),
+        *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
+        *(["state in host memory"] if o.in_host_memory else []),
+    ]
+    return [f"  optimizer       {'; '.join(said)}"] if said else []
 
 
 def _float8(plan: Plan) -> list[str]:
@@ -151,6 +164,10 @@ def _traffic(plan: Plan, batch: Batch) -> str:
     return head + "\n" + (columns(rows, ("op", "axis (ranks)", "calls", "bytes")) if rows else "  none")
 
 
+def _bits(plan: Plan) -> str:
+    return "" if plan.optimizer.state == "full" else f", {plan.optimizer.state}"
+
+
 def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
     m = plan_memory(plan, microbatches=microbatches)
     held = {} if foresight is None else foresight.of(m.pipeline_rank if plan.pipeline is not None else None)
@@ -158,9 +175,10 @@ def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
     rows = [
         ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
         ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
-        ("optimizer (AdamW)", bytes_text(m.optimizer), bytes_text(m.optimizer)),
+        ("optimizer (AdamW" + _bits(plan) + ")" + ", in host memory" * bool(m.moving), bytes_text(m.optimizer), bytes_text(m.optimizer)),
+        *([("of it on the device, during the step", "0 B", bytes_text(m.moving))] if m.moving else []),
         *keeps,
-        ("together", bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak + sum(held.values()))),
+        ("together" + ", on the device" * bool(m.moving), bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak + sum(held.values()))),
     ]
     where = f"rank {m.pipeline_rank} of the pipeline" if plan.pipeline is not None else "each rank"
     host = ", at rest in host memory" if m.in_host_memory else ""

@@ -17,6 +17,7 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
 
+from .optimizer_plan import MOMENTS, ROOM, OptimizerPlan
 from .plan import Plan, Unit
 
 
@@ -31,6 +32,7 @@ class Memory:
         gradients_at_peak: the most during forward and backward, what is left included.
         reducing: input of the reduction that may still be under way.
         optimizer: state behind the first step.
+        moving: where the state alone rests in host memory: at most so much of it is on the device at a time, during the step.
         kept_between_steps: of gradients: DDP's buckets.
         in_host_memory: parameters at rest, gradients that are reduced and optimizer state are in host memory.
         pipeline_rank: whose figures these are.
@@ -42,19 +44,26 @@ class Memory:
     gradients_at_peak: int
     reducing: int
     optimizer: int
+    moving: int = 0
     kept_between_steps: int = 0
     in_host_memory: bool = False
     pipeline_rank: int = 0
 
     @property
+    def beside(self) -> int:
+        """Optimizer state that stays beside the parameters."""
+        return 0 if self.moving else self.optimizer
+
+    @property
     def at_rest(self) -> int:
-        """Between two steps, gradients cleared."""
-        return self.parameters + self.optimizer + self.kept_between_steps
+        """Between two steps, gradients cleared; without what alone rests in host memory."""
+        return self.parameters + self.beside + self.kept_between_steps
 
     @property
     def at_peak(self) -> int:
-        """No more than this at any time of a step."""
-        return self.parameters + self.gathered + self.gradients_at_peak + self.reducing + self.optimizer
+        """No more than this at any time of a step; without what alone rests in host memory."""
+        computing = self.gathered + self.gradients_at_peak + self.reducing + self.beside
+        return self.parameters + max(computing, self.gradients + self.moving)
 
 
 def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int = 2) -> Memory:
@@ -62,7 +71,8 @@ def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_paramete
 
     Args:
         microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan has them sharded.
-        state_tensors_per_parameter: of the optimizer, like the parameter and in its dtype: AdamW 2, SGD with momentum 1, without 0.
+        state_tensors_per_parameter: of the optimizer, like the parameter and in its dtype: AdamW 2 (those of a plan with
+            ``optimizer_state`` 8bit or 4bit in so many bits), SGD with momentum 1, without 0.
 
     Raises:
         ConfigError: a number is too small.
@@ -83,10 +93,11 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     units = [unit for stage in stages for unit in stage]
     held = sum(unit.elements // _shards(plan, unit) for unit in units)
     trained = sum(unit.trainable_elements // _shards(plan, unit) for unit in units)
+    optimizer = _optimizer(plan.optimizer, units, trained, states, master)
     if plan.data.technique != "fully_shard":
         gradients = (trained + _beside_buckets(plan, trained, microbatches)) * master
         kept = trained * master if plan.data.technique == "ddp" else 0
-        return Memory(held * master, 0, trained * master, gradients, 0, states * trained * master, kept)
+        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept)
     rooms = [_Room.of(plan, stage) for stage in stages]
     reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
     return Memory(
@@ -95,10 +106,24 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
         gradients=trained * master,
         gradients_at_peak=max(trained * master, *_gradients(plan, rooms, microbatches)),
         reducing=reducing,
-        optimizer=states * trained * master,
+        optimizer=optimizer[0],
+        moving=optimizer[1],
         in_host_memory=plan.data.cpu_offload,
         pipeline_rank=rank,
     )
+
+
+def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int, master: int) -> tuple[int, int]:
+    """Bytes of state, and at most how many of them move at a time. In few bits are AdamW's; of another optimizer nothing is."""
+    elements = sum(unit.rounded_elements for unit in units) if states == MOMENTS else 0
+    total = states * (trained - elements) * master
+    if elements:
+        total += optimizer.bytes_of_rounded(elements, sum(unit.rounded_tensors for unit in units))
+    if not optimizer.in_host_memory:
+        return total, 0
+    largest = max((unit.largest for unit in units), default=0)
+    single = optimizer.bytes_of_rounded(largest, 1) if elements and optimizer.rounds(largest) else states * largest * master
+    return total, min(total, max(ROOM, single))
 
 
 def _beside_buckets(plan: Plan, trained: int, microbatches: int) -> int:

@@ -147,7 +147,7 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
 
 def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
     """The communication units of a stage's part: its root has what it has of what lies outside the blocks."""
-    root = make_unit(facts, "", shards, False, False, plan.tensor)
+    root = make_unit(facts, "", shards, False, False, plan.tensor, optimizer=plan.optimizer)
     return tuple(unit for unit in (root, *(unit for unit in plan.units if unit.name)) if unit.elements)
 
 

@@ -14,6 +14,7 @@ from meshwright.introspection.structure.tail import Tail
 
 from .expert_plan import ExpertPlan
 from .float8_plan import Float8Plan
+from .optimizer_plan import OptimizerPlan
 from .pipeline_plan import PipelinePlan
 from .tensor_plan import TensorPlan
 
@@ -56,7 +57,9 @@ class Unit:
 
     ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
     expert axis has of a stack of experts, and travels along efsdp. ``trainable_behind``: elements outside the blocks that backward reaches
-    before them. ``in_float8``: those of ``elements`` that are gathered in float8.
+    before them. ``in_float8``: those of ``elements`` that are gathered in float8. Of what the first rank is left with of each trained
+    parameter: ``largest``, the most elements of one; ``rounded_tensors`` and ``rounded_elements``, those whose optimizer state is kept in
+    few bits.
     """
 
     name: str
@@ -67,6 +70,9 @@ class Unit:
     experts: bool = False
     trainable_behind: int = 0
     in_float8: int = 0
+    largest: int = 0
+    rounded_tensors: int = 0
+    rounded_elements: int = 0
 
     def gathered_bytes(self, compute: str) -> int:
         """Of all that is gathered, where the rest is in this dtype."""
@@ -164,6 +170,7 @@ class Plan:
     loss: LossPlan | None = None
     router_loss: RouterLoss | None = None
     float8: Float8Plan | None = None
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:

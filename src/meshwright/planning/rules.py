@@ -19,6 +19,7 @@ from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .float8_plan import RECIPES
 from .float8_rules import float8_companions, float8_gathering, float8_wishes
 from .layout import Layout
+from .optimizer_rules import optimizer_fits
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
 from .techniques import Precision, Techniques
@@ -55,6 +56,8 @@ LEGAL = {
     "sync_grad_accum": (False, True, "shard"),
     "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
     "float8": ("none", *RECIPES),
+    "cpu_offload": (False, True, "optimizer"),
+    "optimizer_state": get_args(get_type_hints(Techniques)["optimizer_state"]),
 }
 """Values of the techniques that are words: a config is checked when it is read, a Techniques made in code only here."""
 
@@ -106,7 +109,7 @@ def ddp_fits(case: Case) -> Found:
             f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = {case.layout.dp_shard} cuts them."
             f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel = fully_shard."
         )
-    for key, wanted in (("precision (mixed)", case.precision.is_mixed), ("cpu_offload", case.techniques.cpu_offload)):
+    for key, wanted in (("precision (mixed)", case.precision.is_mixed), ("cpu_offload", case.techniques.cpu_offload is True)):
         if wanted:
             yield UnsupportedError(
                 f"techniques.{key} does not go with techniques.data_parallel = ddp; fully_shard does it for"
@@ -190,6 +193,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     float8_wishes,
     float8_companions,
     float8_gathering,
+    optimizer_fits,
     ddp_fits,
     zero_fits,
     resharding,

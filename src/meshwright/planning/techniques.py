@@ -46,8 +46,13 @@ class Techniques:
     sync_grad_accum: bool | Literal["shard", "auto"] = "auto"
     """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once;
     auto: as zero_stage has it, else false."""
-    cpu_offload: bool = False
-    """fully_shard: parameters, gradients and optimizer state live in host memory."""
+    cpu_offload: bool | Literal["optimizer"] = False
+    """true (fully_shard): parameters, gradients and optimizer state live in host memory; optimizer: its state alone rests there, and comes
+    to the device by portions for the step."""
+    optimizer_state: Literal["full", "8bit", "4bit"] = "full"
+    """AdamW's moments: in the master dtype (full), or by torchao as codes of 8 or 4 bits with a scale for each block of elements."""
+    stochastic_rounding: bool = False
+    """precision.master = bfloat16: round new weights up or down at random, so that updates too small for bfloat16 are not lost."""
     activation_checkpointing: Literal["none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"] = (
         "none"
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 
 from meshwright.core.names import owner
+from meshwright.core.parts import mixes_copies
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 
 from .expert_plan import ExpertPlan
 from .float8_plan import Float8Plan
+from .optimizer_plan import OptimizerPlan
 from .plan import Unit
 from .tensor_plan import TensorPlan
+
+FULL = OptimizerPlan()
 
 
 def units_of(
@@ -20,17 +24,20 @@ def units_of(
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
     float8: Float8Plan | None = None,
+    optimizer: OptimizerPlan = FULL,
 ) -> tuple[Unit, ...]:
     """Communication units in forward order, the root ("") first: it is gathered first and stays."""
     early = _trains_before_blocks(facts)
-    units = [make_unit(facts, "", shards, False, False, tensor)]
+    units = [make_unit(facts, "", shards, False, False, tensor, optimizer=optimizer)]
     flows = early
     for block in facts.blocks:
         flows = flows or any(p.trainable for p in facts.of_unit(block))
         keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
-        units.append(make_unit(facts, block, shards, False if keeps else reshard, flows and not keeps, tensor, experts, float8))
+        frees = False if keeps else reshard
+        units.append(make_unit(facts, block, shards, frees, flows and not keeps, tensor, experts, float8, optimizer))
         if experts is not None and (inside := experts.only((block,))) is not None:
-            units += [_stack_unit(facts, stack.path, not keeps and bool(reshard), flows and not keeps, experts) for stack in inside.stacks]
+            frees, gathers = not keeps and bool(reshard), flows and not keeps
+            units += [_stack_unit(facts, stack.path, frees, gathers, experts, optimizer) for stack in inside.stacks]
     return tuple(unit for unit in units if unit.elements)
 
 
@@ -43,6 +50,7 @@ def make_unit(
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
     float8: Float8Plan | None = None,
+    optimizer: OptimizerPlan = FULL,
 ) -> Unit:
     parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
     total = sum(_padded(p, shards, tensor) for p in parameters)
@@ -50,7 +58,20 @@ def make_unit(
     behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
     weights = float8.gathered if float8 is not None and shards > 1 else ()
     rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
-    return Unit(name, total, trained, reshard, gathers, trainable_behind=behind, in_float8=rounded)
+    sizes = [(_padded(p, shards, tensor) // shards, _mixes_copies(p, tensor)) for p in parameters if p.trainable]
+    return Unit(name, total, trained, reshard, gathers, False, behind, rounded, *_states(sizes, optimizer))
+
+
+def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
+    cut = tensor.cut_of(p.name, p.shape) if tensor is not None else None
+    return tensor is not None and cut is not None and mixes_copies(cut[1], tensor.ranks)
+
+
+def _states(sizes: list[tuple[int, bool]], optimizer: OptimizerPlan) -> tuple[int, int, int]:
+    """What a unit says of optimizer state; of each trained parameter its elements on the first rank, and whether copies are among them."""
+    rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
+    largest = max((size for size, _ in sizes), default=0)
+    return largest, len(rounded), sum(rounded)
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
@@ -61,10 +82,12 @@ def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
     return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
 
 
-def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan) -> Unit:
+def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan) -> Unit:
     parameters = [p for p in facts.parameters if owner(p.name) == path]
     sizes = [(experts.padded(p.shape), p.trainable) for p in parameters]
-    return Unit(path, sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains), reshard, gathers, experts=True)
+    trained = [size for size, trains in sizes if trains]
+    states = _states([(size // experts.shards, False) for size in trained], optimizer)
+    return Unit(path, sum(size for size, _ in sizes), sum(trained), reshard, gathers, True, 0, 0, *states)
 
 
 def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:

@@ -14,6 +14,7 @@ from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
 from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
+from meshwright.distributed import torchao_adamw
 from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.foresight.play import foresee
 from meshwright.distributed.mesh import data_position
@@ -28,6 +29,7 @@ from meshwright.introspection.source import as_module
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.foresight import Foresight
+from meshwright.planning.optimizer_plan import OptimizerPlan
 from meshwright.planning.plan import Plan
 
 from .config import Config
@@ -35,7 +37,7 @@ from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
 from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
 from .monitoring.progress import Progress
 from .monitoring.timeline import Timeline
-from .optim.build import BuiltOptimizer, build_adamw
+from .optim.build import FULL, BuiltOptimizer, build_adamw
 from .optim.schedules import Schedule
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
@@ -77,6 +79,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     batch = batch_of(config, tokenizer)
     plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)
+    torchao_adamw.refuse_absent(plan.optimizer)
     if isinstance(weights, Pretrained):
         weights.check(as_module(source))
     trace = open_trace(config)
@@ -91,7 +94,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights}
         rows = config.batch.microbatch
         model = parallelize(source, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
-        optimizer = build_optimizer(config, model.named_parameters())
+        optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer)
         if config.process.audit:
             model.audit(optimizer.optimizer)
     identity = run_identity(config, source, tokenizer, feed)
@@ -116,8 +119,12 @@ def open_trace(config: Config) -> TraceFile | None:
 
     Raises:
         ConfigError: it cannot be read.
-        UnsupportedError: the run is to multiply in float8, and traces do not.
+        UnsupportedError: the run is to multiply in float8, or to round its optimizer's state or new weights, and traces do not.
     """
+    t = config.techniques
+    if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
+        wish = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).wish
+        raise UnsupportedError(f"{wish} rounds further than a trace (check_trace) allows. Check the run without it.")
     if config.check_trace and config.techniques.float8 != "none":
         raise UnsupportedError(
             f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check the run without it."
@@ -139,16 +146,17 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
     return Batch(config.batch.global_batch, config.data.seq_len, config.batch.microbatch, tokenizer.vocab_size)
 
 
-def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> BuiltOptimizer:
-    o = config.optimizer
+def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan = FULL) -> BuiltOptimizer:
+    o, named = config.optimizer, list(named_parameters)
     overrides = []
     for row in o.overrides:
         options: dict[str, Any] = {"lr_scale": row.lr_scale}
         if row.weight_decay is not None:
             options["weight_decay"] = row.weight_decay
         overrides.append((row.pattern, options))
-    groups = make_parameter_groups(named_parameters, weight_decay=o.weight_decay, overrides=overrides)
-    return build_adamw(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+    groups = make_parameter_groups(named, weight_decay=o.weight_decay, overrides=overrides)
+    by_plan: dict[str, Any] = {"plan": plan, "named_parameters": named, "seed": config.seed}
+    return build_adamw(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **by_plan)
 
 
 def build_schedule(config: Config) -> Schedule:

@@ -178,6 +178,7 @@ WAYS = (
     Way("reshard_after_forward = false", (("reshard_after_forward", False),)),
     Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
     Way("cpu_offload", (("cpu_offload", True),)),
+    Way("cpu_offload = optimizer", (("cpu_offload", "optimizer"),)),
     Way("loss_chunks = 3", (("loss_chunks", 3),)),
     *(Way(name, techniques) for name, techniques in IN_FLOAT8),
     Way("compile", COMPILED),

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.comparison.equality import HALVES, relative_errors
 from meshwright.comparison.findings import Comparison
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, UnsupportedError
 from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
@@ -88,9 +88,11 @@ def verify(
 
     Raises:
         ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that is not finite.
+        UnsupportedError: techniques that round the optimizer's state, or new weights at random.
         IntegrityError: two one-process runs begin with different weights, are given different batches, or compute different things.
     """
     begun = time.monotonic()
+    _refuse_rounded_optimizer(techniques or {})
     world = layout.world
     batches = batch_factory or default_batches(model_factory, world)
     own = pool is None
@@ -110,6 +112,16 @@ def verify(
         if own:
             pool.close()
     return Report(layout, tuple(comparisons), time.monotonic() - begun)
+
+
+def _refuse_rounded_optimizer(techniques: dict[str, Any]) -> None:
+    """verify steps with AdamW or SGD in full precision: beside what moments in few bits round away, no fault would show."""
+    for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
+        if (said := techniques.get(key, plain)) != plain:
+            raise UnsupportedError(
+                f"techniques.{key} = {str(said).lower()}: verify compares steps in full precision, beside which such rounding would hide"
+                f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not depend on it."
+            )
 
 
 def default_batches(model: Any, world: int) -> RandomBatches:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.core.units import bytes_text
 from meshwright.planning.foresight import Held
 from meshwright.planning.memory import plan_memory
+from meshwright.planning.optimizer_plan import ROOM
 from meshwright.planning.plan import Plan
 
 KINDS = {
@@ -49,13 +50,21 @@ def memory_table(found: Mapping[Held, int], plan: Plan, shares: Shares, kept: Ma
     """One line for each kind: the most that was held, and the plan's figure where it has one."""
     planned = foreseen(plan, shares, kept)
     rows = [
-        (text, bytes_text(found[kind]) if kind in found else "-", bytes_text(planned[kind]) if kind in planned else "-")
+        (
+            text + _where(kind, plan),
+            bytes_text(found[kind]) if kind in found else "-",
+            bytes_text(planned[kind]) if kind in planned else "-",
+        )
         for kind, text in KINDS.items()
         if kind in found or kind in planned
     ]
     head = ("the most at a time of", "found", "plan")
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(3)]
     return "\n".join(f"  {what:<{widths[0]}}  {here:>{widths[1]}}  {there:>{widths[2]}}" for what, here, there in (head, *rows))
+
+
+def _where(kind: Held, plan: Plan) -> str:
+    return ", in host memory" if kind is Held.OPTIMIZER and (plan.optimizer.in_host_memory or plan.data.cpu_offload) else ""
 
 
 def suggestions(found: Mapping[Held, int], plan: Plan, shares: Shares, kept: Mapping[Held, int] = NOTHING) -> list[str]:
@@ -90,7 +99,9 @@ def _savings(held: Mapping[Held, int], plan: Plan, shares: Shares) -> Iterator[t
         yield whole - whole // plan.size("dp_shard"), switch
     if plan.device == "cuda" and not data.cpu_offload:
         m = plan_memory(plan, microbatches=shares.microbatches)
-        yield m.parameters + m.optimizer + m.gradients, "techniques.cpu_offload = true"
+        if not plan.optimizer.in_host_memory:
+            yield m.parameters + m.optimizer + m.gradients, "techniques.cpu_offload = true"
+            yield m.optimizer - min(m.optimizer, ROOM), 'techniques.cpu_offload = "optimizer"'
 
 
 def is_out_of_memory(error: BaseException) -> bool:

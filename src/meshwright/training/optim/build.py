@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,16 +10,19 @@ from torch import nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 
 from meshwright.core.errors import ConfigError, nearest
+from meshwright.distributed.torchao_adamw import TorchaoAdamW
+from meshwright.planning.optimizer_plan import OptimizerPlan
 
-Implementation = Literal["fused", "foreach", "plain"]
+Implementation = Literal["fused", "foreach", "plain", "torchao"]
 
+FULL = OptimizerPlan()
 GROUP_KEYS = ("params", "weight_decay", "lr_scale", "betas", "eps", "name")
 
 
 class BuiltOptimizer(NamedTuple):
     """An optimizer and how it will run."""
 
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     implementation: Implementation
     note: str
     """One line for the log: the implementation, and the reason where it is not the fastest."""
@@ -32,6 +35,9 @@ def build_adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.1,
+    plan: OptimizerPlan = FULL,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] = (),
+    seed: int = 0,
 ) -> BuiltOptimizer:
     """AdamW (Loshchilov & Hutter 2019) over parameter groups, fused where every trainable parameter allows it.
 
@@ -49,8 +55,12 @@ def build_adamw(
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times the learning rate, of groups that set none.
+        plan: a model's (``plan.optimizer``): moments in few bits and stochastic rounding, by torchao.
+        named_parameters: (global name, parameter) of all, which stochastic rounding draws its numbers by.
+        seed: of the stochastic rounding.
 
     Raises:
+        MissingExtraError: the plan needs torchao, which is not installed.
         ConfigError: no trainable parameter on this rank, a parameter that stands twice, or a group with an unknown key.
     """
     kept: list[dict[str, Any]] = []
@@ -67,10 +77,19 @@ def build_adamw(
             kept.append({**group, "params": part, "lr_scale": scale, "lr": lr * scale})
     if not kept:
         raise ConfigError(_nothing_to_train(len(groups), frozen))
+    if plan.needs_torchao:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, **options)
+        return BuiltOptimizer(made, "torchao", _torchaos(plan))
     implementation, note = _choose([p for group in kept for p in group["params"]])
     flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     optimizer = torch.optim.AdamW(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **flags)
     return BuiltOptimizer(optimizer, implementation, note)
+
+
+def _torchaos(plan: OptimizerPlan) -> str:
+    said = [f"moments in {plan.state}"] * (plan.state != "full") + ["stochastic rounding"] * plan.stochastic_rounding
+    return f"AdamW by torchao, {', '.join(said)}; compiled at the first step, once for each shape"
 
 
 def _nothing_to_train(groups: int, frozen: int) -> str:

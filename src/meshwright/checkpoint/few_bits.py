@@ -1,0 +1,104 @@
+"""Moments in few bits, in a checkpoint that any layout reads: saved as the float32 values that they stand for, and rounded again when read.
+
+What torchao rounded, and is cut into the same blocks again, comes back bit for bit. Its own rounding would not do that: a block's largest
+element gives the scale, but no code means −1, so a block whose largest element is negative would shrink each time. Here the scale is found
+by which every value of the block is a code's. Where blocks lie otherwise, values are rounded once more, and that is said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.distributed import agree
+from meshwright.distributed.shards import with_local
+from meshwright.distributed.torchao_adamw import SIGNED, TorchaoAdamW, is_rounded
+from meshwright.distributed.world import is_rank_zero
+
+log = logging.getLogger("meshwright")
+
+LEAST_SCALE = 1e-12
+"""torchao's."""
+ULPS = 2
+"""A scale found by dividing what it was multiplied by is so many steps of float32 off at most."""
+
+
+def keeps_few_bits(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, TorchaoAdamW) and optimizer.state_word != "full"
+
+
+def as_values(moment: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's moment as float32 in host memory, placed like the parameter; so is one that is small and kept as it is, since with
+    another layout another rank may have it in few bits."""
+    local = moment._local_tensor if isinstance(moment, DTensor) else moment
+    values = (local.dequantize() if is_rounded(moment) else local).detach().to("cpu", torch.float32)
+    return with_local(parameter, values) if isinstance(parameter, DTensor) else values
+
+
+class Rounding:
+    """Puts values that were read into an optimizer's moments, and counts what that changed."""
+
+    def __init__(self) -> None:
+        self.changed = self.values = 0
+
+    @torch.no_grad()
+    def take(self, optimizer: TorchaoAdamW, parameter: nn.Parameter, key: str, values: Tensor) -> Tensor:
+        """A moment of the parameter, as the optimizer keeps it."""
+        moment = optimizer.new_moment(parameter, key)
+        local, given = ((t._local_tensor if isinstance(t, DTensor) else t) for t in (moment, values))
+        given = given.to(local.device)
+        if is_rounded(moment):
+            back = _round(local, given.float(), signed=SIGNED[key])
+        else:
+            back = local.copy_(given)
+        self.changed += int((back.to(given.dtype) != given).sum())
+        self.values += given.numel()
+        return moment
+
+    def tell(self, folder: object) -> None:
+        """Say on the first rank what changed. Collective."""
+        changed, values = (sum(said) for said in zip(*agree.everybody_says((self.changed, self.values)), strict=True))
+        if changed and is_rank_zero():
+            log.warning(
+                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks lie otherwise in this"
+                f" layout (or have other bits) than in the one that wrote it"
+            )
+
+
+def _round(moment: Tensor, values: Tensor, *, signed: bool) -> Tensor:
+    """Fill a moment of torchao's in place; the values that it stands for then."""
+    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
+
+    made: torch.Tensor = moment
+    table: Tensor = made.qmap  # type: ignore[attr-defined]
+    quantize = quantize_8bit_with_qmap if len(table) == 256 else quantize_4bit_with_qmap
+    blocks = values.reshape(-1, made.block_size)  # type: ignore[attr-defined]
+    scale = blocks.abs().amax(-1).clip(LEAST_SCALE)
+    found = torch.zeros_like(scale, dtype=torch.bool)
+    for tried in _scales(blocks, table, signed=signed):
+        codes = quantize(blocks / tried.unsqueeze(1), table)
+        fits = ((table[codes.int()] * tried.unsqueeze(1)) == blocks).all(1) & ~found
+        scale, found = torch.where(fits, tried, scale), found | fits
+    codes = quantize(blocks / scale.unsqueeze(1), table)
+    packed = codes if len(table) == 256 else (codes.view(-1)[::2] << 4) | codes.view(-1)[1::2]
+    made.codes.copy_(packed.view(made.codes.shape))  # type: ignore[attr-defined]
+    made.scale.copy_(scale)  # type: ignore[attr-defined]
+    return made.dequantize()
+
+
+def _scales(blocks: Tensor, table: Tensor, *, signed: bool) -> Iterator[Tensor]:
+    """What a block's scale may have been: its largest element; or, where that is negative and has the lowest code, that code's share more."""
+    largest = blocks.abs().amax(-1)
+    yield largest.clip(LEAST_SCALE)
+    if signed:
+        middle = largest / table.abs()[0]
+        yield middle
+        for towards in (torch.inf, 0.0):
+            tried = middle
+            for _ in range(ULPS):
+                tried = torch.nextafter(tried, torch.full_like(tried, towards))
+                yield tried
