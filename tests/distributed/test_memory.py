@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.laid_out import own_rows
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import Layout
 from meshwright.core.units import bytes_text
 from meshwright.distributed import fully_sharded
+from meshwright.distributed.live import stored as storages_of
+from meshwright.distributed.live import tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -33,8 +33,7 @@ FLOAT8 = {"float8": "tensorwise", "float8_all_gather": True}
 
 def stored(*tensors: Any) -> int:
     """Bytes of the storages that tensors lie in, each counted once."""
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in local)}.values())
+    return sum(storages_of(tensors_in(tensors)).values())
 
 
 @dataclass

@@ -46,7 +46,7 @@ SELDOM = 1 << 30
 
 
 def foresee(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> Foresight:
-    """What the ranks that hold most will hold of activations, logits and messages. No process group; the model is left as it is.
+    """What ranks will hold of activations and logits in a step. No process group; the model is left as it is.
 
     Args:
         facts: of the model as it is before a plan is applied.
