@@ -154,7 +154,9 @@ def _allocates(func: Any) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    return func._schema.is_mutable
+    """Whether it writes into its arguments; of one that does not say, yes."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or schema.is_mutable
 
 
 def dims_of_logits(vocabulary: int, ranks: int) -> set[int]:
