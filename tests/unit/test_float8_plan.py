@@ -19,6 +19,8 @@ from meshwright.planning.memory import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
 from meshwright.training.build import open_trace
 from meshwright.training.config import Config
+from meshwright.verification.float8 import refuse_unseen
+from meshwright.verification.problem import Problem, RandomBatches
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20)
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=16, hidden_dim=16, n_shared=1))
@@ -178,3 +180,12 @@ def test_a_run_in_float8_is_not_checked_against_a_trace():
 )
 def test_verify_computes_around_float8_in_what_the_config_does(techniques, dtypes):
     assert _dtypes(None, Config.from_dict({"techniques": techniques})) == dtypes
+
+
+def test_verify_refuses_what_it_cannot_see():
+    """Rounding with the scales of other rows moves tokens to other experts, inside compiled blocks."""
+    hidden = Problem(SPARSE, RandomBatches(61), techniques={"float8": "tensorwise", "compile": True})
+    with pytest.raises(UnsupportedError, match=r"routing inside compiled blocks is not seen. Verify it with techniques.compile = false"):
+        refuse_unseen(hidden)
+    for seen in (replace(hidden, model=DENSE), replace(hidden, techniques={"float8": "tensorwise"})):
+        refuse_unseen(seen)

@@ -18,6 +18,7 @@ from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
+from .float8 import refuse_unseen
 from .matrix import BATCHES, COMPILED, CUTTABLE, DEEP, FURTHER_MODES, IN_FLOAT8, ROUNDED, SIGMOID, UNTIED, first_sentence
 from .problem import Problem
 from .verify import verify
@@ -147,6 +148,7 @@ def refusal(together: Together) -> str:
     layout = AXES[together.axis].layout
     try:
         plan(_facts(problem.model), layout, cluster=Cluster(layout.world), techniques=problem.wishes)
+        refuse_unseen(problem)
     except MeshwrightError as error:
         return first_sentence(str(error))
     return ""

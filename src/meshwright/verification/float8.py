@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comparison.findings import Difference
-from meshwright.core.errors import MissingExtraError
+from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 from meshwright.planning.build import as_techniques
 from meshwright.planning.float8_plan import make_float8_plan
 
@@ -46,6 +47,21 @@ def converted(model: nn.Module, problem: Problem) -> nn.Module:
         raise MissingExtraError(f"techniques.float8 = '{planned.recipe}'", "torchao", "float8") from error
     config = replace(Float8LinearConfig.from_recipe_name(planned.recipe), emulate=True)
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: clean(path) in planned.modules)
+
+
+def refuse_unseen(problem: Problem) -> None:
+    """Where rounding to float8 moves tokens to other experts, and inside compiled blocks nobody sees where they go.
+
+    Raises:
+        UnsupportedError: the comparison could not tell that from a fault.
+    """
+    asked = problem.techniques
+    if asked.get("float8") == "tensorwise" and asked.get("compile") and model_facts(as_module(problem.source())).has_experts:
+        raise UnsupportedError(
+            "verify cannot tell techniques.float8 = tensorwise with techniques.compile = true from a fault where the model has experts:"
+            " with the scales of other rows rounding moves tokens to other experts, and routing inside compiled blocks is not seen. Verify"
+            " it with techniques.compile = false, or with techniques.float8 = rowwise."
+        )
 
 
 @contextmanager

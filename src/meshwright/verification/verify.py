@@ -25,6 +25,7 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
 from .compare import differences, notes
+from .float8 import refuse_unseen
 from .floors import Floors, references
 from .outcome import Outcome, Reference, candidate, reference
 from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
@@ -90,6 +91,7 @@ def verify(
         ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that is not finite.
         UnsupportedError: techniques that round the optimizer's state, or new weights at random.
         IntegrityError: two one-process runs begin with different weights, are given different batches, or compute different things.
+        UnsupportedError: a layout that is refused, or float8 that rounding to other experts hides (see ``float8.refuse_unseen``).
     """
     begun = time.monotonic()
     _refuse_rounded_optimizer(techniques or {})
@@ -101,6 +103,7 @@ def verify(
         problem = Problem(
             model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
         )
+        refuse_unseen(problem)
         problem = replace(problem, microbatches=_microbatches(problem, layout) if parallelize_fn is None else ())
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
