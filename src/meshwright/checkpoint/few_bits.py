@@ -91,7 +91,7 @@ def _round(moment: Tensor, values: Tensor, *, signed: bool) -> Tensor:
 
 
 def _scales(blocks: Tensor, table: Tensor, *, signed: bool) -> Iterator[Tensor]:
-    """What a block's scale may have been: its largest element; or, where that is negative and has the lowest code, that code's share more."""
+    """What a block's scale may have been: its largest element; or, where that is negative and has the lowest code, so much more."""
     largest = blocks.abs().amax(-1)
     yield largest.clip(LEAST_SCALE)
     if signed:
