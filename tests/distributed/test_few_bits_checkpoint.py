@@ -11,6 +11,7 @@ from support.states import LAYOUTS, Held, adamw, held, laid_out, train, uncompil
 from meshwright import load, save
 from meshwright.checkpoint import few_bits
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.core.errors import ConfigError
 from meshwright.distributed.torchao_adamw import SIGNED, _kind, is_rounded
 from meshwright.distributed.wholes import whole_on_first
 
@@ -122,6 +123,25 @@ def read(layout: str, word: str, folder: str) -> tuple[dict, list[str], list[flo
         optimizer = adamw(model)
         load(model, folder, optimizer=optimizer)
         return moments(model, optimizer), said, train(model, optimizer, range(2, 4))
+
+
+def read_by_another(folder: str) -> str:
+    write("one", "8bit", folder)
+    model = laid_out("one", {})
+    with pytest.raises(ConfigError) as caught:
+        load(model, folder, optimizer=adamw(model))
+    return str(caught.value)
+
+
+def test_state_in_few_bits_is_not_taken_for_another_optimizers(spmd, tmp_path):
+    (said,) = spmd(1, read_by_another, str(tmp_path / "c"))
+    assert "holds the state of TorchaoAdamW, which AdamW cannot continue: set techniques.optimizer_state" in said
+
+
+def test_other_bits_are_read_and_said(spmd, tmp_path):
+    kept = spmd(1, write, "one", "8bit", str(tmp_path / "c"))[0]
+    ((got, said, _),) = spmd(1, read, "one", "4bit", str(tmp_path / "c"))
+    assert len(said) == 1 and any((got[name] != kept[name]).any() for name in kept)
 
 
 @pytest.mark.parametrize(

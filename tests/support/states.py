@@ -53,8 +53,9 @@ def bits(tensor: Tensor) -> list[Tensor]:
 
 
 def laid_out(layout: str, techniques: dict[str, Any], seed: int = 3) -> ParallelModel:
+    """With a ZeRO stage gradients accumulate, over microbatches of one row."""
     _, mesh, model = LAYOUTS[layout]
-    return parallelize(model, mesh, techniques=techniques, seed=seed)
+    return parallelize(model, mesh, techniques=techniques, seed=seed, microbatch_rows=1 if "zero_stage" in techniques else 0)
 
 
 def adamw(model: ParallelModel, *, lr: float = 1e-2, seed: int = 0) -> torch.optim.Optimizer:

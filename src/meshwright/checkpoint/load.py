@@ -20,6 +20,7 @@ from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.shards import pieces
+from meshwright.distributed.torchao_adamw import TorchaoAdamW
 
 from .manifest import Manifest, damage, strangers
 from .pieces import in_pieces
@@ -120,9 +121,11 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
     if not manifest.optimizer:
         raise ConfigError(f"{path} holds no optimizer state: load it without optimizer=")
     if manifest.optimizer != (kind := type(optimizer).__name__):
+        keys = "set techniques.optimizer_state and techniques.stochastic_rounding as they were"
+        use = keys if TorchaoAdamW.__name__ in (kind, manifest.optimizer) else f"use {manifest.optimizer}"
         raise ConfigError(
-            f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: use {manifest.optimizer},"
-            f" or load it without optimizer=. Nothing was loaded."
+            f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: {use}, or load it without optimizer=. Nothing"
+            f" was loaded."
         )
     saved = {name for record in manifest.groups for name in record["params"]}
     lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]
