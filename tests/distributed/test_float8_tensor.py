@@ -130,6 +130,34 @@ def llama() -> nn.Module:
     return adapted("llama", r=16, model_hidden_size=64, model_head_dim=16, model_intermediate_size=96)
 
 
+class Mixed(nn.Module):
+    """What a module gives, through one linear layer of all features more, or through one of a list."""
+
+    def __init__(self, inner: nn.Module, in_list: bool):
+        super().__init__()
+        self.inner = inner
+        made = nn.Linear(64, 64, bias=False)
+        self.mix = nn.ModuleList([made]) if in_list else made
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mix = self.mix[0] if isinstance(self.mix, nn.ModuleList) else self.mix
+        made = self.inner(*args, **kwargs)
+        return made + mix(made)
+
+
+def mixing(in_list: bool = False) -> nn.Module:
+    """Its whole layers see this rank's tokens only."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = wide("llama")
+        made.model.layers = nn.ModuleList(Mixed(layer, in_list) for layer in made.model.layers)
+    return made
+
+
+def mixing_in_lists() -> nn.Module:
+    return mixing(True)
+
+
 FROZEN = ["embedding", r"layers\.0", r"w_up", "norm"]
 COUNTED: dict[str, tuple[Any, Way]] = {
     "cut sequences": (WIDE, Way(TP2)),
@@ -145,6 +173,12 @@ COUNTED: dict[str, tuple[Any, Way]] = {
     "branches behind one norm, recomputed": (phi, Way(TP2, (("activation_checkpointing", "full"),))),
     "latent": (latent, Way(TP2)),
     "latent, whole sequences, frozen": (latent, Way(TP2, (("sequence_parallel", False), ("freeze", [r"embed_tokens", "q_b_proj"])))),
+    "whole layers between": (mixing, Way(TP2)),
+    "whole layers between, recomputed": (
+        mixing,
+        Way(TP2, (("activation_checkpointing", "full"), ("freeze", [r"embed_tokens", r"layers\.0\."]))),
+    ),
+    "whole layers between, in lists": (mixing_in_lists, Way(TP2)),
     "adapters": (llama, Way(TP2)),
     "adapters, recomputed": (llama, Way(TP2, (("activation_checkpointing", "full"), ("sequence_parallel", False)))),
 }
@@ -158,3 +192,10 @@ def test_the_plan_foresees_every_message(spmd, name):
         source = partial(source)
     ranks = spmd(way.layout.world, one_warm_step, source, way, 61)
     assert_all_foreseen(ranks, way.layout.tp)
+
+
+def test_whole_layers_between_are_one_process_too(pool):
+    batches = replace(BATCHES, keys=())
+    report = verifying.verify(mixing, TENSOR, batches, techniques=ONE_SCALE, steps=1, dtypes=("float32",), pool=pool)
+    assert report, str(report)
+    assert max(d.error for d in report.comparisons[0].of("gradient")) < 5e-3

@@ -67,7 +67,8 @@ class BlocksPlan:
                     if path in (first, second):
                         ends = adapter.host == region.consumer
                         return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
-        return SHARED
+        in_list = any(part.isdigit() for part in path.split("."))
+        return WHOLE if in_list else SHARED  # experts in a list: a rank whose tokens ask for none of one would not be there to agree
 
 
 @dataclass(frozen=True)
