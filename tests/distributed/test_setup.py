@@ -339,7 +339,7 @@ def test_the_end_leaves_no_thread(spmd, name):
     """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down many times."""
     source = DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8)
     for before, meanwhile, after in spmd(4, threads_left, source if name == "decoder" else config_of(name)):
-        assert meanwhile > before and after == before
+        assert after <= before < meanwhile
 
 
 # --- agreement

@@ -17,6 +17,7 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_ex
 from meshwright.introspection.structure.experts import find_stacks
 
 from .batch import Batch
+from .case import Case
 from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
 from .expert_collectives import expert_collectives, router_collectives
@@ -30,7 +31,7 @@ from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
 from .pipeline_plan import PipelinePlan
 from .pipeline_rules import check_trained
 from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan
-from .rules import Case, check, check_batch, check_data, resolve_precision
+from .rules import check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
 from .tensor import make_tensor_plan
 from .tensor_collectives import tensor_collectives

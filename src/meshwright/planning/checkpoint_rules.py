@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from torch.nn.modules.dropout import _DropoutNd
 
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.names import clean, is_within, selected
 from meshwright.introspection.facts import measure_structure
 from meshwright.introspection.structure.experts import find_stacks
 
+from .case import Case, Found
 from .checkpointing import ACTS_WITH, checkpointed_modules, modules_of_blocks
 from .operators import check_kept
 from .techniques import Techniques
 from .tensor_rules import no_blocks
-
-if TYPE_CHECKING:
-    from .rules import Case
-
-Found = Iterator[MeshwrightError]
 
 ON_BLOCKS = ("full", "every_n", "modules", "selective_op", "offload", "memory_budget")
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import owner, pattern
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.models.moe import Router
 
+from .case import Case, Found
 from .expert_plan import sharing_ranks
 
-if TYPE_CHECKING:
-    from .rules import Case
 
-
-def experts_fit(case: Case) -> Iterator[MeshwrightError]:
+def experts_fit(case: Case) -> Found:
     """The expert axis divides the ranks that can share experts out, and the experts of every stack."""
     layout, ranks = case.layout, case.layout.ep
     if ranks == 1 or case.facts.expert_plan is not None:
@@ -55,7 +51,7 @@ def _routers(case: Case) -> list[Router]:
     return [] if case.facts.module is None else [module for module in case.facts.module.modules() if isinstance(module, Router)]
 
 
-def own_loss_of_experts(case: Case) -> Iterator[MeshwrightError]:
+def own_loss_of_experts(case: Case) -> Found:
     """A model of transformers may balance its routers by a loss of all layers and all tokens of a microbatch."""
     if not case.facts.asks_for_router_loss:
         return
@@ -72,7 +68,7 @@ def own_loss_of_experts(case: Case) -> Iterator[MeshwrightError]:
         )
 
 
-def experts_companions(case: Case) -> Iterator[MeshwrightError]:
+def experts_companions(case: Case) -> Found:
     """Techniques that do not go with experts that are shared out, and kinds of experts that do not go with a technique."""
     capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:

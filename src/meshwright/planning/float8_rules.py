@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from meshwright.core.errors import ConfigError, UnsupportedError
 
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
-
+from .case import Case, Found
 from .float8_plan import RECIPES
 from .tensor_rules import no_blocks
-
-if TYPE_CHECKING:
-    from .rules import Case
 
 AROUND = ("float32", "bfloat16", "float16")
 """What may be computed in outside of the products."""
 
 
-def float8_wishes(case: Case) -> Iterator[MeshwrightError]:
+def float8_wishes(case: Case) -> Found:
     """What is said of float8 fits together, and with the model."""
     t = case.techniques
     if t.float8 not in RECIPES:
@@ -40,7 +35,7 @@ def float8_wishes(case: Case) -> Iterator[MeshwrightError]:
         yield ConfigError(no_blocks(f"techniques.float8 = {t.float8}", case.facts))
 
 
-def float8_companions(case: Case) -> Iterator[MeshwrightError]:
+def float8_companions(case: Case) -> Found:
     """Techniques that do not go with float8."""
     t = case.techniques
     if t.float8 not in RECIPES:
@@ -52,7 +47,7 @@ def float8_companions(case: Case) -> Iterator[MeshwrightError]:
         )
 
 
-def float8_gathering(case: Case) -> Iterator[MeshwrightError]:
+def float8_gathering(case: Case) -> Found:
     """What gathers weights in float8."""
     t, shards, done = case.techniques, case.layout.dp_shard, case.facts.float8_plan
     wished = t.float8 in RECIPES and t.float8_all_gather

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from meshwright.core.errors import ConfigError, UnsupportedError
 
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
-
-if TYPE_CHECKING:
-    from .rules import Case
+from .case import Case, Found
 
 ROUNDED_FROM = ("float32", "bfloat16")
 """What torchao's few bits may stand for: it computes the step in float32."""
 
 
-def optimizer_fits(case: Case) -> Iterator[MeshwrightError]:
+def optimizer_fits(case: Case) -> Found:
     """What is said of the optimizer's state fits the dtypes, and the rest that is said."""
     t, master = case.techniques, case.precision.master
     if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:

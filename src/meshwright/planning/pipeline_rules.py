@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.facts import ModelFacts
 
+from .case import Case, Found
 from .pipeline_plan import PipelinePlan
 from .pipeline_split import given_cuts
 from .schedules.orders import ScheduleKind, schedule_kind
@@ -15,11 +13,8 @@ from .schedules.table import read_schedule
 from .techniques import Techniques
 from .tensor_rules import no_blocks
 
-if TYPE_CHECKING:
-    from .rules import Case
 
-
-def pipeline_wishes(case: Case) -> Iterator[MeshwrightError]:
+def pipeline_wishes(case: Case) -> Found:
     """What is said of a pipeline fits together, with the model and the mesh."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:
@@ -47,7 +42,7 @@ def pipeline_wishes(case: Case) -> Iterator[MeshwrightError]:
         )
 
 
-def pipeline_companions(case: Case) -> Iterator[MeshwrightError]:
+def pipeline_companions(case: Case) -> Found:
     """Techniques that do not go with a pipeline."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:

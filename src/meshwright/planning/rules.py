@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import get_args, get_type_hints
 
 from meshwright.core.axes import Axis
@@ -14,37 +13,17 @@ from meshwright.core.names import matching
 from meshwright.introspection.facts import ModelFacts
 
 from .batch import Batch
+from .case import Case, Found
 from .checkpoint_rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
 from .float8_plan import RECIPES
 from .float8_rules import float8_companions, float8_gathering, float8_wishes
-from .layout import Layout
 from .optimizer_rules import optimizer_fits
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
 from .techniques import Precision, Techniques
 from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 from .zero import zero_fits
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the rules judge: facts, a resolved layout, wishes, and what the wishes came to."""
-
-    facts: ModelFacts
-    layout: Layout
-    techniques: Techniques
-    precision: PrecisionPlan
-    technique: str
-    device: str
-    reduction: str = "sum"
-
-    @property
-    def data_ranks(self) -> int:
-        return self.layout.dp_replicate * self.layout.dp_shard
-
-
-Found = Iterator[MeshwrightError]
 
 ABSENT = {Axis.CP: "context parallelism"}
 """Axes whose technique does not exist yet."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import pattern
 from meshwright.introspection.facts import ModelFacts, measure_structure
 from meshwright.introspection.structure.structure import legal_degrees
 
+from .case import Case, Found
 from .tensor_styles import STYLES, unknown_style
 from .tensor_words import words_for
-
-if TYPE_CHECKING:
-    from .rules import Case
-
-Found = Iterator[MeshwrightError]
 
 
 def tensor_words(case: Case) -> Found:

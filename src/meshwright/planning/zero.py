@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
-from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.errors import ConfigError
 
+from .case import Case, Found
 from .layout import Layout
 from .plan import Plan
 from .techniques import Techniques
-
-if TYPE_CHECKING:
-    from .rules import Case
 
 SHARED_OUT = {
     1: "optimizer state",
@@ -41,7 +38,7 @@ def gathers_per_step(wishes: Techniques, layout: Layout) -> bool:
     return wishes.zero_stage in (1, 2) or (layout.pp > 1 and wishes.reshard_after_forward is False)
 
 
-def zero_fits(case: Case) -> Iterator[MeshwrightError]:
+def zero_fits(case: Case) -> Found:
     """A stage, the mesh and the keys that say a part of the same agree."""
     t, layout = case.techniques, case.layout
     stage = t.zero_stage
