@@ -119,10 +119,10 @@ def test_scales_of_weights_before_the_step_are_caught(spmd):
     assert expected[0][0] == found[0][0] and expected[0][1] != found[0][1]
 
 
-def of_a_part() -> str:
+def of_a_part(options: dict[str, bool]) -> str:
     """What is said of a block that is called by itself behind an optimizer step."""
     laid = parallelize(DENSE, SHARDED, techniques=GATHERED)
-    optimizer = torch.optim.SGD(laid.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(laid.parameters(), lr=0.01, **options)
     laid.forward_backward(own_rows(laid, batch(0)))
     laid.optimizer_step(optimizer, 1.0)
     block: Any = laid.module.get_submodule("layers.0")
@@ -131,8 +131,9 @@ def of_a_part() -> str:
     return str(caught.value)
 
 
-def test_a_part_of_a_model_is_not_gathered_with_a_stale_scale(spmd):
-    assert all("Call the whole model." in said and "layers.0" in said for said in spmd(2, of_a_part))
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_part_of_a_model_is_not_gathered_with_a_stale_scale(spmd, options):
+    assert all("Call the whole model." in said and "layers.0" in said for said in spmd(2, of_a_part, options))
 
 
 # --- what is gathered, and what rests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright import Layout
 from meshwright.distributed import memory_account
-from meshwright.distributed.foresight import play, spared
+from meshwright.distributed.foresight import imagined, play, spared
 from meshwright.distributed.foresight.play import foresee
 from meshwright.distributed.memory_account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
@@ -239,6 +240,39 @@ def test_the_model_is_left_as_it_is():
     weight = real[0].weight
     foresee(model_facts(real), plan(real, ONE), Batch(1, 4))
     assert real[0].weight is weight and weight.device.type == "cpu" and type(weight) is nn.Parameter
+
+
+class Slow(nn.Module):
+    """Its forward goes through the tokens one by one, and draws numbers that are not torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, state, states = self.embedding(tokens), 0.0, []
+        for place in range(tokens.shape[1]):
+            state = torch.tanh(state + x[:, place])
+            states.append(state * (random.random() < 2))
+        return self.head(torch.stack(states, 1))
+
+
+def test_a_forward_of_very_many_operators_is_not_waited_for(monkeypatch):
+    assert foreseen((Slow(), ONE, {}, 1))[2].ranks, "few are played"
+    monkeypatch.setattr(imagined, "PATIENCE", 100)
+    drawn = random.getstate()
+    foresight = foreseen((Slow(), ONE, {}, 1))[2]
+    assert foresight.ranks == () and "more than 100 operators" in foresight.why_not and random.getstate() == drawn
+
+
+def test_a_function_that_holds_on_to_the_model_leaves_no_gradient_there():
+    model = Slow()
+    own = model.head.forward
+    model.head.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    kept = model.head.weight.grad = torch.ones_like(model.head.weight)
+    foresight = foreseen((model, ONE, {}, 1))[2]
+    assert model.head.weight.grad is kept and all(p.grad is None for p in model.embedding.parameters())
+    assert foresight.ranks == () and foresight.why_not
 
 
 class Odd(nn.Module):

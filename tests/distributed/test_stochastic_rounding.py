@@ -93,6 +93,10 @@ def test_parameters_that_cannot_be_rounded_so_are_refused(wrong):
     weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float32 if wrong == "float32" else torch.bfloat16))
     with pytest.raises(ConfigError, match="stochastic rounding is of bfloat16 parameters whose names are given"):
         TorchaoAdamW([weight], ONCE, named_parameters=[("a", weight)] * (wrong == "float32"))
+    first = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = TorchaoAdamW([first], ONCE, named_parameters=[("first", first)])
+    with pytest.raises(ConfigError, match="stochastic rounding is of bfloat16 parameters whose names are given"):
+        optimizer.add_param_group({"params": [weight]})
 
 
 # --- on layouts

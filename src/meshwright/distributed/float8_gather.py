@@ -7,6 +7,8 @@ a plain tensor. It is cast to the dtype of the computation first: what is gather
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.core.errors import IntegrityError
 from meshwright.introspection.converted import config_at
+
+STALE = -1
+"""No parameter's version."""
 
 
 def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
@@ -32,7 +38,25 @@ def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
         parameter.__dict__["_meshwright_shard"] = shard
         parameter._init_extensions()
     if shards:
+        _live.update(shards)
+        _watch_optimizers()
         root.register_forward_pre_hook(lambda module, args: _begin(module, shards), prepend=True)
+
+
+_live: weakref.WeakSet[Shard] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """A fused or foreach step raises no version of a DTensor."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for shard in _live:
+        if id(shard.parameter.sharded_param) in stepped:
+            shard.version = STALE
 
 
 def _begin(root: Any, shards: Sequence[Shard]) -> None:
@@ -53,7 +77,7 @@ class Shard:
 
     Attributes:
         scale: of the whole weight, (), float32; None before the first forward.
-        version: of the parameter when that was agreed on.
+        version: of the parameter when that was agreed on; ``STALE`` behind an optimizer's step.
     """
 
     def __init__(self, parameter: FSDPParam):
@@ -61,7 +85,7 @@ class Shard:
         self.parameter, self.kernels = parameter, linear.linear_mm_config
         self.dtype: torch.dtype = linear.config.cast_config_weight.target_dtype
         self.scale: Tensor | None = None
-        self.version = -1
+        self.version = STALE
 
     @property
     def is_cut(self) -> bool:

@@ -55,11 +55,15 @@ class TorchaoAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ):
         refuse_absent(plan)
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state_word, self.stochastic, self.seed = plan.state, plan.stochastic_rounding, seed
         self._plan = plan
         self._names = {parameter: clean(name) for name, parameter in named_parameters}
-        for parameter in (p for group in self.param_groups for p in group["params"]) if self.stochastic else ():
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Further parameters. Raises ConfigError as the constructor does."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if self.stochastic else ():
             if parameter not in self._names or parameter.dtype is not torch.bfloat16:
                 named = self._names.get(parameter, "one without a name")
                 raise ConfigError(

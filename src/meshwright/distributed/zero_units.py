@@ -12,6 +12,7 @@ from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean, is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import step_collectives
+from meshwright.planning.float8_messages import scales_of_gathered
 from meshwright.planning.plan import Plan
 from meshwright.planning.units import trained_cuts, units_of
 
@@ -40,9 +41,11 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
-    units = units_of(facts, plan.size(Axis.DP_SHARD), reshard, None, optimizer=plan.optimizer)
+    shards = plan.size(Axis.DP_SHARD)
+    units = units_of(facts, shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
     mesh = {axis.value: plan.size(axis) for axis in DATA_AXES}
-    moved = step_collectives(mesh, units, plan.data, plan.precision, (), trained_cuts(facts, None))
+    scales = tuple(scales_of_gathered(plan.float8, None, shards))
+    moved = step_collectives(mesh, units, plan.data, plan.precision, scales, trained_cuts(facts, None))
     return replace(plan, units=units, collectives=moved)
 
 

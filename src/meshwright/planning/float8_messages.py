@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.core.axes import Axis
-from meshwright.core.names import is_within
 from meshwright.introspection.structure.region import Region
 
 from .float8_plan import Float8Plan
@@ -63,8 +62,8 @@ class Agreements:
     block: str
     ranks: int
 
-    def forward(self, regions: tuple[RegionPlan, ...], within: tuple[str, ...]) -> Iterator[Collective]:
-        """Of a forward through these regions, and through other layers in these modules ("": all)."""
+    def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
+        """Of a forward through these regions."""
         begins = {path for planned in regions for path in planned.region.begins}
         called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
         if self.kind.norms and called:
@@ -73,7 +72,6 @@ class Agreements:
         alone = [path for paths in called if self._are_adapted(paths) for path in self._with_adapters(paths)]
         for region in (planned.region for planned in regions):
             alone += [*region.fed, *self._with_adapters((region.consumer,))]
-        alone += [path for path in self._elsewhere() if any(is_within(path, module) for module in within)]
         sizes = [sum(self._of_forward(path) for path in paths) for paths in (*together, *((path,) for path in alone))]
         yield from self._messages(sizes)
 
@@ -87,8 +85,6 @@ class Agreements:
         if self.kind.norms:
             pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
             sizes.append(sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths))
-        anything = flows or others_train or self.trains(*(path for planned in self.kind.regions for path in planned.region.linears))
-        sizes += [self._of_backward(path, anything) for path in self._elsewhere()]
         flows = flows or others_train
         for region in (planned.region for planned in self.kind.regions):
             sizes += self._of_region(region, flows)
@@ -113,11 +109,6 @@ class Agreements:
 
     def _of_backward(self, path: str, flows: bool) -> int:
         return int(self.layers.get(path, WHOLE).gradient and (flows or self.weight_trains(path)))
-
-    def _elsewhere(self) -> list[str]:
-        """Layers that are in no region."""
-        inside = {path for planned in self.kind.regions for path in self._with_adapters(planned.region.linears)}
-        return [path for path in self.layers if path not in inside]
 
     def _are_adapted(self, paths: tuple[str, ...]) -> bool:
         return len(self._with_adapters(paths)) > len(paths)

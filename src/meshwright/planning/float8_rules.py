@@ -37,13 +37,12 @@ def float8_wishes(case: Case) -> Found:
 
 def float8_companions(case: Case) -> Found:
     """Techniques that do not go with float8."""
-    t = case.techniques
-    if t.float8 not in RECIPES:
-        return
-    if t.async_tensor_parallel:
+    t, done = case.techniques, case.facts.float8_plan
+    if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
+        said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
         yield UnsupportedError(
-            f"techniques.float8 = {t.float8} does not go with techniques.async_tensor_parallel = true, whose products are in"
-            f" {case.precision.compute}. Set techniques.async_tensor_parallel = false, or techniques.float8 = none."
+            f"{said} does not go with techniques.async_tensor_parallel = true, whose products are in {case.precision.compute}."
+            f" Set techniques.async_tensor_parallel = false, or leave float8 out."
         )
 
 

@@ -23,8 +23,6 @@ COLUMN = OperandParts(weight=True, gradient=True)
 """Some output features of a whole input."""
 ROW = OperandParts(x=True, weight=True)
 """Some input features; what it gives is summed, and all ranks have that sum's gradient."""
-SHARED = OperandParts(x=True, gradient=True)
-"""A whole weight, for some tokens or groups."""
 FEEDING = OperandParts(gradient=True)
 """A whole weight and input, of whose output a rank uses some, or finds a summand of the gradient."""
 SUMMAND = OperandParts(x=True)

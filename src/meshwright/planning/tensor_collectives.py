@@ -103,14 +103,14 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
     for block in plan.blocks:
         work = _BlockWork(count, plan.kind_of(block), block, width)
         yield from work.forward(work.kind.regions)
-        yield from work.agreements.forward(work.kind.regions, ("",))
+        yield from work.agreements.forward(work.kind.regions)
         yield from work.backward(flows)
         yield from work.agreements.backward(flows, work.others_train, work.norm_trains)
         again = recomputed.get(block)
         if again is not None and (flows or work.trains):
             regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
             yield from work.forward(regions)
-            yield from work.agreements.forward(regions, again)
+            yield from work.agreements.forward(regions)
         flows = flows or work.trains
     if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)

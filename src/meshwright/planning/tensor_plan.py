@@ -15,7 +15,7 @@ from meshwright.introspection.structure.region import Cut, Region, resized, shap
 from meshwright.introspection.structure.sample import Sample
 from meshwright.introspection.structure.tail import Tail
 
-from .operand_parts import COLUMN, FEEDING, ROW, SHARED, SUMMAND, WHOLE, OperandParts
+from .operand_parts import COLUMN, FEEDING, ROW, SUMMAND, WHOLE, OperandParts
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class BlocksPlan:
                     if path in (first, second):
                         ends = adapter.host == region.consumer
                         return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
-        in_list = any(part.isdigit() for part in path.split("."))
-        return WHOLE if in_list else SHARED  # experts in a list: a rank whose tokens ask for none of one would not be there to agree
+        return WHOLE  # for other tokens on each rank; but some may call it for none of theirs (an expert), and would not be there to agree
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed import torchao_adamw
 from meshwright.distributed.float8 import refuse_absent
+from meshwright.distributed.foresight.imagined import same_random_numbers
 from meshwright.distributed.foresight.play import foresee
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
@@ -110,7 +111,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         identity,
         where_weights_come_from(config),
         trace,
-        lambda: foresee(facts_of(source), plan, batch),
+        lambda: _foreseen(source, plan, batch),
     )
 
 
@@ -135,6 +136,11 @@ def open_trace(config: Config) -> TraceFile | None:
 def plan_run(config: Config, source: ModelSource, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
     return make_plan(facts_of(source), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
+
+
+def _foreseen(source: ModelSource, plan: Plan, batch: Batch) -> Foresight:
+    with same_random_numbers():  # on one rank alone
+        return foresee(facts_of(source), plan, batch)
 
 
 def facts_of(source: ModelSource) -> ModelFacts:

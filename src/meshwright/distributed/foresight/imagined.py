@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,19 +41,78 @@ class ImaginedRanks(MessagingRanks):
         self._told((x,))
 
 
+PATIENCE = 100_000
+"""Operators of a play; so many take some ten seconds. A large model has a tenth of them."""
+
+
 @contextmanager
 def imagining(*, experts: bool) -> Iterator[None]:
-    """Inside, whatever is made has no memory. Random streams stay as they are.
+    """Inside, whatever is made has no memory.
 
     Args:
         experts: there may be grouped products.
+
+    Raises:
+        TooManyOperators: a forward that goes through its tokens one by one, in Python, would keep everybody waiting.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Patience())
         if experts:
             stack.enter_context(_GroupedProducts())
         yield
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Inside, whoever draws random numbers, of torch on the CPU, numpy or Python, takes none from those who come after."""
+    own, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A copy is played, but functions that were put on a module hold on to the original. Gradients of that are put back.
+
+    Raises:
+        HoldsTheModel: there were some.
+    """
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        touched = [parameter for parameter, gradient in before if parameter.grad is not gradient]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+    if touched:
+        raise HoldsTheModel("a function that was put on one of its modules computes with the model itself and not with a copy")
+
+
+class HoldsTheModel(Exception):
+    pass
+
+
+class TooManyOperators(Exception):
+    pass
+
+
+class _Patience(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._operators += 1
+        if self._operators > PATIENCE:
+            raise TooManyOperators(f"it has more than {PATIENCE} operators")
+        return func(*args, **(kwargs or {}))
 
 
 class _GroupedProducts(TorchDispatchMode):

@@ -73,7 +73,7 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
     """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands are parts."""
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
-        wrap(module, lambda forward: lambda x: agreed.linear(x, module.weight, module.bias, way, runtime.group))
+        wrap(module, lambda forward: lambda input: agreed.linear(input, module.weight, module.bias, way, runtime.group))
 
 
 class SharedInput:

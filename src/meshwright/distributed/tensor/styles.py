@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
-from meshwright.planning.operand_parts import ROW, SHARED
+from meshwright.planning.operand_parts import ROW
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
@@ -161,8 +161,6 @@ class WholeStyle(Style):
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
         is_summed = self.word in ("replicated_with_grad_allreduce", "sequence_parallel")
         own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-        if is_summed:
-            layers.shared_linear(module, SHARED, runtime)
         use_local_parameters(module, summing=own if is_summed else (), group=runtime.group)
         return None if self.word.startswith("local") else {}
 
