@@ -35,10 +35,10 @@ def run(argv: list[str]) -> int:
 def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
     """What cannot be trained on the nodes asked for is refused now, and not after hours in the queue."""
     from meshwright.introspection.cluster import Cluster
-    from meshwright.training.build import batch_of, plan_run
+    from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 
     slurm, tokenizer = config.slurm, planned_tokenizer(config)
     cluster = Cluster(slurm.nodes * slurm.tasks, slurm.tasks, slurm.device)
-    plan_run(config, model_source(config, tokenizer), cluster, batch_of(config, tokenizer))
+    plan_run(config, facts_of(model_source(config, tokenizer)), cluster, batch_of(config, tokenizer))

@@ -26,16 +26,17 @@ def run(argv: list[str]) -> int:
     tokenizer = planned_tokenizer(config)
     cluster = Cluster(world or process_count(config), per_node or 0, device or local_device())
     source, batch = model_source(config, tokenizer), batch_of(config, tokenizer)
-    plan = plan_run(config, source, cluster)
+    facts = facts_of(source)
+    plan = plan_run(config, facts, cluster)
     if as_json:
         print(plan.to_json())
         return 0
     try:
-        plan_run(config, source, cluster, batch)
+        plan_run(config, facts, cluster, batch)
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, foresee(facts_of(source), plan, batch)))
+    print(table(plan, batch, foresee(facts, plan, batch)))
     return 0
 
 

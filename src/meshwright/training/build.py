@@ -16,7 +16,6 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed import torchao_adamw
 from meshwright.distributed.float8 import refuse_absent
-from meshwright.distributed.foresight.imagined import same_random_numbers
 from meshwright.distributed.foresight.play import foresee
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
@@ -78,7 +77,8 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     batch = batch_of(config, tokenizer)
-    plan = plan_run(config, source, Cluster(world, ranks_per_node(), device), batch)
+    facts = facts_of(source)
+    plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)
     torchao_adamw.refuse_absent(plan.optimizer)
     if isinstance(weights, Pretrained):
@@ -111,7 +111,7 @@ def build_run(config: Config, timeline: Timeline, progress: Progress, stop: Stop
         identity,
         where_weights_come_from(config),
         trace,
-        lambda: _foreseen(source, plan, batch),
+        lambda: foresee(facts, plan, batch),
     )
 
 
@@ -133,14 +133,9 @@ def open_trace(config: Config) -> TraceFile | None:
     return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
-def plan_run(config: Config, source: ModelSource, cluster: Cluster, batch: Batch | None = None) -> Plan:
+def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
-    return make_plan(facts_of(source), config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
-
-
-def _foreseen(source: ModelSource, plan: Plan, batch: Batch) -> Foresight:
-    with same_random_numbers():  # on one rank alone
-        return foresee(facts_of(source), plan, batch)
+    return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
 
 
 def facts_of(source: ModelSource) -> ModelFacts:

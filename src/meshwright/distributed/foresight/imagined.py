@@ -53,7 +53,7 @@ def imagining(*, experts: bool) -> Iterator[None]:
         experts: there may be grouped products.
 
     Raises:
-        TooManyOperators: a forward that goes through its tokens one by one, in Python, would keep everybody waiting.
+        Unplayable: a forward that goes through its tokens one by one, in Python, would keep everybody waiting.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -80,7 +80,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """A copy is played, but functions that were put on a module hold on to the original. Gradients of that are put back.
 
     Raises:
-        HoldsTheModel: there were some.
+        Unplayable: there were some.
     """
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -90,15 +90,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in before:
             parameter.grad = gradient
     if touched:
-        raise HoldsTheModel("a function that was put on one of its modules computes with the model itself and not with a copy")
+        raise Unplayable("a function that was put on one of its modules computes with the model itself, where a copy is played")
 
 
-class HoldsTheModel(Exception):
-    pass
-
-
-class TooManyOperators(Exception):
-    pass
+class Unplayable(Exception):
+    """In words, why a model is not played."""
 
 
 class _Patience(TorchDispatchMode):
@@ -111,7 +107,7 @@ class _Patience(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._operators += 1
         if self._operators > PATIENCE:
-            raise TooManyOperators(f"it has more than {PATIENCE} operators")
+            raise Unplayable(f"its step has more than {PATIENCE:,} operators, which would take too long to play")
         return func(*args, **(kwargs or {}))
 
 

@@ -33,7 +33,7 @@ from meshwright.planning.collectives import resolved
 from meshwright.planning.foresight import Foresight, StageMemory, over_ranks, unforeseen
 from meshwright.planning.plan import DataParallel, Plan
 
-from .imagined import ImaginedRanks, casting, imagining, same_random_numbers, untouched, without_memory
+from .imagined import ImaginedRanks, Unplayable, casting, imagining, same_random_numbers, untouched, without_memory
 from .spared import SparedBlocks
 
 KINDS = (Held.ACTIVATIONS, Held.LOGITS)
@@ -61,6 +61,8 @@ def foresee(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...
             player = _Player(facts, plan, resolved(plan, batch), keys)
             with imagining(experts=facts.has_experts), _quiet():
                 return player.foresight()
+    except Unplayable as error:
+        return Foresight((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         said = (str(error).splitlines() or [""])[0]
         return Foresight((), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})")
