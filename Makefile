@@ -2,21 +2,22 @@
 #
 #   PYTHON=python3.12     the interpreter of a new environment (default: the first that will do)
 #   TORCH_INDEX_URL=...   one more package index to take torch from (see CONTRIBUTING.md)
-#   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT
-#   PYTEST_ARGS="..."     for `make test`: what follows `pytest`
+#   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT; for the tests: pytest's
+#   PIECE=2/4             for `make test-all`: one piece of it
 
 VENV ?= .venv
 ARGS ?=
-PYTEST_ARGS ?=
+PIECE ?=
 
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test test-slurm matrix composition setup clean
+.PHONY: help demo test test-all test-slurm matrix composition setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
-	@echo "make test    set up for development, then lint, import contract, types, wheel and tests"
+	@echo "make test    set up for development, then tests, with lint, import contract, types and wheel beside them"
+	@echo "make test-all    every case of every test, in pieces (tests/README.md)"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
 	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
 	@echo "make composition   compute what goes with what and write docs/composition.md"
@@ -27,21 +28,20 @@ demo:
 	@$(SETUP)
 	"$(BIN)/meshwright" train $(ARGS)
 
-# The quick checks come first; pytest comes last, so that its closing lines close the output.
+# With ARGS tests alone, and those of them that ARGS choose.
 test:
 	@$(SETUP) dev,float8,hf,slurm,track
-	"$(BIN)/ruff" check .
-	"$(BIN)/ruff" format --check .
-	"$(BIN)/lint-imports"
-	"$(BIN)/pyright" --pythonpath "$(BIN)/python"
-	"$(BIN)/python" scripts/check_wheel.py
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest $$(nvidia-smi -L >/dev/null 2>&1 || echo --ignore=tests/gpu) --ignore=tests/slurm $(PYTEST_ARGS)
+	@"$(BIN)/python" scripts/run_tests.py $(ARGS)
+
+test-all:
+	@$(SETUP) dev,float8,hf,slurm,track
+	@"$(BIN)/python" scripts/run_tests.py --all $(if $(PIECE),--piece $(PIECE)) $(ARGS)
 
 # Slurm itself comes from the system: 'python scripts/slurm_cluster.py install' gets Debian's packages.
 test-slurm:
 	@$(SETUP) dev,float8,hf,slurm,track
 	@"$(BIN)/python" scripts/slurm_cluster.py check
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(ARGS)
 
 # What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
 matrix:

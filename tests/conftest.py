@@ -1,4 +1,4 @@
-"""One pool of gloo workers for the whole session; a distributed test is one line: ``spmd(4, job, *args)``."""
+"""A pool of gloo workers for each pytest process; a distributed test is one line: ``spmd(4, job, *args)``."""
 
 import os
 import sys
@@ -9,18 +9,29 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # workers import the jobs by module name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from meshwright.distributed.local import WorkerPool
+from support.suite import Suite
+
+from meshwright.distributed.local import PRELOAD, WorkerPool
 
 LARGEST_WORLD = 4
+PRELOADED = ("torchao.float8", "torchao.optim", "transformers.models.llama.modeling_llama", "peft")
+"""Most workers need them, for seconds each; what is not installed is passed over."""
 
 
 class Workers(WorkerPool):
-    """A pool whose workers remember how models can be cut (support/remembered)."""
+    """A pool that remembers what one process computes, and whose workers remember how models can be cut (support/remembered)."""
+
+    def __init__(self, size, **options):
+        super().__init__(size, **options)
+        self._context.set_forkserver_preload([PRELOAD, *PRELOADED])
 
     def run(self, function, *args, **options):
-        from support.remembered import Remembering
+        from support.remembered import Remembering, is_of_one_process, of_one_process
 
-        return super().run(Remembering(function), *args, **options)
+        def compute():
+            return WorkerPool.run(self, Remembering(function), *args, **options)
+
+        return of_one_process(function, args, compute) if is_of_one_process(function) else compute()
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +74,20 @@ def floor(reference):
     from support.oracle import floors
 
     return lambda problem: reference(problem, floors)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("the suite", "which tests run, and what they cost (tests/README.md)")
+    tiers = "test: without what is marked thorough; thorough: that alone"
+    group.addoption("--tier", choices=("test", "thorough", "all"), default="all", help=tiers)
+    group.addoption("--piece", metavar="K/N", help="the K-th of N pieces of about equal cost")
+    group.addoption("--only", metavar="FILE", help="tests that a line of FILE names")
+    group.addoption("--costs", metavar="FILE", type=Path, help="add the CPU seconds of each test to FILE")
+
+
+def pytest_configure(config):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    config.pluginmanager.register(Suite(config.getoption("costs") if runs_tests else None), "suite")
 
 
 FIGURES = pytest.StashKey[dict]()

@@ -82,6 +82,7 @@ def test_packed_conversations_teach_what_each_teaches_alone(spmd, layout):
     assert max(errors.values()) <= EXACT, errors
 
 
+@pytest.mark.kills("data", "mutant")
 @pytest.mark.parametrize("mutant", ["neighbours are seen", "prompts are learnt"])
 def test_the_mutant_is_caught(spmd, mutant):
     expected, gradient = spmd(1, one_by_one)[0]

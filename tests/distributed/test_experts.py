@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from support import families
 from support.heard import heard
 from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
+from support.tiers import few
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -110,7 +112,7 @@ IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2",
 """Products are grouped there."""
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", few(WAYS, 4))
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
     rows = 2 if "microbatch" in name or "postponed" in name else 0
@@ -119,13 +121,13 @@ def test_experts_are_equal_to_one_process(pool, measured, name):
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", [EP2, TENSOR], ids=str)
+@pytest.mark.parametrize("layout", few([EP2, TENSOR], 1), ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     report = verify(SIGMOID, layout, BATCHES, dtypes=("bfloat16",), steps=2, pool=pool)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", [HALVES, TENSOR], ids=str)
+@pytest.mark.parametrize("layout", few([HALVES, TENSOR], 1), ids=str)
 def test_bf16_costs_a_family_no_more_either(pool, layout):
     """In its third step rounding sends some tokens to other experts."""
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -136,15 +138,15 @@ def test_bf16_costs_a_family_no_more_either(pool, layout):
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", few(SPARSE, 2))
 def test_a_family_is_equal_to_one_process(pool, name):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), HALVES, batches, steps=2, pool=pool)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", [STAGED, TENSOR], ids=str)
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("layout", few([TENSOR, STAGED], 1), ids=str)
+@pytest.mark.parametrize("name", few(["mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe"], 1))
 def test_a_family_is_equal_beside_other_axes(pool, name, layout):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), layout, batches, steps=2, pool=pool)
@@ -163,7 +165,7 @@ BALANCED_WAYS: dict[str, tuple[str, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BALANCED_WAYS)
+@pytest.mark.parametrize("name", few(BALANCED_WAYS, 2))
 def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
     family, layout, techniques = BALANCED_WAYS[name]
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -282,7 +284,7 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
     return st.one_of(one, same)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", few([2, 4], 1))
 def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
     """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
 
@@ -341,7 +343,7 @@ WIRE = {
 }
 
 
-@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("name", few(WIRE, 2))
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     assert model.moe is not None
@@ -401,14 +403,14 @@ def bias_after(layout: Layout, steps: int, fault: str = "") -> list[Tensor]:
     return [buffer.clone() for name, buffer in laid.named_buffers() if name.endswith("router.bias")]
 
 
-def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd):
+@pytest.mark.parametrize("layout", few([EP2, HYBRID, ACROSS, STAGED], 1), ids=str)
+def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd, layout):
     wanted = spmd(1, bias_after, ONE, 20)[0]
     assert len(wanted) == 3 and all(bias.count_nonzero() > 2 for bias in wanted)
-    for layout in (EP2, HYBRID, ACROSS):
-        for found in spmd(layout.world, bias_after, layout, 20):
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), layout
-    staged = spmd(4, bias_after, STAGED, 20)
-    assert all(torch.equal(a, b) for a, b in zip([*staged[0], *staged[2]], wanted, strict=True))
+    ranks = spmd(layout.world, bias_after, layout, 20)
+    found = [[*ranks[0], *ranks[2]]] if layout == STAGED else ranks  # a stage has the biases of its own blocks
+    for biases in found:
+        assert all(torch.equal(a, b) for a, b in zip(biases, wanted, strict=True))
 
 
 # --- one public function
@@ -677,7 +679,7 @@ WHERE = {
     "losses_of_parts": (SIGMOID, TENSOR, "the gradient of the parameter embedding.weight, after the backward"),
     "batches_of_one_rank": (BATCHED, EP2, "the gradient of layers.3.feed_forward_norm's output (backward)"),
     "choices_of_one_rank": (
-        families.config_of("mixtral", **BALANCED),
+        partial(families.config_of, "mixtral", **BALANCED),
         HALVES,
         "the gradient of model.layers.1.post_attention_layernorm's output (backward)",
     ),
@@ -693,13 +695,13 @@ def broken_by(problem: Any, layout: Layout, parallelize_fn: Any, fault: str) -> 
         return candidate(problem, layout, parallelize_fn)
 
 
+@pytest.mark.kills("experts", "fault")
 @pytest.mark.parametrize("fault", WHERE)
 def test_a_fault_is_found_where_it_is(pool, monkeypatch, fault):
-    from functools import partial
-
     from meshwright.verification import verify as verifying
 
     model, layout, where = WHERE[fault]
+    model = model() if isinstance(model, partial) else model
     monkeypatch.setattr(verifying, "candidate", partial(broken_by, fault=fault))
     batches = BATCHES if isinstance(model, DecoderConfig) else RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verifying.verify(model, layout, batches, steps=2, dtypes=("float64",), pool=pool)

@@ -12,6 +12,7 @@ import pytest
 import test_pipeline
 import torch
 from support.laid_out import own_rows
+from support.tiers import few
 from test_float8 import BATCHES, DENSE, SHARDED, SPARSE, WIDE, verified
 from test_tensor_parallel import Way, assert_all_foreseen, one_warm_step
 from torch import Tensor
@@ -87,7 +88,7 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", few(WAYS, 4))
 def test_gathering_in_float8_changes_nothing_at_all(spmd, name):
     model, layout, techniques, rows = WAYS[name]
     found, expected = (spmd(layout.world, trained, model, layout, chosen | techniques, rows)[0] for chosen in (GATHERED, ONE_SCALE))
@@ -112,6 +113,7 @@ def test_it_costs_no_more_than_float8_does_in_one_process(pool, name):
 # --- scales of other values
 
 
+@pytest.mark.kills("float8", mutant="stale scales")
 def test_scales_of_weights_before_the_step_are_caught(spmd):
     with pytest.raises(Exception, match="its scale is not that of its values now"):
         spmd(2, trained, DENSE, SHARDED, GATHERED, 0, "seen")
@@ -210,7 +212,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", few(COUNTED, 2))
 def test_the_plan_foresees_every_byte(spmd, name):
     way = COUNTED[name]
     way = replace(way, techniques=(*GATHERED.items(), *way.techniques))

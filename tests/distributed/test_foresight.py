@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.families import config_of
 from support.laid_out import own_rows
+from support.tiers import few
 from torch import Tensor, nn
 
 from meshwright import Layout
@@ -53,9 +55,19 @@ Case = tuple[Any, Layout, dict[str, Any], int]
 """Model, layout, techniques, microbatches."""
 
 
-def family(name: str, **changes: Any) -> CausalLM:
+def family(name: str, **changes: Any) -> Callable[[], CausalLM]:
+    """Made where it is used: to list the tests takes no transformers."""
+    return partial(_family, name, **changes)
+
+
+def _family(name: str, **changes: Any) -> CausalLM:
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "hidden_size": 64, "num_hidden_layers": 4}
     return CausalLM(config_of(name, **sizes | changes))
+
+
+def of(case: Case) -> Case:
+    """The case, with its model made."""
+    return (case[0]() if isinstance(case[0], partial) else case[0], *case[1:])
 
 
 def keys_of(model: Any) -> tuple[str, ...]:
@@ -63,7 +75,7 @@ def keys_of(model: Any) -> tuple[str, ...]:
 
 
 def foreseen(case: Case) -> tuple[Plan, Batch, Foresight]:
-    model, layout, techniques, microbatches = case
+    model, layout, techniques, microbatches = of(case)
     batch = Batch(ROWS * microbatches * layout.dp_replicate * layout.dp_shard, SEQ, ROWS)
     made = plan(model, layout, techniques=techniques, batch=batch)
     return made, batch, foresee(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model)))
@@ -71,6 +83,7 @@ def foreseen(case: Case) -> tuple[Plan, Batch, Foresight]:
 
 def compared(case: Case) -> dict[Held, tuple[int, int]]:
     """By kind: bytes found in a first step, bytes foreseen."""
+    case = of(case)
     model, layout, *_ = case
     made, batch, foresight = foreseen(case)
     laid = parallelize(model, layout if layout.world > 1 else None, plan=made, seed=1, microbatch_rows=ROWS)
@@ -143,7 +156,7 @@ def off(found: dict[Held, tuple[int, int]]) -> dict[Held, tuple[int, int]]:
     return {kind: pair for kind, pair in found.items() if max(pair) > BOUND * min(pair)}
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", few(ALONE, 4))
 def test_one_process_holds_what_was_foreseen(measured, name):
     found = compared(ALONE[name])
     assert found.keys() == {Held.ACTIVATIONS, Held.LOGITS} and found[Held.ACTIVATIONS][0] > 0
@@ -179,6 +192,7 @@ MUTANTS: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+@pytest.mark.kills("memory", "mutant")
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS)
 def test_a_switch_that_the_forecast_ignores_is_seen(mutant, name):
     with mutant():
@@ -210,13 +224,13 @@ def test_a_large_model_takes_no_memory_and_about_a_second():
 
 @pytest.mark.parametrize(
     "techniques",
-    [{}, FULL, {"activation_checkpointing": "every_n"}, {"activation_checkpointing": "offload"}, {"freeze": (r"layers\.[0-5]\.",)}],
+    few([{}, FULL, {"activation_checkpointing": "every_n"}, {"activation_checkpointing": "offload"}, {"freeze": (r"layers\.[0-5]\.",)}], 1),
     ids=["none", "full", "each second", "offload", "frozen"],
 )
 @pytest.mark.parametrize("name", ["ours", "experts", "gemma2", "llama"])
 def test_blocks_that_are_passed_over_are_counted(name, techniques):
     models = {"ours": replace(MODEL, n_layers=16), "experts": replace(SPARSE, n_layers=16)}
-    case = models.get(name) or family(name, num_hidden_layers=16), ONE, techniques, 1
+    case = models.get(name) or _family(name, num_hidden_layers=16), ONE, techniques, 1
     operators = []
     for played in (spared.PLAYED, 99):
         with patch.object(spared, "PLAYED", played), WireCounter() as wire:

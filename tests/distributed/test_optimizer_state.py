@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.laid_out import own_rows
 from support.states import BATCHES, LAYOUTS, Held, adamw, beside_torchao, bits, held, laid_out, train, uncompiled
+from support.tiers import few
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,7 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, 3))
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
 def test_every_layout_steps_its_shards_as_torchao_does(spmd, layout, word):
     ranks = spmd(LAYOUTS[layout][0], beside_torchao, layout, word)
@@ -56,11 +57,12 @@ def test_a_layout_is_as_far_from_one_process_in_full_precision_as_codes_lie_apar
             torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-6)
         for name, moment in moments.items():
             furthest = (kept[name] - moment).abs().max()
-            assert furthest <= (APART[word][name.endswith("exp_avg")] + 1e-4) * moment.abs().max(), (layout, name)
+            assert furthest <= (_apart(word, name.endswith("exp_avg")) + 1e-4) * moment.abs().max(), (layout, name)
     assert any((kept[name] != moment).any() for name, moment in moments.items())
 
 
 def _apart(word: str, signed: bool) -> float:
+    """The farthest that a number from -1 (0, without a sign) to 1 is from a code."""
     table = torch.tensor(_table(word, signed))
     ends = [1.0 + table[0].item()] if signed else [table[0].item()]
     return max([*(table.diff() / 2).tolist(), *ends])
@@ -71,10 +73,6 @@ def _table(word: str, signed: bool) -> tuple[float, ...]:
 
     kind = {"8bit": subclass_8bit, "4bit": subclass_4bit}[word]
     return kind.get_qmap_signed() if signed else kind.get_qmap_unsigned()
-
-
-APART = {word: {signed: _apart(word, signed) for signed in (True, False)} for word in ("8bit", "4bit")}
-"""The farthest that a number from -1 (0, without a sign) to 1 is from a code."""
 
 
 def compiled_or_not(word: str) -> tuple[list[str], list[str]]:
@@ -185,7 +183,7 @@ def bytes_held(layout: str, word: str, master: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
-@pytest.mark.parametrize("layout", ["DDP", "FSDP2", "FSDP2 + TP", "PP + FSDP2", "EP"])
+@pytest.mark.parametrize("layout", few(["DDP", "FSDP2", "FSDP2 + TP", "PP + FSDP2", "EP"], 1))
 def test_the_plan_foresees_what_is_held(spmd, layout, word, master):
     figures = spmd(LAYOUTS[layout][0], bytes_held, layout, word, master)
     most = max(found for found, _, _ in figures)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
+from support.tiers import few
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
@@ -70,7 +71,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", few(WAYS, 4))
 def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
     report = verify(model, layout, RandomBatches(VOCABULARY, 8, 9), steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
@@ -80,7 +81,7 @@ def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     measured(f"{layout}: {name}", "pipelines, decoder", {"gradient": max(d.error for d in report.comparisons[0].of("gradient"))})
 
 
-@pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
+@pytest.mark.parametrize("layout", few([SHARDED, TENSOR], 1), ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     wishes = {"pipeline_schedule": "interleaved_1f1b"}
     report = verify(TIED, layout, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("bfloat16", "float32"), techniques=wishes, pool=pool)
@@ -96,7 +97,7 @@ def family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", [PP2, TENSOR], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, 1))
 def test_a_family_is_equal_to_one_process(pool, name, layout):
     report = verify(family(name), layout, steps=2, dtypes=("float64",), pool=pool)
     assert report, report
@@ -175,7 +176,7 @@ def by_one_process(pool):
 
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    [(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")],
+    few([(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")], 2),
     ids=str,
 )
 def test_steps_evaluation_and_generation_are_those_of_one_process(spmd, by_one_process, layout, schedule):
@@ -231,6 +232,7 @@ def copied_from_nowhere() -> Iterator[None]:
 FAULTS = {f.__name__: f for f in (untied, norm_of_own_stage, reduced_before_the_last_weights, copied_from_nowhere)}
 
 
+@pytest.mark.kills("pipeline", "fault")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(spmd, by_one_process, fault):
     layout = REPLICATED if fault == "reduced_before_the_last_weights" else PP2
@@ -270,7 +272,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], s
     return foreseen(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
-@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("name", few(WIRE, 2))
 def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     for planned, sent, promised, kept in spmd(layout.world, one_step, model, layout, techniques, 9):
@@ -308,7 +310,7 @@ def read(layout: Layout, schedule: str, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", few(["1f1b", "interleaved_1f1b", "zbv_zero_bubble"], 1))
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path, schedule):
     folder = str(tmp_path / "first")
     written = spmd(4, trained, SHARDED, schedule, folder)[0]

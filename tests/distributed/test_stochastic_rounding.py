@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.states import BF16, LAYOUTS, adamw, held, laid_out, local, train, uncompiled
+from support.tiers import few
 
 from meshwright import IntegrityError, load, save
 from meshwright.core.errors import ConfigError
@@ -121,11 +122,12 @@ def rounded_on(layout: str, mutated: bool) -> tuple[str, dict[str, torch.Tensor]
         return said, {name: local(p.detach()).view(torch.int16).clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["DDP", "HSDP", "TP", "TP, copies of key heads", "FSDP2 + TP", "EP", "PP + FSDP2"])
+@pytest.mark.parametrize("layout", few(["DDP", "HSDP", "TP", "TP, copies of key heads", "FSDP2 + TP", "EP", "PP + FSDP2"], 2))
 def test_replicas_are_rounded_alike(spmd, layout):
     assert {said for said, _ in spmd(LAYOUTS[layout][0], rounded_on, layout, False)} == {""}
 
 
+@pytest.mark.kills("rounding", "layout")
 @pytest.mark.parametrize("layout", ["DDP", "HSDP", "TP", "FSDP2 + TP"])
 def test_ranks_that_draw_from_their_own_streams_are_caught(spmd, layout):
     assert all(said for said, _ in spmd(LAYOUTS[layout][0], rounded_on, layout, True))

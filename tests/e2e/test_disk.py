@@ -121,6 +121,7 @@ def test_a_disk_that_fails_at_any_change_of_a_save_costs_that_save_only(spmd, sm
         )
 
 
+@pytest.mark.kills("disk", mutant="pointer first")
 def test_a_save_that_moves_the_pointer_first_is_caught(spmd, small):
     found = spmd(2, sweep_job, small(), 0, "full", True)[0]
     assert "latest does not load" in found[-1][2] and "which is gone" in found[-1][2], found

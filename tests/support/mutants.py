@@ -5,16 +5,30 @@ The parity tests are only as good as what they catch; test_mutants runs them aga
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from meshwright.distributed import accumulation, agree, freezing, fully_sharded, grad_clip, parallelize, replicated, step_batch, weights
+from meshwright.distributed import (
+    accumulation,
+    agree,
+    freezing,
+    fully_sharded,
+    grad_clip,
+    parallelize,
+    replicated,
+    step_batch,
+    weights,
+    whole_model,
+)
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.tensor.group import ProcessGroupRanks
 from meshwright.distributed.whole_model import WholeModel
 from meshwright.models import decoder
 
@@ -216,6 +230,61 @@ def same_block_on_every_rank():
     """Every rank draws its shard as if it were the first."""
     whole = weights.pieces
     return patch.object(weights, "pieces", lambda p: [replace(piece, offset=(0,) * p.dim()) for piece in whole(p)])
+
+
+def norm_over_all_ranks():
+    """The squares of a gradient's norm are summed over the world, not over the ranks that share the parameter out."""
+    summed = grad_clip._summed
+    return patch.object(grad_clip, "_summed", lambda value, group: summed(value, dist.group.WORLD))
+
+
+@contextmanager
+def tensor_sums_over_all_ranks():
+    """What tensor ranks find of a whole parameter's gradient is summed over the data ranks too."""
+    summing = whole_model.summing
+
+    def over_the_world(sums, group):
+        return summing(sums, ProcessGroupRanks(dist.group.WORLD))
+
+    with patch.object(whole_model, "summing", over_the_world), unaudited():
+        yield
+
+
+def optimizer_state_lost_on_load():
+    """A checkpoint's optimizer state is read, and reaches no optimizer."""
+    return patch.object(importlib.import_module("meshwright.checkpoint.load"), "put_optimizer_tensors", lambda *args: None)
+
+
+def moments_exchanged_on_load():
+    """First moments are loaded as second ones, and those as first."""
+    loading = importlib.import_module("meshwright.checkpoint.load")
+    put = loading.put_optimizer_tensors
+
+    def exchanged(model, optimizer, state, path):
+        put(model, optimizer, state, path)
+        for known in optimizer.state.values():
+            if "exp_avg_sq" in known:
+                known["exp_avg"], known["exp_avg_sq"] = known["exp_avg_sq"], known["exp_avg"]
+
+    return patch.object(loading, "put_optimizer_tensors", exchanged)
+
+
+def state_dict_of_the_first_weights():
+    """torch's state dict gives the weights that training began with."""
+    made = ParallelModel.__init__
+
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        for part in self.parts:
+            first = {id(p): p.detach().clone() for p in part.parameters()}
+
+            def stale(module, state, prefix, metadata, first=first):
+                for name, parameter in module.named_parameters():
+                    state[prefix + name] = first[id(parameter)]
+
+            part.register_state_dict_post_hook(stale)
+
+    return patch.object(ParallelModel, "__init__", init)
 
 
 def unaudited() -> AbstractContextManager:

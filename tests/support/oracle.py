@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.moe import Router
+
 from .problems import SEED, Problem, Way, everybodys, frozen, make_optimizer, pieces
 
 Named = dict[str, torch.Tensor]
@@ -116,6 +118,7 @@ def values(model: nn.Module) -> Named:
 def oracle(problem: Problem, order: Any = ()) -> Outcome:
     """Train in one process. ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last."""
     model = build(problem).train()
+    routers = [module for module in model.modules() if isinstance(module, Router)]
     optimizer = make_optimizer(problem.optimizer, model.parameters())
     outcome = Outcome([], [], values(model), {}, {})
     for batch in problem.data.steps(problem.steps):
@@ -124,7 +127,7 @@ def oracle(problem: Problem, order: Any = ()) -> Outcome:
         losses = []
         for piece in pieces(batch, () if order == "backwards" else order):
             loss = loss_sum(model, piece, problem) / real_tokens(batch)
-            loss.backward()
+            (loss + sum(router.auxiliary for router in routers if router.auxiliary is not None) / batch["tokens"].numel()).backward()
             losses.append(loss.item())
         outcome.losses.append(sum(losses))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -134,6 +137,8 @@ def oracle(problem: Problem, order: Any = ()) -> Outcome:
             torch.nn.utils.clip_grad_norm_(model.parameters(), problem.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        for router in routers:
+            router.balance(router.counts)
     outcome.parameters = values(model)
     return outcome
 

@@ -28,11 +28,11 @@ def covering_array(
     Most faults need one switch or two to show (Kuhn, Wallace, Gallo 2004), so this finds nearly what the whole product would.
     ``covered``: what of a combination is to be covered, where that is not every pair.
     """
-    candidates = [(combination, covered(combination)) for combination in legal_combinations(factors, is_legal)]
-    missing = set().union(*(pairs for _, pairs in candidates))
+    candidates = [(c, covered(c), price(c)) for c in legal_combinations(factors, is_legal)]
+    missing = set().union(*(pairs for _, pairs, _ in candidates))
     chosen = []
     while missing:
-        combination, pairs = max(candidates, key=lambda item: len(item[1] & missing) / price(item[0]))
+        combination, pairs, _ = max(candidates, key=lambda item: len(item[1] & missing) / item[2])
         chosen.append(combination)
         missing -= pairs
     return chosen

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.adapters import adapted
 from support.cutting import cut, measured
+from support.tiers import few
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
@@ -38,7 +39,7 @@ def errors_of(facts: ModelFacts, **wishes: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 1))
 def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whole):
     model = adapted(family)
     errors = errors_of(model_facts(model), sequence_parallel=not whole)
@@ -107,6 +108,7 @@ def summands_not_reduced(plan: TensorPlan) -> Any:
     return patch.object(running, "_reduced", own)
 
 
+@pytest.mark.kills("plans", "fault")
 @pytest.mark.parametrize(
     "fault", [first_matrix_not_summed, second_matrix_not_summed, input_gradient_not_summed, summands_not_reduced], ids=lambda f: f.__name__
 )

@@ -76,11 +76,11 @@ def test_no_submodule_can_hide_a_name_of_the_table():
     assert not set(meshwright._HOME) & {module.name for module in pkgutil.iter_modules([str(SOURCE.parent)])}
 
 
-@pytest.mark.parametrize("name", sorted(meshwright._HOME))
-def test_every_name_loads_and_stays(name):
-    value = getattr(meshwright, name)
-    assert value is not None and not isinstance(value, type(sys))
-    assert getattr(meshwright, name) is value is vars(meshwright)[name]
+def test_every_name_loads_and_stays():
+    for name in sorted(meshwright._HOME):
+        value = getattr(meshwright, name)
+        assert value is not None and not isinstance(value, type(sys)), name
+        assert getattr(meshwright, name) is value is vars(meshwright)[name]
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -388,11 +389,11 @@ def test_what_cannot_be_shared_out_is_refused(name):
         plan(model, layout, techniques=techniques)
 
 
-BALANCED = families.config_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
+BALANCED = partial(families.config_of, "mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
 
 
 def test_the_loss_of_a_familys_own_routers_is_found_by_what_it_is():
-    made = plan(CausalLM(BALANCED), Layout(dp_shard=2)).router_loss
+    made = plan(CausalLM(BALANCED()), Layout(dp_shard=2)).router_loss
     routers = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
     assert made == RouterLoss(coefficient=0.3, experts=4, top_k=2, routers=routers)
     without = families.config_of("hunyuan_v1_moe", output_router_logits=True)
@@ -405,7 +406,7 @@ def test_another_loss_of_routers_is_refused(monkeypatch):
     known = modeling_mixtral.load_balancing_loss_func
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: known(*args) ** 2)
     with pytest.raises(UnsupportedError, match="is not the balance of its routers' choices and probabilities over all tokens"):
-        plan(CausalLM(BALANCED), Layout(dp_shard=2))
+        plan(CausalLM(BALANCED()), Layout(dp_shard=2))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_another_loss_of_routers_is_refused(monkeypatch):
 )
 def test_where_the_loss_of_a_familys_own_routers_would_be_another_it_is_refused(layout, reduction, words):
     with pytest.raises(UnsupportedError, match=f"output_router_logits = true, .*{words}"):
-        plan(CausalLM(BALANCED), layout, reduction=reduction)
+        plan(CausalLM(BALANCED()), layout, reduction=reduction)
 
 
 def test_a_plan_says_that_experts_are_not_tensor_sharded_and_what_would_share_them_out():

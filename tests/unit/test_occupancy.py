@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -59,5 +60,6 @@ def test_where_files_cannot_be_locked_the_run_goes_on(tmp_path, monkeypatch):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(occupancy.fcntl, "flock", refuse)
-    with occupied(tmp_path):
-        pass
+    begun = time.monotonic()
+    with occupied(tmp_path), occupied(tmp_path):
+        assert time.monotonic() - begun < occupancy._PATIENCE_SEC, "nothing is held, so nobody waits"

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cutting, users
 from support.families import MORE, OWN
+from support.tiers import few, only_six
 from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
@@ -182,10 +183,20 @@ def pipeline_of(facts: ModelFacts, schedule: str = "1f1b") -> PipelinePlan:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
-@pytest.mark.parametrize("name", [*OWN, *MORE])
-def test_every_family_goes_through_stages(name, schedule):
-    facts = cutting.family(name)
+@pytest.mark.parametrize("name", only_six([*OWN, *MORE]))
+def test_every_family_goes_through_stages(monkeypatch, name, schedule):
+    """With every kind of input, by as many stages as there are blocks, in the way of the plan's schedule."""
+    facts, found, rehearse = cutting.family(name), [], rehearsal.rehearse
+
+    def noted(model, plan, inputs):
+        found.append((plan, rehearse(model, plan, inputs)))
+        return found[-1][1]
+
+    monkeypatch.setattr(rehearsal, "rehearse", noted)
     rehearsal.prove(facts, pipeline_of(facts, schedule), 1)
+    assert found and all(len(plan.stages) > 1 and plan.schedule == schedule for plan, _ in found)
+    for _, errors in found:
+        assert len(errors) > 5 and max(errors.values()) <= rehearsal.LARGEST_ERROR, max(errors.items(), key=lambda item: item[1])
 
 
 CANNOT = {
@@ -199,7 +210,7 @@ CANNOT = {
 """Models of users whose stages would need more than one block's output."""
 
 
-@pytest.mark.parametrize("name", users.MODELS)
+@pytest.mark.parametrize("name", few(users.MODELS, 12))
 def test_a_users_model_goes_through_stages_or_is_refused(name):
     facts = cutting.user(name)
     if name not in CANNOT:
@@ -234,6 +245,7 @@ def weights_of_another_dtype(patch: Any) -> None:
     patch.setattr(absent.AbsentModule, "__init__", lambda self, original, dtype: made(self, original, torch.float32))
 
 
+@pytest.mark.kills("stages", "fault")
 @pytest.mark.parametrize("fault", [wrong_exit, forgotten_weights, weights_of_another_dtype])
 def test_a_fault_in_the_stages_is_caught(fault: Callable, monkeypatch):
     facts = model_facts(as_module(DEBUG))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cutting import cut, family, measured, user
 from support.families import MORE, OWN
+from support.tiers import few, only_six
 from support.users import MODELS
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice =
 
 
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("name", [*OWN, *MORE])
+@pytest.mark.parametrize("name", only_six([*OWN, *MORE]))
 def test_every_family_is_equal_to_one_process(measured_errors, name, cut_sequences):
     bound = ROUNDED if name in ROUND_INSIDE else EXACT
     for ranks, which in ((2, slice(1, 2)), (4, slice(0, None, 2))):
@@ -79,7 +80,7 @@ REFUSED_WHOLE = {
 
 
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, 10))
 def test_a_model_of_a_user_is_proved_or_refused_in_words(name, cut_sequences):
     refused = (REFUSED if cut_sequences else REFUSED_WHOLE).get(name)
     for ranks in (2, 4):
@@ -159,6 +160,7 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
 }
 
 
+@pytest.mark.kills("plans", "name")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_plan_is_refused(name):
     facts, ranks, cut_sequences, change = BROKEN[name]
@@ -317,6 +319,7 @@ FAULTS: dict[Callable[[], AbstractContextManager], tuple[Callable[[], ModelFacts
 }
 
 
+@pytest.mark.kills("plans", "fault")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_broken_code_is_caught(monkeypatch, fault):
     facts, ranks = FAULTS[fault]

@@ -95,17 +95,18 @@ def test_nodes_are_not_left_idle(env, values):
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "world"),
     [
-        BATCH | {"SLURM_JOB_NUM_NODES": "1"},
-        BATCH | {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_ID": "0"},
-        BATCH | {"SLURM_JOB_NUM_NODES": "2", "RANK": "0", "WORLD_SIZE": "2"},
-        {},
+        (BATCH | {"SLURM_JOB_NUM_NODES": "1"}, 1),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_ID": "0"}, 4),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "2", "RANK": "0", "WORLD_SIZE": "2"}, 2),
+        ({}, 1),
     ],
 )
-def test_one_node_a_step_and_torchrun_leave_none_idle(env, values):
+def test_one_node_a_step_and_torchrun_leave_none_idle(env, values, world):
+    """The same processes on two nodes of which a batch script has one are refused (above)."""
     env(**values)
-    check_nodes_in_use()
+    assert check_nodes_in_use() is None and get_world_info()[2] == world
 
 
 @pytest.mark.parametrize(
@@ -181,5 +182,7 @@ def test_a_list_that_is_none_is_refused(hosts):
 
 
 def test_asking_needs_no_torch():
-    code = "import sys, meshwright.distributed as d; d.get_world_info(), d.is_rank_zero(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env={k: v for k, v in os.environ.items() if k not in NAMES})
+    code = "import sys, meshwright.distributed as d; print(d.get_world_info(), d.is_rank_zero(), 'torch' in sys.modules)"
+    alone = {k: v for k, v in os.environ.items() if k not in NAMES}
+    said = subprocess.run([sys.executable, "-c", code], check=True, env=alone, capture_output=True, text=True).stdout
+    assert said.strip() == "(0, 0, 1) True False"

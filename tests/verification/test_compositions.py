@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 from support import composed
+from support.tiers import few
 from test_verify import DDP, even
 
 from meshwright.planning.layout import Layout
@@ -56,7 +57,7 @@ BROKEN = {
 """Composition -> the same, and where it first shows."""
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", few(SOUND, 4))
 def test_a_sound_composition_is_called_equal(pool, name):
     model, layout, batches = SOUND[name]
     report = verify(model, layout, batches, parallelize_fn=getattr(composed, name), steps=2, pool=pool)
@@ -78,6 +79,7 @@ def test_a_sound_composition_is_called_equal(pool, name):
         assert not notes
 
 
+@pytest.mark.kills("others", "name")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_composition_is_found_where_it_is(pool, name):
     model, layout, batches, where = BROKEN[name]

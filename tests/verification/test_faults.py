@@ -49,6 +49,7 @@ OF_RANDOM_NUMBERS = {"ranks_seeded_alike", "recomputed_with_other_random_numbers
 """They show with dropout switched on: see test_random_numbers."""
 
 
+@pytest.mark.kills("verify", "name")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_where_it_is(judged, name):
     model, layout, changes, where = FAULTS[name]

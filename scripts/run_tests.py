@@ -1,0 +1,151 @@
+"""Run the tests: `make test` and `make test-all`.
+
+    python scripts/run_tests.py [pytest arguments]           what make test has; without arguments the checks of the code too
+    python scripts/run_tests.py --all [--piece K/N]          every test, or one of N pieces; writes tests/costs.txt when all are green
+    python scripts/run_tests.py --touched [--minutes M]      what make test leaves out and the changes since the last whole run touch
+
+Two pytest processes share the tests out, each with a pool of workers of its own; the checks of the code run beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COSTS, TOUCHED = ROOT / ".cache" / "costs.txt", ROOT / ".cache" / "touched.txt"
+PIECES = 4
+"""Of make test-all; each ends within an hour on two cores."""
+CI_MINUTES = 5.0
+"""For what is touched."""
+MOST_PROCESSES = 8
+BIN = Path(sys.executable).parent
+CHECKS = {
+    "lint": [BIN / "ruff", "check", "."],
+    "format": [BIN / "ruff", "format", "--check", "."],
+    "import contract": [BIN / "lint-imports"],
+    "types": [BIN / "pyright", "--pythonpath", sys.executable],
+    "wheel": [sys.executable, "scripts/check_wheel.py"],
+}
+
+
+class Checks(threading.Thread):
+    """The checks of the code, one after the other; what fails is printed whole."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.failed: list[str] = []
+
+    def run(self) -> None:
+        for name, command in CHECKS.items():
+            begin = time.monotonic()
+            done = subprocess.run(list(map(str, command)), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            text = f"\n{done.stdout}{done.stderr}" if done.returncode else ""
+            print(f"\ncheck: {name}: {'FAILED' if done.returncode else 'well'}, {time.monotonic() - begin:.0f} s{text}", flush=True)
+            self.failed += [name] * (done.returncode != 0)
+
+
+def pytest(*arguments: str) -> int:
+    """Run the tests in as many processes as the machine has cores, two at least; pytest's exit status."""
+    processes = max(2, min(os.cpu_count() or 1, MOST_PROCESSES))
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "worksteal", *ignored(), *arguments]
+    if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
+        command.append("tests")
+    return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
+
+
+def ignored() -> list[str]:
+    return ["--ignore=tests/slurm", *([] if has_gpu() else ["--ignore=tests/gpu"])]
+
+
+def environment() -> dict[str, str]:
+    """One thread for each process; and what is compiled to bytecode is kept, or hundreds of processes would compile the package anew."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
+
+
+def has_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def test(arguments: list[str]) -> int:
+    if arguments:
+        return pytest("--tier=test", *arguments)
+    checks = Checks()
+    checks.start()
+    status = pytest("--tier=test")
+    checks.join()
+    if checks.failed:
+        print(f"checks that failed: {', '.join(checks.failed)}")
+    return status or bool(checks.failed)
+
+
+def test_all(piece: str, arguments: list[str]) -> int:
+    """All pieces, or one; behind all of them the files are compared that were computed once: the ways, and what kills which mutant."""
+    wanted = [piece] if piece else [f"{number}/{PIECES}" for number in range(1, PIECES + 1)]
+    COSTS.parent.mkdir(exist_ok=True)
+    COSTS.unlink(missing_ok=True)
+    failed = []
+    for one in wanted:
+        begin = time.monotonic()
+        status = pytest(f"--piece={one}", f"--costs={COSTS}", *arguments)
+        print(f"piece {one}: {'failed' if status else 'passed'}, {(time.monotonic() - begin) / 60:.0f} minutes", flush=True)
+        failed += [f"piece {one}"] * (status != 0)
+    if not piece:
+        for script in ("ways.py", "mutants.py"):
+            done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], cwd=ROOT, check=False)
+            failed += [script] * (done.returncode != 0)
+        if not failed and not arguments:
+            keep_costs()
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return bool(failed)
+
+
+def keep_costs() -> None:
+    """Write tests/costs.txt, to two digits."""
+    from touched import BASE, FILE, LISTED_SEC
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    lines = [line.split(" ", 1) for line in COSTS.read_text(encoding="utf-8").splitlines()]
+    listed = sorted((test, float(seconds)) for seconds, test in lines if float(seconds) >= LISTED_SEC)
+    head = ["# Written by make test-all: CPU seconds of each test that takes half a second or more.", f"{BASE}{commit}, on {date.today()}"]
+    FILE.write_text("\n".join([*head, *(f"{seconds:.2g} {test}" for test, seconds in listed)]) + "\n", encoding="utf-8")
+
+
+def test_touched(minutes: float) -> int:
+    """What make test leaves to make test-all, as far as it is touched by changes and fits into the time."""
+    from touched import touched
+
+    command = [sys.executable, "-m", "pytest", "tests", "--tier=thorough", "--collect-only", "-q", *ignored()]
+    listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    chosen, left = touched([line for line in listed.splitlines() if "::" in line], 60 * minutes * 2)
+    print(f"{len(chosen)} tests of make test-all are touched by what changed since it was last green; {left} more do not fit into the time")
+    if not chosen:
+        return 0
+    TOUCHED.parent.mkdir(exist_ok=True)
+    TOUCHED.write_text("\n".join(chosen), encoding="utf-8")
+    return pytest("--tier=thorough", f"--only={TOUCHED}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--piece", default="")
+    parser.add_argument("--touched", action="store_true")
+    parser.add_argument("--minutes", type=float, default=CI_MINUTES)
+    options, arguments = parser.parse_known_args()
+    if options.touched:
+        return test_touched(options.minutes)
+    return test_all(options.piece, arguments) if options.all else test(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Ways: a model, a layout and techniques, as one value per factor. Each is laid out once and asked every question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from meshwright.checkpoint import load, save
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.names import clean
+from meshwright.distributed.live import stored, tensors_in
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.shards import placed_like
+from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.world import get_world_info
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.batch import Batch
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.pipeline_parts import pipeline_collectives
+from meshwright.planning.schedules.orders import KINDS
+
+from . import families
+from .laid_out import Figures, counted, foreseen, own_rows
+from .oracle import Outcome
+from .problems import SEED, Data, Problem, make_optimizer
+from .train import local, mutated
+
+FILE = Path(__file__).resolve().parents[1] / "ways.txt"
+"""A line for each way of the array: written by scripts/ways.py, which covers every pair of values that the rules allow."""
+
+# Heads for two ranks; 257 tokens divide by nothing.
+UNTIED = DecoderConfig(257, 24, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, qk_norm=True)
+SOFTMAX = MoEConfig(n_experts=4, hidden_dim=12, sequence_loss=0.05, z_loss=0.01)
+SIGMOID = MoEConfig(
+    n_experts=4, top_k=2, hidden_dim=6, n_shared=1, first_dense=1, router="sigmoid", n_groups=2, top_groups=1, scale=2.5, bias_rate=0.01
+)
+OURS: dict[str, DecoderConfig] = {
+    "untied": UNTIED,
+    "tied": replace(UNTIED, tied_embeddings=True),
+    "softmax": replace(UNTIED, moe=SOFTMAX),
+    "sigmoid": replace(UNTIED, moe=SIGMOID),
+}
+DEEP = {name: replace(model, n_layers=4) for name, model in OURS.items()}
+"""For pipelines: two stages on each of two ranks."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "phi3": {},
+    "gpt_neox": {},
+    "gemma2": {"final_logit_softcapping": 0.7},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+}
+"""One of each structure: separate projections; fused ones in Conv1D; packed ones; a parallel residual; a cap behind the head; latent
+attention with experts."""
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "dp": ("one", "ddp", "fsdp", "hsdp"),
+    "tp": ("1", "2"),
+    "pp": ("1", "2"),
+    "ep": ("1", "2"),
+    "model": (*OURS, *FAMILIES),
+    "schedule": ("-", *KINDS),
+    "sequence": ("-", "cut", "whole", "kept"),
+    "microbatches": ("one", "rows"),
+    "shards": ("auto", "kept", "synced", "postponed", "zero1", "zero2", "zero3"),
+    "recompute": ("none", "full", "selective", "every_n", "modules", "selective_op", "offload"),
+    "memory": ("device", "offload", "optimizer"),
+    "freeze": ("none", "start"),
+    "compile": ("no", "yes"),
+    "loss": ("whole", "chunks"),
+    "clip": ("yes", "no"),
+}
+AXES = ("tp", "pp", "ep", "model")
+"""What a family of transformers meets all of; techniques meet our own decoder."""
+
+DATA = {"one": (1, 1), "ddp": (2, 1), "fsdp": (1, 2), "hsdp": (2, 2)}
+"""Replicas and shards."""
+SHARDS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "kept": {"reshard_after_forward": False},
+    "synced": {"sync_grad_accum": True},
+    "postponed": {"sync_grad_accum": "shard"},
+    **{f"zero{stage}": {"zero_stage": stage} for stage in (1, 2, 3)},
+}
+START = {"gpt2": (r"wte", r"\.h\.0\."), "gpt_neox": (r"embed_in", r"layers\.0\.")}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One value of each factor; as text, those that are not the factor's first."""
+
+    dp: str = "one"
+    tp: str = "1"
+    pp: str = "1"
+    ep: str = "1"
+    model: str = "untied"
+    schedule: str = "-"
+    sequence: str = "-"
+    microbatches: str = "one"
+    shards: str = "auto"
+    recompute: str = "none"
+    memory: str = "device"
+    freeze: str = "none"
+    compile: str = "no"
+    loss: str = "whole"
+    clip: str = "yes"
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in asdict(self).items() if value != FACTORS[name][0])
+
+    @classmethod
+    def of(cls, text: str) -> Way:
+        return cls(**dict(word.split("=") for word in text.split()))
+
+    @property
+    def layout(self) -> Layout:
+        replicas, shards = DATA[self.dp]
+        return Layout(pp=int(self.pp), dp_replicate=replicas, dp_shard=shards, tp=int(self.tp), ep=int(self.ep))
+
+    @property
+    def is_ours(self) -> bool:
+        return self.model in OURS
+
+    @property
+    def rows(self) -> int:
+        """Of a microbatch; 0: all that a rank has at once."""
+        return 1 if self.microbatches == "rows" else 0
+
+    @property
+    def is_overcounted(self) -> bool:
+        """Whether experts lie in front of the first trained layer: the plan counts what would travel back through them, and does not."""
+        return self.ep == "2" and self.model == "softmax" and self.freeze == "start"
+
+    @property
+    def steps(self) -> int:
+        """The last sends what every later one sends: DDP settles its buckets in two."""
+        return 3 if self.dp == "ddp" else 2
+
+    @property
+    def global_rows(self) -> int:
+        """As few as there are microbatches to be of each rank: two, and in a pipeline four."""
+        return self.layout.dp_replicate * self.layout.dp_shard * (4 if self.pp == "2" else 2)
+
+    @property
+    def source(self) -> Any:
+        if not self.is_ours:
+            return partial(family, self.model)
+        return (DEEP if self.pp == "2" else OURS)[self.model]
+
+    @property
+    def problem(self) -> Problem:
+        """Families compute norms in float32 inside: AdamW would amplify that rounding without bound, so they have SGD."""
+        common: dict[str, Any] = {"max_norm": 0.03 if self.clip == "yes" else None, "steps": self.steps}
+        if self.is_ours:
+            frozen = ("embedding", r"layers\.0") if self.freeze == "start" else ()
+            return Problem(self.source, freeze=frozen, data=Data(self.global_rows, 11), **common)
+        frozen = START.get(self.model, (r"embed_tokens", r"layers\.0\.")) if self.freeze == "start" else ()
+        data = Data(self.global_rows, 11, families.VOCABULARY, arguments=())
+        return Problem(self.source, freeze=frozen, data=data, optimizer="sgd", **common)
+
+    @property
+    def techniques(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"precision": {"master": "float64"}, "freeze": self.problem.freeze, **SHARDS[self.shards]}
+        if self.schedule != "-":
+            found["pipeline_schedule"] = self.schedule
+        if self.sequence in ("whole", "kept"):
+            found |= {"sequence_parallel": False} if self.sequence == "whole" else {"regather": False}
+        if self.recompute != "none":
+            found["activation_checkpointing"] = self.recompute
+        if self.recompute == "modules":
+            found["checkpoint_modules"] = ("layers.*.feed_forward",)
+        if self.memory != "device":
+            found["cpu_offload"] = True if self.memory == "offload" else "optimizer"
+        if self.compile == "yes":
+            found |= {"compile": True, "compile_backend": "aot_eager"}
+        if self.loss == "chunks":
+            found["loss_chunks"] = 3
+        return found
+
+    def refusal(self) -> str:
+        """Why the rules refuse it, or why it says nothing that another way does not; empty where neither is so."""
+        layout = self.layout
+        if (self.pp == "1") != (self.schedule == "-") or (self.tp == "1") != (self.sequence == "-"):
+            return "a schedule is a pipeline's, and the sequence is cut over tp"
+        if not 2 <= layout.world <= 4:
+            return "two to four ranks"
+        if self.ep == "2" and layout.dp_shard * layout.tp < 2:
+            return "no axis to take ep from"
+        if not self.is_ours and (self.compile == "yes" or self.recompute == "modules"):
+            return "said of our own decoder"
+        batch = Batch(self.problem.data.rows, self.problem.data.seq, self.rows)
+        try:
+            plan(facts_of(self.model, self.pp == "2"), layout, batch=batch, cluster=Cluster(layout.world), techniques=self.techniques)
+        except MeshwrightError as error:
+            return str(error).splitlines()[0].split(". ")[0]
+        return ""
+
+
+def family(name: str) -> nn.Module:
+    """On the CPU with random weights, norms and biases too; experts one by one, since grouped products know no float64."""
+    config = families.config_of(name, use_cache=False, **FAMILIES[name])
+    config._experts_implementation = "eager"
+    with torch.device("cpu"):
+        return families.on_cpu(config)
+
+
+@cache
+def facts_of(model: str, is_deep: bool) -> ModelFacts:
+    return model_facts(as_module((DEEP if is_deep else OURS)[model] if model in OURS else partial(family, model)))
+
+
+def ways() -> list[Way]:
+    return [Way.of(line) for line in FILE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+
+
+# --- what a way comes to
+
+
+@dataclass
+class Record:
+    """What one rank saw of a way; tensors on rank 0 only.
+
+    Attributes:
+        outcome: losses, norms, and the whole tensors.
+        planned, sent: what the plan says that this rank sends in a step, and what the last step sent.
+        held: bytes held at rest: name -> (found, planned).
+        went_on: names of what is not the same, bit by bit, when the last step is taken from a checkpoint by a model laid out anew.
+        elsewhere: names of parameters that torch's own state dict gives otherwise.
+    """
+
+    outcome: Outcome
+    planned: Figures
+    sent: Figures
+    held: dict[str, tuple[int, int]]
+    went_on: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+
+
+def record(way: Way, folder: str, mutant: str = "") -> Record:
+    """Train a few steps; the checkpoint before the last is loaded into a second model, which takes that step again.
+
+    Args:
+        folder: of this way alone; every rank's is the same.
+        mutant: a name in support.mutants; empty: none.
+    """
+    with mutated(mutant):
+        return _record(way, folder)
+
+
+def _record(way: Way, folder: str) -> Record:
+    problem = way.problem
+    torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
+    model, optimizer = _lay_out(way)
+    differ = model.plan.pipeline is not None
+    outcome = Outcome([], [], _copies(whole_on_first(dict(model.named_parameters()), differ=differ)), {}, {})
+    for step in range(way.steps):
+        if step == way.steps - 1:
+            save(model, folder, optimizer=optimizer)
+        with WireCounter() if step == way.steps - 1 else nullcontext() as wire:
+            outcome.losses.append(float(model.forward_backward(own_rows(model, problem.data.step(step)))))
+            if step == 0:
+                found = {name: placed_like(p.grad, p) for name, p in model.named_parameters() if p.grad is not None}
+                outcome.gradients = _copies(whole_on_first(found, differ=differ))
+            outcome.norms.append(model.optimizer_step(optimizer, problem.max_norm).grad_norm)
+    outcome.parameters = whole_on_first(dict(model.named_parameters()), differ=differ)
+    model.audit(optimizer)
+    assert wire is not None
+    sent = counted(wire)
+    held, elsewhere = _held(way, model, optimizer), _elsewhere(way, model, outcome.parameters)
+    return Record(outcome, _planned(way, model), sent, held, _went_on(way, folder, model), elsewhere)
+
+
+def _lay_out(way: Way) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    problem = way.problem
+    model = parallelize(problem.model, way.layout, techniques=way.techniques, seed=SEED, microbatch_rows=way.rows)
+    return model, make_optimizer(problem.optimizer, model.parameters())
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _planned(way: Way, model: ParallelModel) -> Figures:
+    """Of a pipeline what this rank's stages send."""
+    made = model.plan
+    if made.pipeline is not None:
+        assert model.mesh is not None
+        made = replace(made, collectives=pipeline_collectives(model.facts, made, model.mesh.get_local_rank("pp")))
+    return foreseen(made, Batch(way.problem.data.rows, way.problem.data.seq, way.rows))
+
+
+def _held(way: Way, model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
+    state = [value for state in optimizer.state.values() for value in state.values()]
+    planned = plan_memory(model.plan, state_tensors_per_parameter=2 if way.problem.optimizer == "adamw" else 1)
+    found = {"parameters": model.parameters(), "optimizer": state}
+    return {name: (sum(stored(tensors_in(tuple(tensors))).values()), getattr(planned, name)) for name, tensors in found.items()}
+
+
+def _went_on(way: Way, folder: str, trained: ParallelModel) -> list[str]:
+    """This rank's parameters, and buffers, that are not what ``trained`` has."""
+    model, optimizer = _lay_out(way)
+    load(model, folder, optimizer=optimizer)
+    model.forward_backward(own_rows(model, way.problem.data.step(way.steps - 1)))
+    model.optimizer_step(optimizer, way.problem.max_norm)
+    there = dict(trained.named_parameters()) | dict(trained.named_buffers())
+    here = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert here.keys() == there.keys()
+    return [name for name, tensor in here.items() if not torch.equal(local(tensor), local(there[name]))]
+
+
+def _elsewhere(way: Way, model: ParallelModel, whole: Mapping[str, Tensor]) -> list[str]:
+    """Asked of our own decoder, none of whose weights is fused: torch's state dict is known to give fused ones permuted under tp."""
+    if not way.is_ours:
+        return []
+    found, options = [], StateDictOptions(full_state_dict=True)
+    for part in model.parts:
+        state = {clean(name): tensor for name, tensor in get_model_state_dict(part, options=options).items()}
+        assert {clean(name) for name, _ in part.named_parameters()} <= state.keys()
+        if get_world_info()[0] == 0:  # a tied weight has one name in the whole model, and two on the stages of a pipeline
+            found += [name for name in whole.keys() & state.keys() if not torch.equal(state[name].cpu(), whole[name].cpu())]
+    return found
