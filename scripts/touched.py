@@ -37,8 +37,8 @@ def touched(tests: Iterable[str], seconds: float) -> tuple[list[str], int]:
 
 def changed_files() -> list[str]:
     """Since the commit that costs.txt names; in a history that does not have it, those of the last commit."""
-    text = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
-    bases = [line.removeprefix(BASE).split(",", 1)[0] for line in text.splitlines() if line.startswith(BASE)]
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    bases = [line.removeprefix(BASE).split(",", 1)[0] for line in lines if line.startswith(BASE)]
     for base in (*bases, "HEAD~1"):
         done = subprocess.run(["git", "diff", "--name-only", base], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode == 0:

@@ -139,7 +139,7 @@ class _Globals(pickle.Unpickler):
 def is_of_one_process(job: Callable[..., Any]) -> bool:
     """Whether a job computes what a problem comes to in one process, by code that no test patches."""
     function = job.func if isinstance(job, partial) else job
-    return (function.__module__, function.__qualname__) in {
+    return (getattr(function, "__module__", ""), getattr(function, "__qualname__", "")) in {
         ("support.oracle", "oracle"),
         ("support.oracle", "floors"),
         ("support.oracle", "bf16_gradients"),
