@@ -59,12 +59,12 @@ def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant
 
 
 def _bytes(way: Way, rank: int, found: Record) -> list[str]:
-    """The plan speaks for the first rank of the tensor axis: the others have fewer rows of the vocabulary, and send no more. How many rows
-    travel to experts is the routers' affair."""
-    lines = []
+    """The plan speaks for the first rank of the tensor axis, and of the shards where a stage sends a tied weight: the others have fewer rows
+    of the vocabulary, and send no more. How many rows travel to experts is the routers' affair."""
+    lines, layout = [], way.layout
     for key in found.planned.keys() | found.sent.keys():
         (calls, moved), (sent_calls, sent) = found.planned.get(key, (0, 0.0)), found.sent.get(key, (0, 0.0))
-        is_first = rank % way.layout.tp == 0
+        is_first = rank % layout.tp == 0 and (key[0] != "send" or rank // layout.tp % layout.dp_shard == 0)
         fits = abs(sent - moved) <= 1e-12 * moved if is_first else sent <= moved
         if (calls is not None and sent_calls != calls) or not (fits or key[0] == "all_to_all"):
             what = f"{key[0]} over {key[1]} ranks"
