@@ -59,7 +59,7 @@ def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant
 
 
 def _bytes(way: Way, rank: int, found: Record) -> list[str]:
-    """The plan speaks for the first rank of the tensor axis, and of the shards where a stage sends a tied weight: the others have fewer rows
+    """The plan speaks for the first rank of the tensor axis, and of shards where a stage sends a tied weight: others have fewer rows
     of the vocabulary, and send no more. How many rows travel to experts is the routers' affair."""
     lines, layout = [], way.layout
     for key in found.planned.keys() | found.sent.keys():
