@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.suite import FILE, read_costs  # noqa: E402
+from support.suite import FILE, LISTED_SEC, read_costs  # noqa: E402
+
+__all__ = ["BASE", "FILE", "LISTED_SEC", "touched"]
 
 BASE = "# The last whole run was at "
 UNKNOWN_SEC = 6.0
