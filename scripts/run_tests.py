@@ -10,6 +10,7 @@ Two pytest processes share the tests out, each with a pool of workers of its own
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -17,11 +18,16 @@ import sys
 import threading
 import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.suite import Cost, files_with, lines_of  # noqa: E402
+
 COSTS, TOUCHED = ROOT / ".cache" / "costs.txt", ROOT / ".cache" / "touched.txt"
-PIECES = 4
+PIECES = 3
 """Of make test-all; each ends within an hour on two cores."""
 CI_MINUTES = 5.0
 """For what is touched."""
@@ -57,7 +63,8 @@ def pytest(*arguments: str) -> int:
     processes = max(2, min(os.cpu_count() or 1, MOST_PROCESSES))
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "worksteal", *ignored(), *arguments]
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        command.append("tests")
+        words = [after for before, after in pairwise(arguments) if before == "-k"]
+        command += (files_with(words[0]) if len(words) == 1 else []) or ["tests"]
     return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
 
 
@@ -110,14 +117,17 @@ def test_all(piece: str, arguments: list[str]) -> int:
 
 
 def keep_costs() -> None:
-    """Write tests/costs.txt, to two digits."""
-    from touched import BASE, FILE, LISTED_SEC
+    """Write tests/costs.txt: what each test costs, and which tests make test has."""
+    from touched import BASE, FILE
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    lines = [line.split(" ", 1) for line in COSTS.read_text(encoding="utf-8").splitlines()]
-    listed = sorted((test, float(seconds)) for seconds, test in lines if float(seconds) >= LISTED_SEC)
-    head = ["# Written by make test-all: CPU seconds of each test that takes half a second or more.", f"{BASE}{commit}, on {date.today()}"]
-    FILE.write_text("\n".join([*head, *(f"{seconds:.2g} {test}" for test, seconds in listed)]) + "\n", encoding="utf-8")
+    found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
+    costs = [Cost(**cost | {"kills": cost["kills"] and tuple(cost["kills"])}) for cost in found]
+    head = [
+        "# Written by make test-all: CPU seconds, what has it (make test or make test-all), test.",
+        f"{BASE}{commit}, on {date.today()}",
+    ]
+    FILE.write_text("\n".join([*head, *lines_of(costs)]) + "\n", encoding="utf-8")
 
 
 def test_touched(minutes: float) -> int:
@@ -127,7 +137,7 @@ def test_touched(minutes: float) -> int:
     if not FILE.exists():
         print("make test-all has recorded no whole run yet (tests/costs.txt): nothing tells what changed since")
         return 0
-    command = [sys.executable, "-m", "pytest", "tests", "--tier=thorough", "--collect-only", "-q", *ignored()]
+    command = [sys.executable, "-m", "pytest", "tests", "--tier=rest", "--collect-only", "-q", *ignored()]
     listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
     chosen, left = touched([line for line in listed.splitlines() if "::" in line], 60 * minutes * 2)
     print(f"{len(chosen)} tests of make test-all are touched by what changed since it was last green; {left} more do not fit into the time")
@@ -135,7 +145,7 @@ def test_touched(minutes: float) -> int:
         return 0
     TOUCHED.parent.mkdir(exist_ok=True)
     TOUCHED.write_text("\n".join(chosen), encoding="utf-8")
-    return pytest("--tier=thorough", f"--only={TOUCHED}")
+    return pytest("--tier=rest", f"--only={TOUCHED}")
 
 
 def main() -> int:

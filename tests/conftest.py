@@ -78,11 +78,11 @@ def floor(reference):
 
 def pytest_addoption(parser):
     group = parser.getgroup("the suite", "which tests run, and what they cost (tests/README.md)")
-    tiers = "test: without what is marked thorough; thorough: that alone"
-    group.addoption("--tier", choices=("test", "thorough", "all"), default="all", help=tiers)
+    tiers = "test: without what tests/costs.txt leaves to make test-all; rest: that alone"
+    group.addoption("--tier", choices=("test", "rest", "all"), default="all", help=tiers)
     group.addoption("--piece", metavar="K/N", help="the K-th of N pieces of about equal cost")
     group.addoption("--only", metavar="FILE", help="tests that a line of FILE names")
-    group.addoption("--costs", metavar="FILE", type=Path, help="add the CPU seconds of each test to FILE")
+    group.addoption("--costs", metavar="FILE", type=Path, help="add the cost of each test to FILE")
 
 
 def pytest_configure(config):

@@ -11,7 +11,6 @@ import torch
 from support import families
 from support.adapters import adapted
 from support.laid_out import Held, assert_same, held, own_rows
-from support.tiers import few
 from test_tensor_parallel import DATA4, SHARDED, TP2, TP4, Way, assert_all_foreseen, batch_of, one_warm_step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -109,7 +108,7 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(WAYS, 2))
+@pytest.mark.parametrize("name", WAYS)
 def test_adapters_are_equal_to_one_process(pool, name):
     factory, layout, techniques = WAYS[name]
     report = verify(factory, layout, steps=2, dtypes=("float64",), techniques=techniques, max_norm=0.03, pool=pool)
@@ -119,7 +118,7 @@ def test_adapters_are_equal_to_one_process(pool, name):
     assert 0 < max(d.error for d in compared) <= 1e-10
 
 
-@pytest.mark.parametrize("name", few(WAYS, 2))
+@pytest.mark.parametrize("name", WAYS)
 def test_the_plan_foresees_every_byte(spmd, name):
     factory, layout, techniques = WAYS[name]
     way = Way(layout, tuple(techniques.items()), rows=1 if layout is SHARDED else 0)
@@ -137,7 +136,7 @@ def by_transforms(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return apply_model_transforms(model, {"fully_shard": {}, "tensor_parallel": {}}, device_mesh=mesh)
 
 
-@pytest.mark.parametrize("door", few([by_one_call, by_transforms], 1), ids=lambda door: door.__name__)
+@pytest.mark.parametrize("door", [by_one_call, by_transforms], ids=lambda door: door.__name__)
 @pytest.mark.parametrize("factory", [llama, gpt2], ids=lambda factory: factory.__name__)
 def test_other_doors_take_the_wrapper_too(pool, door, factory):
     even = RandomBatches(families.VOCABULARY, 4, 9, ())

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import families
-from support.tiers import few
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize
 from meshwright import plan as make_plan
@@ -92,16 +91,13 @@ def compared(kind: str, layout: Layout, seq: int, techniques: dict[str, Any], op
 
 @pytest.mark.parametrize(
     ("kind", "layout", "techniques"),
-    few(
-        [
-            ("decoder", TP2, {}),
-            ("tied", TP4, {"regather": False}),
-            ("decoder", TP2, {"activation_checkpointing": "full"}),
-            ("gpt2", TP2, {}),
-            ("phi", TP2, {}),
-        ],
-        1,
-    ),
+    [
+        ("decoder", TP2, {}),
+        ("tied", TP4, {"regather": False}),
+        ("decoder", TP2, {"activation_checkpointing": "full"}),
+        ("gpt2", TP2, {}),
+        ("phi", TP2, {}),
+    ],
     ids=str,
 )
 def test_fused_products_give_what_messages_and_products_give_one_after_the_other(spmd, kind, layout, techniques):

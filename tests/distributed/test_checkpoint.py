@@ -64,56 +64,68 @@ def write_job(layout: str, folder: str) -> dict:
     return saved | {"losses": losses, "last": weights(model), "random": torch.get_rng_state()}
 
 
-def read_job(layout: str, folders: dict[str, str]) -> dict[str, dict]:
+def read_job(layout: str, folder: str) -> dict:
     model = odd(layout, freeze=FROZEN, seed=99)
     optimizer = adam(model, lr=5.0)
-    found = {}
-    for writer, folder in folders.items():
-        extra = load(model, folder, optimizer=optimizer)
-        tied = dict(model.parts[0].named_parameters(remove_duplicate=False))
-        found[writer] = {
-            "weights": weights(model),
-            "moments": moments(model, optimizer),
-            "extra": extra,
-            "tied": tied["head.weight"] is tied["embed.weight"],
-            "losses": train(model, optimizer, range(2, 4)),
-            "last": weights(model),
-        }
-    return found
+    extra = load(model, folder, optimizer=optimizer)
+    tied = dict(model.parts[0].named_parameters(remove_duplicate=False))
+    return {
+        "weights": weights(model),
+        "moments": moments(model, optimizer),
+        "extra": extra,
+        "tied": tied["head.weight"] is tied["embed.weight"],
+        "losses": train(model, optimizer, range(2, 4)),
+        "last": weights(model),
+    }
 
 
-def test_every_layout_reads_what_every_other_wrote(spmd, tmp_path):
-    folders = {name: str(tmp_path / name) for name in LAYOUTS}
-    written = {name: spmd(world, write_job, name, folders[name]) for name, (world, _) in LAYOUTS.items()}
-    for reader, (world, _) in LAYOUTS.items():
-        for rank, found in enumerate(spmd(world, read_job, reader, folders)):
-            for writer, got in found.items():
-                pair, source = f"{writer} -> {reader}, rank {rank}", written[writer][0]
-                assert bits_equal(got["weights"], source["weights"]) == [], pair
-                assert bits_equal(got["moments"], source["moments"]) == [], pair
-                assert got["extra"] == {"step": 2, "of": ["a", None, 1.5]}, pair
-                assert got["tied"], pair
-                if reader == writer:
-                    assert got["losses"] == source["losses"][2:], f"{pair}: two steps, saved, loaded and two more are not four in a row"
-                    assert bits_equal(got["last"], source["last"]) == [], pair
-                else:
-                    assert got["losses"] == pytest.approx(source["losses"][2:], rel=1e-10), pair
-                    floats = {n: t for n, t in source["last"].items() if t.is_floating_point()}
-                    assert max(relative_errors({n: got["last"][n] for n in floats}, floats).values()) < 1e-10, pair
-    one = written["one"][0]
-    assert one["losses"][2] != one["losses"][0]
-    trained = [name for name in one["weights"] if not name.endswith(("offset", "seen", *FROZEN))]
-    assert set(one["moments"]) == {f"{name}/{state}" for name in trained for state in ("step", "exp_avg", "exp_avg_sq")}, (
+@pytest.fixture(scope="module")
+def written(pool, tmp_path_factory):
+    """``written(layout)``: the folder of what it wrote, and what its first rank had; once for the module."""
+    known = {}
+
+    def ask(layout):
+        if layout not in known:
+            folder = str(tmp_path_factory.mktemp("written") / "step")
+            known[layout] = folder, pool.run(write_job, layout, folder, world=LAYOUTS[layout][0], timeout=120)[0]
+        return known[layout]
+
+    return ask
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+@pytest.mark.parametrize("reader", LAYOUTS)
+def test_every_layout_reads_what_every_other_wrote(spmd, written, writer, reader):
+    folder, source = written(writer)
+    for got in spmd(LAYOUTS[reader][0], read_job, reader, folder):
+        assert bits_equal(got["weights"], source["weights"]) == []
+        assert bits_equal(got["moments"], source["moments"]) == []
+        assert got["extra"] == {"step": 2, "of": ["a", None, 1.5]}
+        assert got["tied"]
+        if reader == writer:
+            assert got["losses"] == source["losses"][2:], "two steps, saved, loaded and two more are not four in a row"
+            assert bits_equal(got["last"], source["last"]) == []
+        else:
+            assert got["losses"] == pytest.approx(source["losses"][2:], rel=1e-10)
+            floats = {n: t for n, t in source["last"].items() if t.is_floating_point()}
+            assert max(relative_errors({n: got["last"][n] for n in floats}, floats).values()) < 1e-10
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_a_checkpoint_holds_what_it_should_and_nothing_else(written, writer):
+    folder, source = written(writer)
+    assert source["losses"][2] != source["losses"][0]
+    trained = [name for name in source["weights"] if not name.endswith(("offset", "seen", *FROZEN))]
+    assert set(source["moments"]) == {f"{name}/{state}" for name in trained for state in ("step", "exp_avg", "exp_avg_sq")}, (
         "the frozen parameter and the buffers have no optimizer state"
     )
-    assert torch.equal(one["last"][FROZEN[0]], one["weights"][FROZEN[0]]), "and stays as it was"
-    for name, folder in folders.items():
-        kinds = {path.suffix for path in pathlib.Path(folder).iterdir()}
-        assert kinds == {".safetensors", ".json"}, f"{name}: nothing pickled (.metadata, .distcp) lies there"
-        keys = Manifest.read(pathlib.Path(folder)).tensors
-        assert "model.embed.weight" in keys and "model.head.weight" not in keys, "tied weights are stored once"
-        assert keys["model.embed.weight"].shape == (257, 8), "shapes are global and unpadded"
-        assert not any("scratch" in key for key in keys), "a buffer that is not persistent is not stored"
+    assert torch.equal(source["last"][FROZEN[0]], source["weights"][FROZEN[0]]), "and stays as it was"
+    kinds = {path.suffix for path in pathlib.Path(folder).iterdir()}
+    assert kinds == {".safetensors", ".json"}, "nothing pickled (.metadata, .distcp) lies there"
+    keys = Manifest.read(pathlib.Path(folder)).tensors
+    assert "model.embed.weight" in keys and "model.head.weight" not in keys, "tied weights are stored once"
+    assert keys["model.embed.weight"].shape == (257, 8), "shapes are global and unpadded"
+    assert not any("scratch" in key for key in keys), "a buffer that is not persistent is not stored"
 
 
 def narrow_job(layout: str, folder: str, writes: bool) -> dict:

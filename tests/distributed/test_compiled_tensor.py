@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import families
-from support.tiers import few
 
 from meshwright import Layout, parallelize, plan
 from meshwright.distributed import compilation
@@ -54,7 +53,6 @@ def graphs(
     return found
 
 
-@pytest.mark.thorough
 def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_what_they_cost_without(spmd):
     found = spmd(1, graphs, "decoder", 10, 2, SHAPES + UNEVEN, timeout=300.0)[0]
     plain = spmd(1, graphs, "decoder", 1, 1, SHAPES, timeout=300.0)[0]
@@ -100,7 +98,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", few(FAULTS, 1))
+@pytest.mark.parametrize("name", FAULTS)
 def test_what_would_compile_more_is_seen(spmd, name):
     _, kind, layers, shapes = FAULTS[name]
     count, breaks = spmd(1, graphs, kind, layers, 2, shapes, name, timeout=300.0)[0][-1]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from support import families
 from support.heard import heard
 from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
-from support.tiers import few
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -112,7 +111,7 @@ IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2",
 """Products are grouped there."""
 
 
-@pytest.mark.parametrize("name", few(WAYS, 4))
+@pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
     rows = 2 if "microbatch" in name or "postponed" in name else 0
@@ -121,13 +120,13 @@ def test_experts_are_equal_to_one_process(pool, measured, name):
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", few([EP2, TENSOR], 1), ids=str)
+@pytest.mark.parametrize("layout", [EP2, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     report = verify(SIGMOID, layout, BATCHES, dtypes=("bfloat16",), steps=2, pool=pool)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", few([HALVES, TENSOR], 1), ids=str)
+@pytest.mark.parametrize("layout", [HALVES, TENSOR], ids=str)
 def test_bf16_costs_a_family_no_more_either(pool, layout):
     """In its third step rounding sends some tokens to other experts."""
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -138,15 +137,15 @@ def test_bf16_costs_a_family_no_more_either(pool, layout):
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
-@pytest.mark.parametrize("name", few(SPARSE, 2))
+@pytest.mark.parametrize("name", SPARSE)
 def test_a_family_is_equal_to_one_process(pool, name):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), HALVES, batches, steps=2, pool=pool)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("layout", few([TENSOR, STAGED], 1), ids=str)
-@pytest.mark.parametrize("name", few(["mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe"], 1))
+@pytest.mark.parametrize("layout", [TENSOR, STAGED], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe"])
 def test_a_family_is_equal_beside_other_axes(pool, name, layout):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
     report = verify(families.config_of(name), layout, batches, steps=2, pool=pool)
@@ -165,7 +164,7 @@ BALANCED_WAYS: dict[str, tuple[str, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(BALANCED_WAYS, 2))
+@pytest.mark.parametrize("name", BALANCED_WAYS)
 def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
     family, layout, techniques = BALANCED_WAYS[name]
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -284,7 +283,7 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
     return st.one_of(one, same)
 
 
-@pytest.mark.parametrize("ranks", few([2, 4], 1))
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
     """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
 
@@ -343,7 +342,7 @@ WIRE = {
 }
 
 
-@pytest.mark.parametrize("name", few(WIRE, 2))
+@pytest.mark.parametrize("name", WIRE)
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     assert model.moe is not None
@@ -403,7 +402,7 @@ def bias_after(layout: Layout, steps: int, fault: str = "") -> list[Tensor]:
     return [buffer.clone() for name, buffer in laid.named_buffers() if name.endswith("router.bias")]
 
 
-@pytest.mark.parametrize("layout", few([EP2, HYBRID, ACROSS, STAGED], 1), ids=str)
+@pytest.mark.parametrize("layout", [EP2, HYBRID, ACROSS, STAGED], ids=str)
 def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd, layout):
     wanted = spmd(1, bias_after, ONE, 20)[0]
     assert len(wanted) == 3 and all(bias.count_nonzero() > 2 for bias in wanted)

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.states import LAYOUTS, Held, adamw, held, laid_out, train, uncompiled
-from support.tiers import few
 
 from meshwright import load, save
 from meshwright.checkpoint import few_bits
@@ -82,7 +81,7 @@ def write_and_resume(layout: str, word: str, folder: str) -> tuple[list[str], di
         return resumed.differs_from(undisturbed) + ["losses"] * (resumed.losses != undisturbed.losses), kept, resumed, said
 
 
-@pytest.mark.parametrize("layout", few(LAYOUTS, 2))
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("word", BLOCK)
 def test_a_resumed_run_is_the_undisturbed_one(spmd, tmp_path, layout, word):
     found = spmd(LAYOUTS[layout][0], write_and_resume, layout, word, str(tmp_path / "c"))
@@ -155,7 +154,7 @@ def test_other_bits_are_read_and_said(spmd, tmp_path):
         ("FSDP2 + TP", "HSDP", True),
     ],
 )
-@pytest.mark.parametrize("word", few(BLOCK, 1))
+@pytest.mark.parametrize("word", BLOCK)
 def test_another_layout_reads_what_it_can_keep_and_says_what_it_cannot(spmd, tmp_path, word, writer, reader, changes):
     kept = spmd(LAYOUTS[writer][0], write, writer, word, str(tmp_path / "c"))[0]
     found = spmd(LAYOUTS[reader][0], read, reader, word, str(tmp_path / "c"))

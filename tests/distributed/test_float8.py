@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.laid_out import own_rows
-from support.tiers import few
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -60,7 +59,7 @@ def verified(pool: Any, model: Any, layout: Layout, techniques: dict[str, Any], 
     return verifying.verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=(dtype,), microbatch_rows=rows, pool=pool)
 
 
-@pytest.mark.parametrize("name", few(WAYS, 3))
+@pytest.mark.parametrize("name", WAYS)
 def test_float8_costs_no_more_than_it_does_in_one_process(pool, name):
     model, layout, techniques, dtype = WAYS[name]
     report = verified(pool, model, layout, techniques, dtype, 1 if "microbatches" in name else 0)

@@ -12,7 +12,6 @@ import pytest
 import test_pipeline
 import torch
 from support.laid_out import own_rows
-from support.tiers import few
 from test_float8 import BATCHES, DENSE, SHARDED, SPARSE, WIDE, verified
 from test_tensor_parallel import Way, assert_all_foreseen, one_warm_step
 from torch import Tensor
@@ -88,7 +87,7 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
 
 
-@pytest.mark.parametrize("name", few(WAYS, 4))
+@pytest.mark.parametrize("name", WAYS)
 def test_gathering_in_float8_changes_nothing_at_all(spmd, name):
     model, layout, techniques, rows = WAYS[name]
     found, expected = (spmd(layout.world, trained, model, layout, chosen | techniques, rows)[0] for chosen in (GATHERED, ONE_SCALE))
@@ -212,7 +211,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", few(COUNTED, 2))
+@pytest.mark.parametrize("name", COUNTED)
 def test_the_plan_foresees_every_byte(spmd, name):
     way = COUNTED[name]
     way = replace(way, techniques=(*GATHERED.items(), *way.techniques))

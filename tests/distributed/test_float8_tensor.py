@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from support.adapters import adapted
 from support.laid_out import own_rows
-from support.tiers import few
 from test_float8 import BATCHES, TENSOR, WIDE, verified
 from test_tensor_parallel import SHARDED, TP2, Way, assert_all_foreseen, family, one_warm_step
 from torch import nn
@@ -186,7 +185,7 @@ COUNTED: dict[str, tuple[Any, Way]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(COUNTED, 3))
+@pytest.mark.parametrize("name", COUNTED)
 def test_the_plan_foresees_every_message(spmd, name):
     source, way = COUNTED[name]
     way = replace(way, techniques=(*ONE_SCALE.items(), *way.techniques))

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.laid_out import own_rows
-from support.tiers import few
 from torch import Tensor
 
 from meshwright.checkpoint import load, save
@@ -38,7 +37,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(WAYS, 2))
+@pytest.mark.parametrize("name", WAYS)
 def test_float16_costs_no_more_than_the_dtype_does(pool, name):
     model, layout, techniques = WAYS[name]
     rows = 1 if "microbatches" in name else 0

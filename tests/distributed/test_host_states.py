@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.states import BATCHES, BF16, DENSE, LAYOUTS, Held, adamw, held, laid_out, train, uncompiled
-from support.tiers import few
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -57,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, 3))
+@pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_state_that_stays(spmd, tmp_path, case):
     layout, techniques, kind = CASES[case]
     world = LAYOUTS[layout][0]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import families, foreign
 from support.problems import DDP2, FSDP4, HSDP, ONE, SEED, TIED, UNTIED
-from support.tiers import few
 from support.train import collect
 from torch import nn
 
@@ -52,7 +51,7 @@ def initial(model, layout, seed):
     return values, tied
 
 
-@pytest.mark.parametrize("name", few(MODELS, 3))
+@pytest.mark.parametrize("name", MODELS)
 def test_every_layout_starts_bitwise_equal(spmd, name):
     (one, tied), *_ = spmd(1, initial, MODELS[name], ONE, SEED)
     assert tied

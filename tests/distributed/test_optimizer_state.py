@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.laid_out import own_rows
 from support.states import BATCHES, LAYOUTS, Held, adamw, beside_torchao, bits, held, laid_out, train, uncompiled
-from support.tiers import few
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +23,7 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-@pytest.mark.parametrize("layout", few(LAYOUTS, 3))
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
 def test_every_layout_steps_its_shards_as_torchao_does(spmd, layout, word):
     ranks = spmd(LAYOUTS[layout][0], beside_torchao, layout, word)
@@ -183,7 +182,7 @@ def bytes_held(layout: str, word: str, master: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
-@pytest.mark.parametrize("layout", few(["DDP", "FSDP2", "FSDP2 + TP", "PP + FSDP2", "EP"], 1))
+@pytest.mark.parametrize("layout", ["DDP", "FSDP2", "FSDP2 + TP", "PP + FSDP2", "EP"])
 def test_the_plan_foresees_what_is_held(spmd, layout, word, master):
     figures = spmd(LAYOUTS[layout][0], bytes_held, layout, word, master)
     most = max(found for found, _, _ in figures)

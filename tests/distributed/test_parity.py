@@ -11,7 +11,6 @@ from support import foreign
 from support.oracle import bf16_gradients, differences, excesses, faults, relative_errors, worst
 from support.pairwise import covering_array, legal_combinations, pairs_of
 from support.problems import DDP2, FSDP2, FSDP4, HSDP, LAYOUTS, ONE, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way
-from support.tiers import few
 from support.train import compare, gradients_of_first_step, train
 
 from meshwright import Layout
@@ -86,7 +85,7 @@ def test_the_array_covers_every_legal_pair():
     assert len(COMBINATIONS) < 30
 
 
-@pytest.mark.parametrize("c", few(COMBINATIONS, 4), ids=label)
+@pytest.mark.parametrize("c", COMBINATIONS, ids=label)
 def test_fp64_equals_one_process(spmd, reference, measured, c):
     problem, way = problem_and_way(c)
     runs = spmd(way.layout.world, train, problem, way)
@@ -106,7 +105,7 @@ IN_FP32 = [
 ]
 
 
-@pytest.mark.parametrize("c", few(IN_FP32, 2), ids=label)
+@pytest.mark.parametrize("c", IN_FP32, ids=label)
 def test_fp32_stays_within_the_noise_of_one_process(spmd, reference, floor, measured, c):
     problem, way = problem_and_way(c, dtype="float32", optimizer="sgd")
     runs = spmd(way.layout.world, train, problem, way)
@@ -120,7 +119,7 @@ BF16 = (("precision", {"compute": "bfloat16", "reduce": "float32"}),)
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize(
     "layout",
-    few([ONE, FSDP2, FSDP4, HSDP, Layout(dp_replicate=2, dp_shard=1)], 2),
+    [ONE, FSDP2, FSDP4, HSDP, Layout(dp_replicate=2, dp_shard=1)],
     ids=["one rank", "fsdp2", "fsdp4", "hsdp2x2", "replicas of one shard"],
 )
 def test_bf16_costs_no_more_than_the_dtype_itself(spmd, reference, measured, layout, microbatches):
@@ -188,7 +187,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("layout", [DDP2, FSDP2], ids=["ddp2", "fsdp2"])
-@pytest.mark.parametrize("name", few(FOREIGN, 3))
+@pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_models_equal_one_process(spmd, reference, measured, name, layout):
     factory, bound = FOREIGN[name]
     arguments = ()

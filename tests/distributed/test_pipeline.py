@@ -16,12 +16,12 @@ import pytest
 import torch
 from support import families
 from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
-from support.tiers import few
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import fully_sharded, parallel_model
+from meshwright.distributed import fully_sharded, order, parallel_model
+from meshwright.distributed import parallelize as parallelizing
 from meshwright.distributed.deferred import DeferredGradients
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(WAYS, 4))
+@pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
     report = verify(model, layout, RandomBatches(VOCABULARY, 8, 9), steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
@@ -81,7 +81,7 @@ def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     measured(f"{layout}: {name}", "pipelines, decoder", {"gradient": max(d.error for d in report.comparisons[0].of("gradient"))})
 
 
-@pytest.mark.parametrize("layout", few([SHARDED, TENSOR], 1), ids=str)
+@pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     wishes = {"pipeline_schedule": "interleaved_1f1b"}
     report = verify(TIED, layout, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("bfloat16", "float32"), techniques=wishes, pool=pool)
@@ -97,7 +97,7 @@ def family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", [PP2, TENSOR], ids=str)
-@pytest.mark.parametrize("name", few(FAMILIES, 1))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_equal_to_one_process(pool, name, layout):
     report = verify(family(name), layout, steps=2, dtypes=("float64",), pool=pool)
     assert report, report
@@ -176,7 +176,7 @@ def by_one_process(pool):
 
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    few([(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")], 2),
+    [(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")],
     ids=str,
 )
 def test_steps_evaluation_and_generation_are_those_of_one_process(spmd, by_one_process, layout, schedule):
@@ -272,7 +272,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], s
     return foreseen(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
-@pytest.mark.parametrize("name", few(WIRE, 2))
+@pytest.mark.parametrize("name", WIRE)
 def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     for planned, sent, promised, kept in spmd(layout.world, one_step, model, layout, techniques, 9):
@@ -310,7 +310,7 @@ def read(layout: Layout, schedule: str, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
-@pytest.mark.parametrize("schedule", few(["1f1b", "interleaved_1f1b", "zbv_zero_bubble"], 1))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path, schedule):
     folder = str(tmp_path / "first")
     written = spmd(4, trained, SHARDED, schedule, folder)[0]
@@ -386,3 +386,47 @@ def test_when_a_stage_is_lost_the_others_stop_in_seconds_and_say_which(spmd):
     blocks = r"layers\.2 to layers\.3"
     said = rf"stage 1 \({blocks}, on rank 1\) gave no gradient of microbatch \d|rank 1 \(stage 1 of 2: {blocks}\) took nothing more"
     assert re.match(rf"({said}).*: its process ended, or does not answer \(", heard), heard
+
+
+# --- what is laid out was proved
+
+
+def proved(layout: Layout) -> tuple[list[Any], list[Any]]:
+    """What was rehearsed before anything was laid out, and what the laid out model goes by."""
+    rehearsed: list[Any] = []
+    lay_out = order.lay_out
+    before: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        before.extend(rehearsed)
+        return lay_out(*args)
+
+    with (
+        patch.object(parallelizing, "prove", lambda facts, plan: rehearsed.append(plan)),
+        patch.object(parallelizing, "prove_stages", lambda facts, plan, ranks: rehearsed.append((plan, ranks))),
+        patch.object(order, "lay_out", noted),
+    ):
+        plan = parallelize(UNTIED, layout, seed=1).plan
+    return before, [plan.tensor, (plan.pipeline, layout.tp)]
+
+
+def test_the_plan_that_is_laid_out_is_the_one_that_was_proved(spmd):
+    for before, laid_out in spmd(4, proved, TENSOR):
+        assert all(plan in before for plan in laid_out) and None not in laid_out
+
+
+def unproved() -> bool:
+    def refuse(*args: Any) -> None:
+        raise UnsupportedError("the stages do not give what the whole model gives")
+
+    with (
+        patch.object(parallelizing, "prove_stages", refuse),
+        patch.object(order, "lay_out") as laid_out,
+        pytest.raises(UnsupportedError, match="do not give"),
+    ):
+        parallelize(UNTIED, PP2, seed=1)
+    return laid_out.called
+
+
+def test_what_is_refuted_is_not_laid_out(spmd):
+    assert spmd(2, unproved) == [False, False]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiers import few
 
 from meshwright import ConfigError, Layout, distributed
 from meshwright.comparison.equality import relative_errors
@@ -120,7 +119,7 @@ def by_torch(schedule: str, microbatches: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("schedule", few(KINDS, 2))
+@pytest.mark.parametrize("schedule", KINDS)
 def test_every_schedule_of_torch_gives_the_gradients_of_one_process(spmd, schedule):
     expected = spmd(1, by_one_process)[0]
     found: dict[str, torch.Tensor] = {}

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from support.laid_out import Figures, assert_foreseen, counted, foreseen, own_rows
 from support.recomputed import backward, built, gradients, kept_bytes, operations
-from support.tiers import few
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 
@@ -64,7 +63,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(WAYS, 4))
+@pytest.mark.parametrize("name", WAYS)
 def test_a_mode_is_equal_to_one_process(pool, name):
     layout, techniques = WAYS[name]
     model = SPARSE if layout.ep > 1 else DENSE
@@ -122,7 +121,7 @@ def assert_sent(planned: Figures, sent: Figures) -> None:
     assert_foreseen(planned, alike)
 
 
-@pytest.mark.parametrize("name", few(WIRE, 2))
+@pytest.mark.parametrize("name", WIRE)
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
     for planned, sent in spmd(layout.world, one_step, model, layout, techniques):
@@ -155,24 +154,21 @@ PRODUCTS = 7
 
 @pytest.mark.parametrize(
     ("techniques", "products", "attentions"),
-    few(
-        [
-            ({"activation_checkpointing": "full"}, 4 * (PRODUCTS - 1), 4),  # the last one's result is in no backward
-            (EVERY_N, 2 * (PRODUCTS - 1), 2),
-            ({**EVERY_N, "checkpoint_every": 1}, 4 * (PRODUCTS - 1), 4),
-            ({**EVERY_N, "checkpoint_every": 3}, PRODUCTS - 1, 1),
-            (MODULES, 4 * 2, 0),
-            (BY_OPERATOR, 4 * 3, 0),  # the first, third, fifth; the seventh is in no backward
-            ({**BY_OPERATOR, "checkpoint_keep_every": 3}, 4 * 4, 0),
-            ({**BY_OPERATOR, "checkpoint_keep_every": 1}, 0, 0),
-            ({**BY_OPERATOR, "checkpoint_keep": ("attention",)}, 4 * (PRODUCTS - 1), 0),
-            ({**BY_OPERATOR, "checkpoint_keep": ("aten.mm.default",)}, 0, 4),
-            ({**BY_OPERATOR, "checkpoint_keep": ("aten.mm",)}, 0, 4),
-            ({**BY_OPERATOR, "checkpoint_keep": (f"{__name__}:wide_products",)}, 4 * (PRODUCTS - 3), 4),
-            (OFFLOAD, 0, 0),
-        ],
-        4,
-    ),
+    [
+        ({"activation_checkpointing": "full"}, 4 * (PRODUCTS - 1), 4),  # the last one's result is in no backward
+        (EVERY_N, 2 * (PRODUCTS - 1), 2),
+        ({**EVERY_N, "checkpoint_every": 1}, 4 * (PRODUCTS - 1), 4),
+        ({**EVERY_N, "checkpoint_every": 3}, PRODUCTS - 1, 1),
+        (MODULES, 4 * 2, 0),
+        (BY_OPERATOR, 4 * 3, 0),  # the first, third, fifth; the seventh is in no backward
+        ({**BY_OPERATOR, "checkpoint_keep_every": 3}, 4 * 4, 0),
+        ({**BY_OPERATOR, "checkpoint_keep_every": 1}, 0, 0),
+        ({**BY_OPERATOR, "checkpoint_keep": ("attention",)}, 4 * (PRODUCTS - 1), 0),
+        ({**BY_OPERATOR, "checkpoint_keep": ("aten.mm.default",)}, 0, 4),
+        ({**BY_OPERATOR, "checkpoint_keep": ("aten.mm",)}, 0, 4),
+        ({**BY_OPERATOR, "checkpoint_keep": (f"{__name__}:wide_products",)}, 4 * (PRODUCTS - 3), 4),
+        (OFFLOAD, 0, 0),
+    ],
     ids=str,
 )
 def test_so_much_is_computed_again_and_no_gradient_changes(techniques, products, attentions):

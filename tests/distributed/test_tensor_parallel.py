@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from support import families, users
 from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
-from support.tiers import few
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
@@ -84,7 +83,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", few(WAYS, 4))
+@pytest.mark.parametrize("name", WAYS)
 def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     way = WAYS[name]
     batches = RandomBatches(257, rows=4, seq_len=way.seq)
@@ -98,7 +97,7 @@ def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     measured(f"{way.layout}: {name}", "tensor parallel, decoder", {"gradient": worst})
 
 
-@pytest.mark.parametrize(("layout", "model"), few([(TP4, TIED), (SHARDED, UNTIED)], 1), ids=str)
+@pytest.mark.parametrize(("layout", "model"), [(TP4, TIED), (SHARDED, UNTIED)], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout, model):
     report = verify(model, layout, RandomBatches(257, rows=4, seq_len=11), steps=1, dtypes=("bfloat16",), pool=pool)
     assert report, report
@@ -161,22 +160,19 @@ SOFTCAPPED = {"loss_chunks": 3}
 
 @pytest.mark.parametrize(
     ("factory", "layout", "techniques"),
-    few(
-        [
-            (gpt2, SHARDED, {}),
-            (phi3, SHARDED, {}),
-            (olmo2, TP4, {}),
-            (falcon, TP4, {}),
-            (gemma2, SHARDED, SOFTCAPPED),
-            *((factory, layout, {}) for factory in (latent, latent_keys_alone) for layout in (TP4, SHARDED)),
-            (latent_keys_alone, TP2, {"sequence_parallel": False}),
-            (latent, TP2, {"sequence_parallel": False, "activation_checkpointing": "full"}),
-            *((factory, layout, {}) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
-            (gpt_neox, SHARDED, {"activation_checkpointing": "full", "regather": False}),
-            *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
-        ],
-        3,
-    ),
+    [
+        (gpt2, SHARDED, {}),
+        (phi3, SHARDED, {}),
+        (olmo2, TP4, {}),
+        (falcon, TP4, {}),
+        (gemma2, SHARDED, SOFTCAPPED),
+        *((factory, layout, {}) for factory in (latent, latent_keys_alone) for layout in (TP4, SHARDED)),
+        (latent_keys_alone, TP2, {"sequence_parallel": False}),
+        (latent, TP2, {"sequence_parallel": False, "activation_checkpointing": "full"}),
+        *((factory, layout, {}) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
+        (gpt_neox, SHARDED, {"activation_checkpointing": "full", "regather": False}),
+        *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_family_is_equal_to_one_process(pool, factory, layout, techniques):
@@ -218,7 +214,7 @@ def assert_all_foreseen(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
             assert all(0 < moved <= planned[key][1] for key, (_, moved) in sent.items())
 
 
-@pytest.mark.parametrize("name", few(WAYS, 3))
+@pytest.mark.parametrize("name", WAYS)
 def test_the_plan_foresees_every_byte(spmd, name):
     way = WAYS[name]
     assert_all_foreseen(spmd(way.layout.world, one_warm_step, way.model, way, 257), way.layout.tp)
@@ -226,26 +222,23 @@ def test_the_plan_foresees_every_byte(spmd, name):
 
 @pytest.mark.parametrize(
     ("factory", "way"),
-    few(
-        [
-            (gpt2, Way(TP2)),
-            (phi3, Way(SHARDED, rows=1)),
-            (olmo2, Way(TP4)),
-            (falcon, Way(TP4)),
-            (gemma2, Way(TP2, tuple(SOFTCAPPED.items()))),
-            (latent, Way(SHARDED, rows=1)),
-            (latent_keys_alone, Way(TP2, (("sequence_parallel", False),))),
-            (latent, Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
-            *((factory, Way(layout)) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
-            (gpt_neox, Way(TP2, (("regather", False),))),
-            (gpt_neox, Way(TP2, (("sequence_parallel", False),))),
-            (gpt_neox, Way(SHARDED, (("activation_checkpointing", "full"),), 1)),
-            (falcon_two_norms, Way(TP2, (("activation_checkpointing", "selective"),))),
-            (gpt_neox, Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
-            (gpt_neox, Way(TP2, (("freeze", (r"embed_in", "norm")),))),
-        ],
-        3,
-    ),
+    [
+        (gpt2, Way(TP2)),
+        (phi3, Way(SHARDED, rows=1)),
+        (olmo2, Way(TP4)),
+        (falcon, Way(TP4)),
+        (gemma2, Way(TP2, tuple(SOFTCAPPED.items()))),
+        (latent, Way(SHARDED, rows=1)),
+        (latent_keys_alone, Way(TP2, (("sequence_parallel", False),))),
+        (latent, Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
+        *((factory, Way(layout)) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
+        (gpt_neox, Way(TP2, (("regather", False),))),
+        (gpt_neox, Way(TP2, (("sequence_parallel", False),))),
+        (gpt_neox, Way(SHARDED, (("activation_checkpointing", "full"),), 1)),
+        (falcon_two_norms, Way(TP2, (("activation_checkpointing", "selective"),))),
+        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
+        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", "norm")),))),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_plan_foresees_every_byte_of_a_family(spmd, factory, way):

@@ -19,6 +19,7 @@ def case(way: Way) -> Any:
     return pytest.param(way, marks=[OVERCOUNTED] if way.is_overcounted else [])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("way", [case(way) for way in WAYS], ids=str)
 def test_a_way_keeps_every_promise(pool, reference, tmp_path, measured, way):
     """Equal to one process; sends and holds what the plan says; goes on from a checkpoint bit by bit; torch reads the same weights."""

@@ -9,7 +9,6 @@ import torch
 from support.laid_out import assert_foreseen
 from support.oracle import differences, faults, worst
 from support.problems import FSDP2, FSDP4, HSDP, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way, make_optimizer, pieces, share
-from support.tiers import few
 from support.train import DISTURBANCES, lay_out, local, train
 from test_pipeline import one_step
 from test_wire import EVEN, even_sizes, one_warm_step
@@ -36,7 +35,7 @@ def layout_of(stage: int, ranks: int) -> Layout:
 # --- equal to one process
 
 
-@pytest.mark.parametrize("stage", few(STAGES, 2))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("microbatches", ["one", "list"])
 def test_every_stage_equals_one_process(spmd, reference, measured, stage, microbatches):
     way = Way(layout_of(stage, 2), (("zero_stage", stage),), microbatches)
@@ -53,7 +52,7 @@ COMPANIONS = {
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", few(COMPANIONS, 1))
+@pytest.mark.parametrize("name", COMPANIONS)
 def test_stages_keep_company(spmd, reference, name, stage):
     layout, techniques, freeze = COMPANIONS[name]
     problem = Problem(TIED if freeze else UNTIED, freeze=freeze)
@@ -65,7 +64,7 @@ def test_stages_keep_company(spmd, reference, name, stage):
 CUT = DecoderConfig(257, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, tied_embeddings=True)
 
 
-@pytest.mark.parametrize("stage", few([1, 2, 3], 1))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "layout",
     [Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, ep=2)],
@@ -90,7 +89,7 @@ WIRE = {
 
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", few(WIRE, 1))
+@pytest.mark.parametrize("name", WIRE)
 def test_the_plan_foresees_every_byte(spmd, name, stage, microbatches):
     layout, model, techniques = WIRE[name]
     way = Way(layout, (("zero_stage", stage), *techniques), microbatches)

@@ -114,31 +114,22 @@ def worst_error(layout: Layout, options: dict[str, Any]) -> float:
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "grads_params", "params")
-WAYS: dict[int, list[tuple[Layout, dict[str, Any]]]] = {
-    2: [
-        *((DP2, {"data_parallel_sharding_strategy": strategy}) for strategy in STRATEGIES),
-        (DP2, {"average_in_collective": True}),
-        (DP2, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
-        (DP2, {"disable_bucketing": True, "data_parallel_sharding_strategy": "optim"}),
-    ],
-    4: [
-        *((layout, {"data_parallel_sharding_strategy": strategy}) for layout in (HSDP, CUT) for strategy in STRATEGIES[:4]),
-        (Layout(dp_shard=1, tp=2, dp_replicate=2), {"data_parallel_sharding_strategy": "no_shard"}),
-        (HSDP, {"average_in_collective": True}),
-    ],
-}
+WAYS: list[tuple[Layout, dict[str, Any]]] = [
+    *((DP2, {"data_parallel_sharding_strategy": strategy}) for strategy in STRATEGIES),
+    (DP2, {"average_in_collective": True}),
+    (DP2, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
+    (DP2, {"disable_bucketing": True, "data_parallel_sharding_strategy": "optim"}),
+    *((layout, {"data_parallel_sharding_strategy": strategy}) for layout in (HSDP, CUT) for strategy in STRATEGIES[:4]),
+    (Layout(dp_shard=1, tp=2, dp_replicate=2), {"data_parallel_sharding_strategy": "no_shard"}),
+    (HSDP, {"average_in_collective": True}),
+]
 
 
-def worst_errors(world: int) -> dict[str, float]:
-    return {f"{layout}, {options}": worst_error(layout, options) for layout, options in WAYS[world]}
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_two_steps_equal_one_process(spmd, measured, world):
-    for found in spmd(world, worst_errors, world):
-        assert len(found) == len(WAYS[world]) and not {way: error for way, error in found.items() if not error <= FP32_INSIDE}
-        for way, error in found.items():
-            measured(way[:48], "strategy, fp64", {"parameters": error})
+@pytest.mark.parametrize(("layout", "options"), WAYS, ids=str)
+def test_two_steps_equal_one_process(spmd, measured, layout, options):
+    for error in spmd(layout.world, worst_error, layout, options):
+        assert error <= FP32_INSIDE
+        measured(f"{layout}, {options}"[:48], "strategy, fp64", {"parameters": error})
 
 
 # --- what is applied

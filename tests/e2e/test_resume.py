@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics, nested, rows_of_step, tree
-from support.tiers import few
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.trainer import Trainer
@@ -29,14 +28,11 @@ def test_stopped_and_continued_is_bit_by_bit_the_run_that_was_not(train, spmd, l
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    few(
-        [
-            pytest.param(1, {"layout.dp_shard": 1, "data.workers": 0}, id="one-process"),
-            pytest.param(4, {"layout.dp_replicate": 2, "layout.dp_shard": 2, "data.workers": 2}, id="hsdp2x2"),
-            pytest.param(2, {"batch.microbatch": 1}, id="microbatches-of-1"),
-        ],
-        1,
-    ),
+    [
+        pytest.param(1, {"layout.dp_shard": 1, "data.workers": 0}, id="one-process"),
+        pytest.param(4, {"layout.dp_replicate": 2, "layout.dp_shard": 2, "data.workers": 2}, id="hsdp2x2"),
+        pytest.param(2, {"batch.microbatch": 1}, id="microbatches-of-1"),
+    ],
 )
 def test_on_another_layout_it_goes_on_with_exactly_the_next_samples(train, world, changes):
     exact = STEADY | {"techniques.precision.master": "float64"}

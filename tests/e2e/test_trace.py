@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from e2e_runs import Job, metrics, nested
 from support import mutants
-from support.tiers import few
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -63,24 +62,21 @@ def small(small, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "changes",
-    few(
-        [
-            {"layout.dp_shard": 1},
-            DDP,
-            FSDP | {"batch.microbatch": 1},
-            HSDP | {"techniques.activation_checkpointing": "full"},
-            FSDP | {"techniques.cpu_offload": True},
-            {"layout.dp_shard": 4} | BF16,
-            DDP | BF16 | {"batch.microbatch": 2},
-            HSDP | BF16,
-            FSDP | {"techniques.compile": True, "techniques.compile_backend": "aot_eager"},
-            PIPELINE,
-            PIPELINE | BF16 | {"techniques.activation_checkpointing": "full"},
-            TENSOR,
-            TENSOR | {"techniques.sequence_parallel": False},
-        ],
-        3,
-    ),
+    [
+        {"layout.dp_shard": 1},
+        DDP,
+        FSDP | {"batch.microbatch": 1},
+        HSDP | {"techniques.activation_checkpointing": "full"},
+        FSDP | {"techniques.cpu_offload": True},
+        {"layout.dp_shard": 4} | BF16,
+        DDP | BF16 | {"batch.microbatch": 2},
+        HSDP | BF16,
+        FSDP | {"techniques.compile": True, "techniques.compile_backend": "aot_eager"},
+        PIPELINE,
+        PIPELINE | BF16 | {"techniques.activation_checkpointing": "full"},
+        TENSOR,
+        TENSOR | {"techniques.sequence_parallel": False},
+    ],
     ids=str,
 )
 def test_a_sound_run_is_equal_and_trains_on(spmd, small, written, changes):

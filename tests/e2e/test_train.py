@@ -10,7 +10,6 @@ import sys
 
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, finish, free_port, losses, metrics, only_run, start
-from support.tiers import few
 
 from meshwright.cli.main import main
 from meshwright.core.config import to_toml
@@ -25,6 +24,7 @@ HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 FSDP: dict = {}
 
 
+@pytest.mark.every_case
 def test_the_default_run_on_four_processes_leaves_all_that_it_promises(meshwright, flags, corpus, cache, tmp_path, capsys, train, spmd):
     here = tmp_path / "a folder with spaces"
     here.mkdir()
@@ -98,18 +98,15 @@ def known():
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    few(
-        [
-            pytest.param(2, DDP2, id="ddp2"),
-            pytest.param(2, FSDP, id="fsdp2"),
-            pytest.param(4, DDP4, id="ddp4"),
-            pytest.param(4, FSDP, id="fsdp4"),
-            pytest.param(1, {"batch.microbatch": 3, "data.workers": 0}, id="one-microbatches-of-3"),
-            pytest.param(4, HSDP | {"batch.microbatch": 1, "data.workers": 2}, id="hsdp2x2-microbatches-of-1"),
-            pytest.param(4, {"layout.pp": 2, "layout.dp_shard": 2}, id="pp2-fsdp2"),
-        ],
-        2,
-    ),
+    [
+        pytest.param(2, DDP2, id="ddp2"),
+        pytest.param(2, FSDP, id="fsdp2"),
+        pytest.param(4, DDP4, id="ddp4"),
+        pytest.param(4, FSDP, id="fsdp4"),
+        pytest.param(1, {"batch.microbatch": 3, "data.workers": 0}, id="one-microbatches-of-3"),
+        pytest.param(4, HSDP | {"batch.microbatch": 1, "data.workers": 2}, id="hsdp2x2-microbatches-of-1"),
+        pytest.param(4, {"layout.pp": 2, "layout.dp_shard": 2}, id="pp2-fsdp2"),
+    ],
 )
 def test_every_layout_takes_the_steps_of_one_process(both, known, world, changes):
     one = known.get("one") or known.setdefault("one", both(1, ONE))
@@ -183,7 +180,7 @@ def under_slurm(environment, cwd, words):
     return [finish(process) for process in [start([sys.executable, "-m", "meshwright", *words], mine, cwd) for mine in tasks]]
 
 
-@pytest.mark.parametrize("launcher", few([under_torchrun, under_slurm], 1))
+@pytest.mark.parametrize("launcher", [under_torchrun, under_slurm])
 def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, environment, flags, tmp_path, train):
     ended = launcher(environment, tmp_path, ["train", *flags({"steps": 2, "layout.dp_replicate": 2, "layout.dp_shard": 1})])
     assert [one.status for one in ended] == [0] * len(ended), ended

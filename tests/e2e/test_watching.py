@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 from e2e_runs import Job, metrics
-from support.tiers import few
 
 from meshwright.data.loader import Loader
 from meshwright.models.decoder import Decoder
@@ -47,7 +46,7 @@ class Slowed(Job):
             stragglers.WINDOW_STEPS = bounds
 
 
-@pytest.mark.parametrize(("place", "layout"), few([("data", HSDP), ("forward", {}), ("forward", DDP)], 1))
+@pytest.mark.parametrize(("place", "layout"), [("data", HSDP), ("forward", {}), ("forward", DDP)])
 def test_a_slow_rank_is_named_with_the_place_where_it_is_slow(train, small, place, layout):
     told = train(4, job=Slowed(small({"steps": 10, **layout}), place=place))
     assert [result.status for result in told] == [0] * 4

@@ -161,13 +161,18 @@ class Remembering:
     job: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
-        from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
-        from meshwright.introspection import facts
-
-        facts.measured, facts.measure_stacks = _measured_once, _stacks_once
-        tensor_rehearsal.rehearse, stages_rehearsal.rehearse = _rehearsed_once, _stages_once
+        remember()
         return self.job(*args)
+
+
+def remember() -> None:
+    """From now on this process measures equal models once, and rehearses a plan of them once."""
+    from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
+    from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
+    from meshwright.introspection import facts
+
+    facts.measured, facts.measure_stacks = _measured_once, _stacks_once
+    tensor_rehearsal.rehearse, stages_rehearsal.rehearse = _rehearsed_once, _stages_once
 
 
 def identity(model: nn.Module) -> bytes | None:

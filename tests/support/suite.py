@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +17,75 @@ import psutil
 import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "costs.txt"
-"""CPU seconds of each test that takes ``LISTED_SEC`` or more: pieces of about equal cost are made by them."""
-LISTED_SEC, CHEAP_SEC = 0.5, 0.02
+"""Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name. Written by `make test-all`."""
+LISTED_SEC, CHEAP_SEC = 0.2, 0.02
+SHARE_SEC, ALONE_SEC = 1.5, 4.0
+"""CPU seconds that the cases of one test function may take in `make test`; and the first of them, where it alone takes more."""
+NAMES = FILE.parents[1] / ".cache" / "names.json"
+"""The names of all tests by file, as they were when all were collected; scripts/run_tests.py chooses files for ``-k`` by them."""
 SLOWEST = 10
-KILLS = "kills"
+KILLS, EVERY_CASE = "kills", "every_case"
+IN_TEST, IN_ALL = "test", "all"
 
 
-def read_costs(path: Path = FILE) -> dict[str, float]:
+@dataclass(frozen=True)
+class Cost:
+    """A test's CPU seconds; the (gallery, mutant) that it kills; and whether `make test` has every case of its function."""
+
+    test: str
+    seconds: float
+    kills: tuple[str, str] | None = None
+    is_kept: bool = False
+
+
+def left_to_all(costs: Iterable[Cost]) -> set[str]:
+    """The tests that `make test` leaves to `make test-all`: a set cover, by costs.
+
+    `make test` keeps the cheapest cases of each test function, as far as ``SHARE_SEC`` reaches, one at least if that takes no more than
+    ``ALONE_SEC``; of each mutant the cheapest test that kills it; every case where the function asks for that; and tests that have no
+    recorded cost.
+    """
+    left: set[str] = set()
+    functions: dict[str, list[Cost]] = defaultdict(list)
+    killers: dict[tuple[str, str], list[Cost]] = defaultdict(list)
+    for cost in costs:
+        functions[cost.test.partition("[")[0]].append(cost)
+        if cost.kills is not None:
+            killers[cost.kills].append(cost)
+    for cases in functions.values():
+        spent = 0.0
+        for number, cost in enumerate(sorted(cases, key=_price)):
+            fits = spent + cost.seconds <= SHARE_SEC or (number == 0 and cost.seconds <= ALONE_SEC)
+            spent += cost.seconds
+            if not fits and not cost.is_kept:
+                left.add(cost.test)
+    return left - {min(tests, key=_price).test for tests in killers.values()}
+
+
+def _price(cost: Cost) -> tuple[float, str]:
+    return cost.seconds, cost.test
+
+
+def read_costs(path: Path = FILE) -> dict[str, tuple[float, str]]:
+    """Test -> CPU seconds, and ``IN_TEST`` or ``IN_ALL``."""
     if not path.exists():
         return {}
-    lines = [line.split(" ", 1) for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
-    return {test: float(seconds) for seconds, test in lines}
+    lines = [line.split(" ", 2) for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    return {test: (float(seconds), tier) for seconds, tier, test in lines}
 
 
-def pieces(tests: Iterable[str], number: int, costs: Mapping[str, float]) -> list[set[str]]:
+def lines_of(costs: Iterable[Cost]) -> list[str]:
+    """Of the file, to two digits."""
+    every = {cost.test: cost for cost in costs}
+    left = left_to_all(every.values())
+    listed = sorted((c.test, c.seconds) for c in every.values() if c.seconds >= LISTED_SEC or c.test in left)
+    return [f"{seconds:.2g} {IN_ALL if test in left else IN_TEST} {test}" for test, seconds in listed]
+
+
+def pieces(tests: Iterable[str], number: int, costs: Mapping[str, tuple[float, str]]) -> list[set[str]]:
     """The tests in so many pieces of about equal cost; those of a file stay together as far as that goes."""
     found: list[set[str]] = [set() for _ in range(number)]
-    every = [(test, costs.get(test, CHEAP_SEC)) for test in sorted(tests)]
+    every = [(test, costs.get(test, (CHEAP_SEC, IN_TEST))[0]) for test in sorted(tests)]
     share, spent = sum(cost for _, cost in every) / number, 0.0
     for test, cost in every:
         found[min(int(spent / share), number - 1)].add(test)
@@ -38,10 +95,10 @@ def pieces(tests: Iterable[str], number: int, costs: Mapping[str, float]) -> lis
 
 def is_chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
     """Of the tests that were collected, those that the options ask for."""
-    thorough = {item.nodeid for item in items if item.get_closest_marker("thorough")}
+    left = {test for test, (_, tier) in read_costs().items() if tier == IN_ALL}
     names = {item.nodeid for item in items}
     tier = config.getoption("tier")
-    names = names - thorough if tier == "test" else names & thorough if tier == "thorough" else names
+    names = names - left if tier == "test" else names & left if tier == "rest" else names
     if piece := config.getoption("piece"):
         number, of = map(int, piece.split("/"))
         names = pieces(names, of, read_costs())[number - 1]
@@ -50,11 +107,42 @@ def is_chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
     return names
 
 
+def keep_names(items: Iterable[pytest.Item]) -> None:
+    files: dict[str, list[str]] = defaultdict(list)
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        files[file].append(name)
+    NAMES.parent.mkdir(exist_ok=True)
+    written = NAMES.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"tests": digest_of_tests(), "files": files}), encoding="utf-8")
+    written.replace(NAMES)
+
+
+def files_with(expression: str) -> list[str]:
+    """The test files in which ``-k`` may find something; none where that is not known, since tests changed or nothing was collected."""
+    try:
+        known = json.loads(NAMES.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    words = {word.lower() for word in re.findall(r"\w+", expression)}
+    if known["tests"] != digest_of_tests() or "not" in words:
+        return []
+    words -= {"and", "or"}
+    return [file for file, names in known["files"].items() if any(word in name.lower() for name in (file, *names) for word in words)]
+
+
+def digest_of_tests() -> str:
+    found = hashlib.sha256()
+    for path in sorted(FILE.parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 class Suite:
     """Chooses tests, and closes a run with the mutants that died, the slowest tests, the sum of every folder, and how busy the cores were.
 
     Args:
-        costs: a file to which the CPU seconds of every test are added; None: they are not measured.
+        costs: a file to which each test adds its ``Cost``, as a line of JSON; None: costs are not measured.
     """
 
     def __init__(self, costs: Path | None = None) -> None:
@@ -65,6 +153,12 @@ class Suite:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if (
+            config.args == ["tests"]
+            and not config.getoption("keyword")
+            and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0")
+        ):
+            keep_names(items)
         chosen = is_chosen(config, items)
         left_out = [item for item in items if item.nodeid not in chosen]
         if left_out:
@@ -74,12 +168,14 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if (marker := item.get_closest_marker(KILLS)) is not None:
-            item.user_properties.append((KILLS, [marker.args[0], mutant_of(item, marker)]))
+            item.user_properties.append((KILLS, (marker.args[0], mutant_of(item, marker))))
         before = cpu_seconds() if self.costs else 0.0
         result = yield
         if self.costs:
+            killed = (marker.args[0], mutant_of(item, marker)) if marker is not None else None
+            cost = Cost(item.nodeid, round(cpu_seconds() - before, 2), killed, item.get_closest_marker(EVERY_CASE) is not None)
             with self.costs.open("a", encoding="utf-8") as file:
-                file.write(f"{cpu_seconds() - before:.2f} {item.nodeid}\n")
+                file.write(json.dumps(asdict(cost)) + "\n")
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -110,7 +206,8 @@ def mutant_of(item: pytest.Item, marker: pytest.Mark) -> str:
     """The mutant's name: said by the marker, or the value of the parameter that it names."""
     if "mutant" in marker.kwargs:
         return str(marker.kwargs["mutant"])
-    return str(item.callspec.params[marker.args[1]])  # type: ignore[attr-defined]
+    value = item.callspec.params[marker.args[1]]  # type: ignore[attr-defined]
+    return str(getattr(value, "__name__", value))
 
 
 def busy(begin: Any, end: Any) -> float:

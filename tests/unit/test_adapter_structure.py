@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.adapters import adapted
 from support.cutting import cut, measured
-from support.tiers import few
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
@@ -39,7 +38,7 @@ def errors_of(facts: ModelFacts, **wishes: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
-@pytest.mark.parametrize("family", few(FAMILIES, 1))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whole):
     model = adapted(family)
     errors = errors_of(model_facts(model), sequence_parallel=not whole)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.families import config_of
-from support.tiers import few
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -38,7 +37,7 @@ def parts_of(model, ranks: int) -> dict[str, list[tuple[int, int]]]:
     return {cut.name: [(part.size, part.groups) for part in cut.parts] for kind in made.kinds for cut in kind.cuts()}
 
 
-@pytest.mark.parametrize(("size", "ranks"), few([("8B", 8), ("70B", 16), ("1B", 4), ("125M", 3)], 1))
+@pytest.mark.parametrize(("size", "ranks"), [("8B", 8), ("70B", 16), ("1B", 4), ("125M", 3)])
 def test_our_sizes(size, ranks):
     c = SIZES[size]
     found = parts_of(c, ranks)
@@ -49,22 +48,18 @@ def test_our_sizes(size, ranks):
 
 @pytest.mark.parametrize(
     ("family", "ranks", "name", "parts"),
-    few(
-        [
-            ("llama", 16, "self_attn.k_proj.weight", [(1024, 8)]),
-            ("gpt2", 5, "attn.c_attn.weight", [(1600, 25)] * 3),
-            ("gptj", 4, "attn.q_proj.weight", [(4096, 16)]),
-            ("phi3", 2, "self_attn.qkv_proj.weight", [(5120, 40), (1280, 10), (1280, 10)]),
-            ("bloom", 4, "self_attention.query_key_value.weight", [(12288, 32)]),
-        ],
-        1,
-    ),
+    [
+        ("llama", 16, "self_attn.k_proj.weight", [(1024, 8)]),
+        ("gpt2", 5, "attn.c_attn.weight", [(1600, 25)] * 3),
+        ("gptj", 4, "attn.q_proj.weight", [(4096, 16)]),
+        ("phi3", 2, "self_attn.qkv_proj.weight", [(5120, 40), (1280, 10), (1280, 10)]),
+        ("bloom", 4, "self_attention.query_key_value.weight", [(12288, 32)]),
+    ],
 )
 def test_families(family, ranks, name, parts):
     assert parts_of(large(family), ranks)[name] == parts
 
 
-@pytest.mark.thorough
 def test_one_key_head_stays_one_where_the_config_counts_more():
     """Its proportions are not those of a smaller one: that is seen, and a larger copy is measured."""
     model = large("falcon", hidden_size=4096, num_attention_heads=64)
@@ -98,7 +93,7 @@ def test_a_large_model_without_a_config_is_refused():
         measure_structure(model_facts(as_module(Wide)), 2)
 
 
-@pytest.mark.parametrize("family", few(["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"], 1))
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_mixtures_of_experts_of_full_size_are_planned(family):
     """As transformers' own configs have them: hundreds of billions of parameters, many experts, heads in parts."""
     from transformers import AutoConfig
@@ -118,7 +113,6 @@ def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     assert made.tensor is not None and made.tensor.sequence_parallel
 
 
-@pytest.mark.thorough
 def test_latent_attention_of_full_size_is_cut_by_its_heads():
     from transformers import AutoConfig
 

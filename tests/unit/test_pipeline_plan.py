@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cutting, users
 from support.families import MORE, OWN
-from support.tiers import few, only_six
 from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
@@ -183,7 +182,7 @@ def pipeline_of(facts: ModelFacts, schedule: str = "1f1b") -> PipelinePlan:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
-@pytest.mark.parametrize("name", only_six([*OWN, *MORE]))
+@pytest.mark.parametrize("name", [*OWN, *MORE])
 def test_every_family_goes_through_stages(monkeypatch, name, schedule):
     """With every kind of input, by as many stages as there are blocks, in the way of the plan's schedule."""
     facts, found, rehearse = cutting.family(name), [], rehearsal.rehearse
@@ -210,7 +209,7 @@ CANNOT = {
 """Models of users whose stages would need more than one block's output."""
 
 
-@pytest.mark.parametrize("name", few(users.MODELS, 12))
+@pytest.mark.parametrize("name", users.MODELS)
 def test_a_users_model_goes_through_stages_or_is_refused(name):
     facts = cutting.user(name)
     if name not in CANNOT:

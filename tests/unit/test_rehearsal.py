@@ -13,7 +13,6 @@ import pytest
 import torch
 from support.cutting import cut, family, measured, user
 from support.families import MORE, OWN
-from support.tiers import few, only_six
 from support.users import MODELS
 from torch import Tensor
 
@@ -43,7 +42,7 @@ def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice =
 
 
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("name", only_six([*OWN, *MORE]))
+@pytest.mark.parametrize("name", [*OWN, *MORE])
 def test_every_family_is_equal_to_one_process(measured_errors, name, cut_sequences):
     bound = ROUNDED if name in ROUND_INSIDE else EXACT
     for ranks, which in ((2, slice(1, 2)), (4, slice(0, None, 2))):
@@ -80,7 +79,7 @@ REFUSED_WHOLE = {
 
 
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
-@pytest.mark.parametrize("name", few(MODELS, 10))
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_a_user_is_proved_or_refused_in_words(name, cut_sequences):
     refused = (REFUSED if cut_sequences else REFUSED_WHOLE).get(name)
     for ranks in (2, 4):

@@ -7,7 +7,6 @@ import statistics
 import pytest
 import torch
 from support import composed
-from support.tiers import few
 from test_verify import DDP, even
 
 from meshwright.planning.layout import Layout
@@ -57,7 +56,7 @@ BROKEN = {
 """Composition -> the same, and where it first shows."""
 
 
-@pytest.mark.parametrize("name", few(SOUND, 4))
+@pytest.mark.parametrize("name", SOUND)
 def test_a_sound_composition_is_called_equal(pool, name):
     model, layout, batches = SOUND[name]
     report = verify(model, layout, batches, parallelize_fn=getattr(composed, name), steps=2, pool=pool)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.pairwise import covering_array
-from support.tiers import few
 from test_verify import torchs_ddp
 
 from meshwright.core.errors import UnsupportedError
@@ -88,7 +87,7 @@ def computed_cover() -> list[Cell]:
     return sorted(map(cell_of, covering_array(FACTORS, is_legal, price, covered)), key=lambda cell: COLUMNS.index(cell.column))
 
 
-@pytest.mark.parametrize("name", few(COVER, 3))
+@pytest.mark.parametrize("name", COVER)
 def test_a_cell_is_equal(pool, measured, name):
     cell = SMALL[name]
     judged = judge(cell, pool)
@@ -97,7 +96,6 @@ def test_a_cell_is_equal(pool, measured, name):
     measured(cell.row.name, f"matrix, {cell.column.name}", dict(zip(cell.errors, judged.errors, strict=True)))
 
 
-@pytest.mark.thorough
 def test_the_cover_is_the_cheapest_that_was_found():
     names = [cell.name for cell in computed_cover()]
     assert names == COVER, f"matrix_cover.txt should have these lines:\n{chr(10).join(names)}"

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from support import broken, composed
-from support.tiers import few
 from test_verify import DDP, FSDP, HSDP, even
 
 from meshwright.comparison.findings import Comparison
@@ -24,7 +23,7 @@ EVALUATED = (
 )
 
 
-@pytest.mark.parametrize("layout", few([DDP, FSDP, HSDP], 1), ids=str)
+@pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize("techniques", [{}, CHECKPOINTED], ids=["", "checkpointed"])
 def test_our_layouts_draw_what_they_should(pool, layout, techniques):
     report = verify(composed.Dropping, layout, even, steps=1, techniques=techniques, dtypes=("float64",), pool=pool)
