@@ -45,7 +45,7 @@ def computed(pool: Workers) -> dict[str, list[Kill]]:
     found: dict[str, list[Kill]] = {}
     for mutant in on_ways():
         found[mutant] = []
-        for way in [way for way in sorted(ways(), key=cost) if way.is_ours and not way.is_overcounted][:TRIED]:
+        for way in [way for way in sorted(ways(), key=cost) if way.is_ours][:TRIED]:
             if (kill := killed(mutant, way, pool)) is not None and kill.questions != ("fails",):
                 found[mutant].append(kill)
             if len(found[mutant]) == ENOUGH:

@@ -122,7 +122,7 @@ def keep_costs() -> None:
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
-    costs = [Cost(**cost | {"kills": cost["kills"] and tuple(cost["kills"])}) for cost in found]
+    costs = [Cost(**cost | {"covers": tuple(cost["covers"])}) for cost in found]
     head = [
         "# Written by make test-all: CPU seconds, what has it (make test or make test-all), test.",
         f"{BASE}{commit}, on {date.today()}",

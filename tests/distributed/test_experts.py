@@ -359,6 +359,22 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
     assert exchanged - counts == rows * (4 + 2 * again) * model.dim * 4
 
 
+FROZEN = {
+    "the start": ("embedding", r"layers\.[01]"),
+    "all in front of the last experts": (r"^(?!layers\.3\.feed_forward|norm|head)",),
+    "all but experts": (r"^(?!.*experts)",),
+    "all but routers": (r"^(?!.*router)",),
+    "all but the head": (r"^(?!head)",),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("name", FROZEN)
+def test_no_gradient_travels_where_nothing_in_front_is_trained(spmd, name, mode):
+    for planned, sent, _ in spmd(2, one_step, SOFTMAX, EP2, {"freeze": FROZEN[name], "activation_checkpointing": mode}):
+        assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in planned.items()}
+
+
 def order_of_a_layer() -> list[str]:
     """What one layer does in a step: rows begin and end to travel, its shared expert computes."""
     laid = parallelize(replace(SIGMOID, n_layers=2), EP2, seed=3)

@@ -137,6 +137,7 @@ def lose_one(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
         return candidate(problem, layout, parallelize_fn)
 
 
+@pytest.mark.kills("float8", mutant="products in high precision")
 def test_products_that_are_computed_in_high_precision_are_found(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", lose_one)
     report = verified(pool, DENSE, SHARDED, {"float8": "tensorwise"})
@@ -152,6 +153,7 @@ def multiply_plainly(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
         return candidate(problem, layout, parallelize_fn)
 
 
+@pytest.mark.kills("float8", mutant="tensor parallelism drops it")
 def test_tensor_parallelism_that_drops_float8_is_found(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", multiply_plainly)
     report = verified(pool, WIDE, TENSOR, {"float8": "rowwise"})

@@ -170,6 +170,7 @@ def without_sums(family: str) -> dict[str, float]:
         return errors(family, by_one_call, LAYOUTS["tp2"])
 
 
+@pytest.mark.kills("tensor", mutant="sums left out by the one call")
 def test_leaving_out_the_sums_shows_in_the_norms(spmd):
     norms = ("q_norm", "k_norm")
     for family, shared in (("qwen3", norms), ("olmo2", norms), ("deepseek_v2", ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa"))):

@@ -5,22 +5,14 @@ The ways are in tests/ways.txt. Run one alone: pytest "tests/distributed/test_wa
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support.asked import answers
 from support.ways import FACTORS, Way, ways
 
 WAYS = ways()
-OVERCOUNTED = pytest.mark.xfail(strict=True, reason="the plan counts a backward through experts in front of the first trained layer")
 
 
-def case(way: Way) -> Any:
-    return pytest.param(way, marks=[OVERCOUNTED] if way.is_overcounted else [])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("way", [case(way) for way in WAYS], ids=str)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.covers(*way.meetings)) for way in WAYS], ids=str)
 def test_a_way_keeps_every_promise(pool, reference, tmp_path, measured, way):
     """Equal to one process; sends and holds what the plan says; goes on from a checkpoint bit by bit; torch reads the same weights."""
     found = answers(way, pool, reference(way.problem), tmp_path)

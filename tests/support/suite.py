@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,47 +20,52 @@ import pytest
 FILE = Path(__file__).resolve().parents[1] / "costs.txt"
 """Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name. Written by `make test-all`."""
 LISTED_SEC, CHEAP_SEC = 0.2, 0.02
-SHARE_SEC, ALONE_SEC = 1.5, 4.0
+SHARE_SEC, ALONE_SEC = 1.0, 3.0
 """CPU seconds that the cases of one test function may take in `make test`; and the first of them, where it alone takes more."""
 NAMES = FILE.parents[1] / ".cache" / "names.json"
 """The names of all tests by file, as they were when all were collected; scripts/run_tests.py chooses files for ``-k`` by them."""
 SLOWEST = 10
-KILLS, EVERY_CASE = "kills", "every_case"
+KILLS, COVERS, EVERY_CASE = "kills", "covers", "every_case"
 IN_TEST, IN_ALL = "test", "all"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A test's CPU seconds; the (gallery, mutant) that it kills; and whether `make test` has every case of its function."""
+    """A test's CPU seconds, half of its duration at least; what it covers: a mutant, or what its marker says; and whether `make test` has
+    every case of its function."""
 
     test: str
     seconds: float
-    kills: tuple[str, str] | None = None
+    covers: tuple[str, ...] = ()
     is_kept: bool = False
 
 
 def left_to_all(costs: Iterable[Cost]) -> set[str]:
-    """The tests that `make test` leaves to `make test-all`: a set cover, by costs.
+    """The tests that `make test` leaves to `make test-all`.
 
     `make test` keeps the cheapest cases of each test function, as far as ``SHARE_SEC`` reaches, one at least if that takes no more than
-    ``ALONE_SEC``; of each mutant the cheapest test that kills it; every case where the function asks for that; and tests that have no
-    recorded cost.
+    ``ALONE_SEC``; every case where the function asks for that; of the others as many as cover what is covered by any test, the cheapest
+    for what they add first (Chvátal 1979); and tests that have no recorded cost.
     """
-    left: set[str] = set()
+    left: dict[str, Cost] = {}
     functions: dict[str, list[Cost]] = defaultdict(list)
-    killers: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     for cost in costs:
         functions[cost.test.partition("[")[0]].append(cost)
-        if cost.kills is not None:
-            killers[cost.kills].append(cost)
     for cases in functions.values():
         spent = 0.0
         for number, cost in enumerate(sorted(cases, key=_price)):
             fits = spent + cost.seconds <= SHARE_SEC or (number == 0 and cost.seconds <= ALONE_SEC)
             spent += cost.seconds
             if not fits and not cost.is_kept:
-                left.add(cost.test)
-    return left - {min(tests, key=_price).test for tests in killers.values()}
+                left[cost.test] = cost
+    every = [cost for cases in functions.values() for cost in cases]
+    missing = {thing for cost in every for thing in cost.covers} - {t for cost in every if cost.test not in left for t in cost.covers}
+    while missing:
+        candidates = [cost for cost in left.values() if missing.intersection(cost.covers)]
+        chosen = min(candidates, key=lambda cost: (cost.seconds / len(missing.intersection(cost.covers)), cost.test))
+        missing -= set(chosen.covers)
+        del left[chosen.test]
+    return set(left)
 
 
 def _price(cost: Cost) -> tuple[float, str]:
@@ -169,11 +175,13 @@ class Suite:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if (marker := item.get_closest_marker(KILLS)) is not None:
             item.user_properties.append((KILLS, (marker.args[0], mutant_of(item, marker))))
-        before = cpu_seconds() if self.costs else 0.0
+        before, begin = cpu_seconds() if self.costs else 0.0, time.monotonic()
         result = yield
         if self.costs:
-            killed = (marker.args[0], mutant_of(item, marker)) if marker is not None else None
-            cost = Cost(item.nodeid, round(cpu_seconds() - before, 2), killed, item.get_closest_marker(EVERY_CASE) is not None)
+            seconds = max(
+                cpu_seconds() - before, (time.monotonic() - begin) / 2
+            )  # it holds one of two processes; who was killed is not counted
+            cost = Cost(item.nodeid, round(seconds, 2), covered_by(item), item.get_closest_marker(EVERY_CASE) is not None)
             with self.costs.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(cost)) + "\n")
         return result
@@ -202,12 +210,19 @@ class Suite:
         terminalreporter.write_line(f"{busy(self.begin, psutil.cpu_times()):7.0%}    of {psutil.cpu_count()} cores were busy")
 
 
+def covered_by(item: pytest.Item) -> tuple[str, ...]:
+    """The mutant that a test kills, and what its marker says that it covers."""
+    mutants = [f"{marker.args[0]}: {mutant_of(item, marker)}" for marker in item.iter_markers(KILLS)]
+    return (*mutants, *(str(thing) for marker in item.iter_markers(COVERS) for thing in marker.args))
+
+
 def mutant_of(item: pytest.Item, marker: pytest.Mark) -> str:
     """The mutant's name: said by the marker, or the value of the parameter that it names."""
     if "mutant" in marker.kwargs:
         return str(marker.kwargs["mutant"])
     value = item.callspec.params[marker.args[1]]  # type: ignore[attr-defined]
-    return str(getattr(value, "__name__", value))
+    name = getattr(value, "__name__", str(value))
+    return item.callspec.id if name == "<lambda>" else name  # type: ignore[attr-defined]
 
 
 def busy(begin: Any, end: Any) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,6 @@ class Way:
         return 1 if self.microbatches == "rows" else 0
 
     @property
-    def is_overcounted(self) -> bool:
-        """Whether experts lie in front of the first trained layer: the plan counts what would travel back through them, and does not."""
-        return self.ep == "2" and self.model == "softmax" and self.freeze == "start"
-
-    @property
     def steps(self) -> int:
         """The last sends what every later one sends: DDP settles its buckets in two."""
         return 3 if self.dp == "ddp" else 2
@@ -155,6 +151,14 @@ class Way:
     def global_rows(self) -> int:
         """As few as there are microbatches to be of each rank: two, and in a pipeline four."""
         return self.layout.dp_replicate * self.layout.dp_shard * (4 if self.pp == "2" else 2)
+
+    @property
+    def meetings(self) -> list[str]:
+        """Values of axes with values of anything: `make test` has each of them in some way, and `make test-all` all other pairs too."""
+        said = [(name, value) for name, value in asdict(self).items() if value != "-"]
+        axes = ("dp", *AXES[:3])
+        own = said if self.is_ours else [pair for pair in said if pair[0] in ("dp", *AXES)]
+        return [f"{a}={x} {b}={y}" for (a, x), (b, y) in combinations(own, 2) if a in axes or b in axes]
 
     @property
     def source(self) -> Any:

@@ -30,7 +30,7 @@ def whole_schedules():
             yield pytest.param(name, ranks, microbatches, id=f"{name}, {ranks} ranks, {microbatches}")
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), whole_schedules())
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), list(whole_schedules()))
 def test_as_many_microbatches_are_kept_as_the_schedule_has_in_flight(name, ranks, microbatches):
     kind = schedule_kind(name)
     schedule = kind.build(ranks, microbatches, 2 if kind.loops else 1)

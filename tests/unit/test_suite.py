@@ -30,9 +30,15 @@ def test_one_case_may_take_more_than_the_share_and_not_any_amount():
 
 def test_a_test_that_alone_kills_a_mutant_never_leaves():
     dear = 10 * ALONE_SEC
-    costs = [*cases("f", dear, dear + 1, kills=("verify", "one")), *cases("g", dear, kills=("verify", "another"))]
+    costs = [*cases("f", dear, dear + 1, covers=("verify: one",)), *cases("g", dear, covers=("verify: another",))]
     assert short(left_to_all(costs)) == {"f[1]"}
     assert not left_to_all(cases("f", dear, dear, is_kept=True))
+
+
+def test_what_is_covered_by_any_test_stays_covered_by_the_cheapest_for_what_they_add():
+    one, two, both = (cases(name, 10 * ALONE_SEC, covers=covers)[0] for name, covers in (("a", "x"), ("b", "y"), ("c", "xy")))
+    assert short(left_to_all([one, two, both])) == {"a[0]", "b[0]"}
+    assert short(left_to_all([one, two])) == set()
 
 
 def test_a_file_of_costs_is_read_back_and_new_tests_are_not_in_it(tmp_path):

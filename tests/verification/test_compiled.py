@@ -67,6 +67,7 @@ def mixing_documents(problem: Problem) -> Outcome:
         return candidate(problem, FSDP)
 
 
+@pytest.mark.kills("verify", mutant="inside a compiled block")
 def test_a_fault_inside_a_compiled_block_is_found_at_the_block(spmd):
     one, floor = spmd(1, references, compiled_problem())[0]
     found = spmd(2, mixing_documents, compiled_problem())[0]

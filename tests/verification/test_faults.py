@@ -69,6 +69,7 @@ def clipping_twice(problem, layout, parallelize_fn):
     return broken.outcome("clipped_twice", problem, layout)
 
 
+@pytest.mark.kills("verify", mutant="short gradients are clipped")
 def test_clipping_is_compared_also_where_gradients_are_short(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", clipping_twice)
     report = verifying.verify(UNTIED, FSDP, BATCHES, steps=2, max_norm=100.0, dtypes=("float64",), pool=pool)

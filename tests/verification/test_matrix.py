@@ -136,6 +136,7 @@ def test_what_is_legal_only_elsewhere_is_refused_by_name_and_an_axis_that_does_n
 EASY = Cell(Row(Layout(dp_replicate=2, dp_shard=1), PLAIN), COLUMNS[0])
 
 
+@pytest.mark.kills("verify", mutant="a cell that differs")
 def test_a_cell_that_differs_says_where(pool, monkeypatch):
     monkeypatch.setattr(matrix, "verify", partial(verify, parallelize_fn=torchs_ddp))  # means of ranks with different numbers of tokens
     judged = judge(EASY, pool)

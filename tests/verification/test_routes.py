@@ -30,6 +30,7 @@ def test_tokens_that_rounding_sends_elsewhere_make_no_difference(pool, layout):
     assert len(said) == 1 and "of layers.0.feed_forward.experts in step 1" in said[0]
 
 
+@pytest.mark.kills("verify", mutant="routes are not computed again")
 def test_without_computing_again_they_would(pool, monkeypatch):
     monkeypatch.setattr(verifying, "_rerouted", lambda *_: (None, ""))
     assert not verify(near_ties, LAYOUTS[0], BATCHES, steps=2, dtypes=("float32",), max_norm=None, pool=pool)

@@ -147,7 +147,7 @@ def _assemble(
                 f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
                 f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
             )
-        activations += tuple(expert_collectives(experts, precision, recomputed))
+        activations += tuple(expert_collectives(facts, experts, precision, recomputed))
     made = Plan(
         model=facts.kind,
         device=device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from meshwright.core.axes import DATA_AXES, Axis
-from meshwright.core.names import is_within
+from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.router_loss import RouterLoss
 
@@ -48,17 +48,43 @@ def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool
     return any(is_within(path, one) for one in inside)
 
 
-def expert_collectives(experts: ExpertPlan, precision: PrecisionPlan, recomputed: Mapping[str, tuple[str, ...]]) -> Iterator[Collective]:
+def expert_collectives(
+    facts: ModelFacts, experts: ExpertPlan, precision: PrecisionPlan, recomputed: Mapping[str, tuple[str, ...]], *, begins: bool = True
+) -> Iterator[Collective]:
     """Of each stack in a microbatch: how many tokens each expert is given, and these tokens there and back, in forward and backward.
 
+    A gradient travels back to the experts where they or something in front of them is trained, and on to the tokens' own ranks where
+    something in front is.
+
     Args:
+        facts: the parameters, trained or not, in the order of the model.
         recomputed: block -> paths of what is recomputed in it: what is sent in its forward is sent again.
+        begins: the first block is given what follows from the token ids; else what another pipeline stage gave.
     """
     axis, ranks = Axis.EP.value, experts.ranks
     for stack in experts.stacks:
-        again = _is_recomputed(stack.path, recomputed)
+        inside = owner(stack.path)
+        flows = not begins or any(_trained_before(facts, stack.path))
+        trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
+        again = _is_recomputed(stack.path, recomputed) and (
+            flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
+        )
         counts, tokens = f"tokens per expert of {stack.path}", f"tokens of {stack.path}"
         yield Collective("all_to_all", axis, ranks, counts, stack.experts, "int64", "microbatch", 1 + again)
-        calls = 4 + 2 * again
+        calls = 2 * (1 + again) + (flows or trains) + flows
         elements = calls * stack.top_k * stack.width
         yield Collective("all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls, by_token=True)
+
+
+def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
+    """Trained parameters that what a stack of experts is given follows from: of blocks in front, and of its own block but for the
+    module that the stack is part of; outside blocks those that come before the first."""
+    block = next(block for block in facts.blocks if is_within(path, block))
+    front, inside = facts.blocks[: facts.blocks.index(block)], owner(path)
+    in_blocks = [any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters]
+    first = in_blocks.index(True)
+    for number, p in enumerate(facts.parameters):
+        outside = number < first and not in_blocks[number]
+        own = is_within(p.name, block) and not is_within(p.name, inside)
+        if p.trainable and (outside or own or any(is_within(p.name, other) for other in front)):
+            yield p.name

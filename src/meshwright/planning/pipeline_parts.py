@@ -93,7 +93,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
             yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8)
         yield from scales_of_gathered(part.float8, part.tensor, shards)
         if part.experts is not None:
-            yield from expert_collectives(part.experts, part.precision, recomputed)
+            yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
         yield from _messages(plan, pipeline, stage)
     yield from _ties(facts, plan, pipeline, rank)
     yield from over_data_axes(mesh, "loss", 1, "float64")
