@@ -114,6 +114,7 @@ def is_chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
 
 
 def keep_names(items: Iterable[pytest.Item]) -> None:
+    """Write ``NAMES``: all tests, and of which sources they are."""
     files: dict[str, list[str]] = defaultdict(list)
     for item in items:
         file, _, name = item.nodeid.partition("::")

@@ -42,9 +42,11 @@ def test_what_is_covered_by_any_test_stays_covered_by_the_cheapest_for_what_they
 
 
 def test_a_file_of_costs_is_read_back_and_new_tests_are_not_in_it(tmp_path):
-    (tmp_path / "costs.txt").write_text("# a head\n" + "\n".join(lines_of(cases("f, g [1 / 2]", 0.01, 1.0, 7.0))), encoding="utf-8")
+    (tmp_path / "costs.txt").write_text(
+        "# a head\n" + "\n".join(lines_of(cases("f, g [1 / 2]", 0.01, SHARE_SEC / 2, 7.0))), encoding="utf-8"
+    )
     name = "tests/unit/test_a.py::f, g [1 / 2]"
-    assert read_costs(tmp_path / "costs.txt") == {f"{name}[1]": (1.0, "test"), f"{name}[2]": (7.0, "all")}
+    assert read_costs(tmp_path / "costs.txt") == {f"{name}[1]": (SHARE_SEC / 2, "test"), f"{name}[2]": (7.0, "all")}
 
 
 def test_pieces_have_every_test_once_and_cost_about_the_same():

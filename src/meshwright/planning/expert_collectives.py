@@ -63,7 +63,7 @@ def expert_collectives(
     """
     axis, ranks = Axis.EP.value, experts.ranks
     for stack in experts.stacks:
-        inside = owner(stack.path)
+        inside = _module_of(stack.path, facts)
         flows = not begins or any(_trained_before(facts, stack.path))
         trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
         again = _is_recomputed(stack.path, recomputed) and (
@@ -80,7 +80,7 @@ def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
     """Trained parameters that what a stack of experts is given follows from: of blocks in front, and of its own block but for the
     module that the stack is part of; outside blocks those that come before the first."""
     block = next(block for block in facts.blocks if is_within(path, block))
-    front, inside = facts.blocks[: facts.blocks.index(block)], owner(path)
+    front, inside = facts.blocks[: facts.blocks.index(block)], _module_of(path, facts)
     in_blocks = [any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters]
     first = in_blocks.index(True)
     for number, p in enumerate(facts.parameters):
@@ -88,3 +88,8 @@ def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
         own = is_within(p.name, block) and not is_within(p.name, inside)
         if p.trainable and (outside or own or any(is_within(p.name, other) for other in front)):
             yield p.name
+
+
+def _module_of(path: str, facts: ModelFacts) -> str:
+    """The module that a stack of experts is part of, with its router; the stack itself where that would be the whole block."""
+    return path if owner(path) in facts.blocks else owner(path)
