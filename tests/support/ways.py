@@ -154,7 +154,7 @@ class Way:
 
     @property
     def meetings(self) -> list[str]:
-        """Values of tp, pp and ep with values of anything: `make test` has each of them in some way, `make test-all` all other pairs too."""
+        """Values of tp, pp and ep with values of anything: `make test` has each in some way, and `make test-all` all other pairs too."""
         said = [(name, value) for name, value in asdict(self).items() if value != "-"]
         own = said if self.is_ours else [pair for pair in said if pair[0] in ("dp", *AXES)]
         return [f"{a}={x} {b}={y}" for (a, x), (b, y) in combinations(own, 2) if a in AXES[:3] or b in AXES[:3]]
