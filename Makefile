@@ -3,7 +3,7 @@
 #   PYTHON=python3.12     the interpreter of a new environment (default: the first that will do)
 #   TORCH_INDEX_URL=...   one more package index to take torch from (see CONTRIBUTING.md)
 #   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT; for the tests: pytest's
-#   PIECE=2/4             for `make test-all`: one piece of it
+#   PIECE=2/3             for `make test-all`: one piece of it
 
 VENV ?= .venv
 ARGS ?=
