@@ -124,7 +124,7 @@ def keep_costs() -> None:
     found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
     costs = [Cost(**cost | {"covers": tuple(cost["covers"])}) for cost in found]
     head = [
-        "# Written by make test-all: CPU seconds, what has it (make test or make test-all), test.",
+        "# Written by make test-all: CPU seconds; which has it, make test or make test-all; the test.",
         f"{BASE}{commit}, on {date.today()}",
     ]
     FILE.write_text("\n".join([*head, *lines_of(costs)]) + "\n", encoding="utf-8")

@@ -139,6 +139,7 @@ def files_with(expression: str) -> list[str]:
 
 
 def digest_of_tests() -> str:
+    """Of all Python files of the tests: names of other sources may be other names."""
     found = hashlib.sha256()
     for path in sorted(FILE.parent.rglob("*.py")):
         found.update(path.read_bytes())
@@ -179,9 +180,8 @@ class Suite:
         before, begin = cpu_seconds() if self.costs else 0.0, time.monotonic()
         result = yield
         if self.costs:
-            seconds = max(
-                cpu_seconds() - before, (time.monotonic() - begin) / 2
-            )  # it holds one of two processes; who was killed is not counted
+            # A test holds one of two processes; CPU of children that were killed is in nobody's account.
+            seconds = max(cpu_seconds() - before, (time.monotonic() - begin) / 2)
             cost = Cost(item.nodeid, round(seconds, 2), covered_by(item), item.get_closest_marker(EVERY_CASE) is not None)
             with self.costs.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(cost)) + "\n")
