@@ -17,10 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
+from .covering import cheapest_cover
+
 FILE = Path(__file__).resolve().parents[1] / "costs.txt"
 """Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name. Written by `make test-all`."""
 LISTED_SEC, CHEAP_SEC = 0.2, 0.02
-SHARE_SEC, ALONE_SEC = 1.0, 3.0
+SHARE_SEC, ALONE_SEC = 0.7, 2.0
 """CPU seconds that the cases of one test function may take in `make test`; and the first of them, where it alone takes more."""
 NAMES = FILE.parents[1] / ".cache" / "names.json"
 """The names of all tests by file, as they were when all were collected; scripts/run_tests.py chooses files for ``-k`` by them."""
@@ -44,8 +46,8 @@ def left_to_all(costs: Iterable[Cost]) -> set[str]:
     """The tests that `make test` leaves to `make test-all`.
 
     `make test` keeps the cheapest cases of each test function, as far as ``SHARE_SEC`` reaches, one at least if that takes no more than
-    ``ALONE_SEC``; every case where the function asks for that; of the others as many as cover what is covered by any test, the cheapest
-    for what they add first (Chvátal 1979); and tests that have no recorded cost.
+    ``ALONE_SEC``; every case where the function asks for that; of the others a cheapest cover of what is covered by any test; and tests
+    that have no recorded cost.
     """
     left: dict[str, Cost] = {}
     functions: dict[str, list[Cost]] = defaultdict(list)
@@ -58,13 +60,9 @@ def left_to_all(costs: Iterable[Cost]) -> set[str]:
             spent += cost.seconds
             if not fits and not cost.is_kept:
                 left[cost.test] = cost
-    every = [cost for cases in functions.values() for cost in cases]
-    missing = {thing for cost in every for thing in cost.covers} - {t for cost in every if cost.test not in left for t in cost.covers}
-    while missing:
-        candidates = [cost for cost in left.values() if missing.intersection(cost.covers)]
-        chosen = min(candidates, key=lambda cost: (cost.seconds / len(missing.intersection(cost.covers)), cost.test))
-        missing -= set(chosen.covers)
-        del left[chosen.test]
+    there = {thing for cases in functions.values() for cost in cases if cost.test not in left for thing in cost.covers}
+    for cost in cheapest_cover(sorted(left.values(), key=_price), lambda cost: cost.seconds, lambda cost: cost.covers, there):
+        del left[cost.test]
     return set(left)
 
 
@@ -158,6 +156,8 @@ class Suite:
         self.seconds: dict[str, float] = defaultdict(float)
         self.killers: dict[tuple[str, str], list[str]] = defaultdict(list)
         self.begin = psutil.cpu_times()
+        self.shared = (0.0, 0.0)
+        """CPU and wall seconds of the present test that went into what tests share."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -177,15 +177,30 @@ class Suite:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if (marker := item.get_closest_marker(KILLS)) is not None:
             item.user_properties.append((KILLS, (marker.args[0], mutant_of(item, marker))))
-        before, begin = cpu_seconds() if self.costs else 0.0, time.monotonic()
+        self.shared, begin = (0.0, 0.0), self._spent()
         result = yield
         if self.costs:
             # A test holds one of two processes; CPU of children that were killed is in nobody's account.
-            seconds = max(cpu_seconds() - before, (time.monotonic() - begin) / 2)
+            cpu, wall = (end - start - shared for end, start, shared in zip(self._spent(), begin, self.shared, strict=True))
+            seconds = max(cpu, wall / 2)
             cost = Cost(item.nodeid, round(seconds, 2), covered_by(item), item.get_closest_marker(EVERY_CASE) is not None)
             with self.costs.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(cost)) + "\n")
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        """What tests share is no test's own cost."""
+        begin = self._spent()
+        result = yield
+        if self.costs and fixturedef.scope == "session":
+            cpu, wall = (spent + end - start for spent, end, start in zip(self.shared, self._spent(), begin, strict=True))
+            self.shared = cpu, wall
+        return result
+
+    def _spent(self) -> tuple[float, float]:
+        """CPU seconds of the process and those below, where costs are measured; and wall seconds."""
+        return cpu_seconds() if self.costs else 0.0, time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration

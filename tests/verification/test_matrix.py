@@ -6,10 +6,11 @@ import importlib.util
 import shutil
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import pytest
-from support.pairwise import covering_array
+from support.covering import cheapest_cover
 from test_verify import torchs_ddp
 
 from meshwright.core.errors import UnsupportedError
@@ -75,7 +76,7 @@ def price(c: dict) -> float:
 
 
 def covered(c: dict) -> frozenset:
-    """Every layout computes every column, and every way is gone once. Pairs of techniques are for test_parity."""
+    """Every layout computes every column, and every way is gone once. Pairs of techniques are for test_ways."""
     return frozenset({(c["layout"], c["column"]), c["way"]})
 
 
@@ -84,7 +85,9 @@ COVER = (Path(__file__).parent / "matrix_cover.txt").read_text(encoding="utf-8")
 
 
 def computed_cover() -> list[Cell]:
-    return sorted(map(cell_of, covering_array(FACTORS, is_legal, price, covered)), key=lambda cell: COLUMNS.index(cell.column))
+    every = (dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values()))
+    cover = cheapest_cover(filter(is_legal, every), price, covered)
+    return sorted(map(cell_of, cover), key=lambda cell: COLUMNS.index(cell.column))
 
 
 @pytest.mark.parametrize("name", COVER)
