@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import OWN, config_of, on_cpu, saved, some_tokens
+from support.families import MORE, OWN, config_of, on_cpu, saved, some_tokens
 from torch import nn
 
 import meshwright
 from meshwright import ConfigError, IntegrityError, Layout, MissingExtraError, UnsupportedError, parallelize, pretrained
 from meshwright.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, holds_weights
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM, build_again, read_causal_lm
+from meshwright.introspection.huggingface import CausalLM, read_causal_lm
+from meshwright.introspection.recording import built
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.training.config import Config
@@ -190,23 +191,37 @@ class Odd(nn.Module):
             module.weight.data.normal_(0.0, 3.0)
 
 
-def test_what_only_a_constructor_knows_is_taken_from_it():
-    made = parallelize(lambda: Odd(None), ONE).parts[0]
-    assert torch.equal(made.plain, torch.arange(3.0)) and torch.equal(made.table, torch.linspace(0, 1, 4))
-    assert torch.equal(made.gain, torch.full((2,), 0.25)) and 2.9 < made.proj.weight.detach().std().item() < 3.1
-    twin = build_again(Odd, None)
-    assert twin.proj.weight.is_meta and not twin.table.is_meta
-
-
 class FromWeights(Odd):
     def __init__(self, config: object):
         super().__init__(config)
         self.register_buffer("norms", self.proj.weight.norm(dim=0))
 
 
-def test_a_table_that_is_made_of_weights_is_refused():
-    with pytest.raises(UnsupportedError, match="norms has no value in a model whose weights are on meta"):
-        parallelize(lambda: FromWeights(None), ONE)
+@pytest.mark.parametrize("kind", [Odd, FromWeights])
+def test_what_only_a_constructor_knows_is_taken_from_it(kind):
+    made = parallelize(lambda: kind(None), ONE, seed=3).parts[0]
+    wanted = built(lambda: kind(None), 3)
+    assert torch.equal(made.plain, torch.arange(3.0))
+    assert all(torch.equal(made.get_parameter(name), value) for name, value in wanted.named_parameters())
+    assert all(torch.equal(made.get_buffer(name), value) for name, value in wanted.named_buffers())
+
+
+@pytest.mark.parametrize("family", [*OWN, *MORE])
+def test_a_family_begins_as_transformers_makes_it(family):
+    """To the last bit, under the same seed; buffers too, and what no state dict holds."""
+    config = config_of(family)
+    made, wanted = parallelize(config, ONE, seed=3).parts[0], built(CausalLM(config), 3)
+    for name, value in (*wanted.named_parameters(), *wanted.named_buffers()):
+        there = made.get_buffer(name) if name in dict(made.named_buffers()) else made.get_parameter(name)
+        assert torch.equal(there, value), name
+
+
+def test_a_module_put_in_behind_the_constructor_is_refused():
+    with torch.device("meta"):
+        model = Odd(None)
+        model.adapter = nn.Linear(3, 3)
+    with pytest.raises(UnsupportedError, match="adapter was put into Odd behind its constructor, as adapters are"):
+        parallelize(model, ONE)
 
 
 # --- weights

@@ -1,62 +1,53 @@
-"""Weights of models that bring their own initialisers: ``reset_parameters`` (torch's convention; ``_reset_parameters`` too).
+"""Weights of models that were handed over on meta, by their modules' own initialisers: ``reset_parameters`` (torch's convention;
+``_reset_parameters`` too). What the model's constructor did besides is not known then (``constructed`` has models whose constructor is).
 
 Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its parameters and buffers
 and of those inside it (a parent may set its children's), with torch's generator seeded by (seed, path of the module); then each
 rank cuts its part. So the values depend on no layout, and one module at a time is whole.
-
-A pretrained model of transformers initialises its modules from outside (``_init_weights(module)``); what that writes is found out on
-meta first, so that the outer modules, which hardly write anything, need no stand-ins. What it leaves alone, ``reset_parameters`` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, owner
-from meshwright.introspection.huggingface import brings_initialiser
+from meshwright.introspection.source import builder_of
 
-from .constructed import write_constructed
 from .shards import pieces, seed_of
 
 
-def initialise_by_modules(model: nn.Module, seed: int, *, buffers_only: bool = False) -> set[str]:
-    """Write every parameter and buffer of ``model`` in place (whole or sharded); returns their names.
+def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False) -> set[str]:
+    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not ``done``; returns their names.
 
     Args:
+        done: names of those that have their values.
         buffers_only: only modules with buffers of their own are initialised; what they write into parameters does not count.
 
     Raises:
         UnsupportedError: nothing initialises some of them; the text names them and the module that should.
     """
-    written, small = write_constructed(model, next(model.parameters()).device, seed)
-    wanted = {id(tensor): clean(name) for name, tensor in (model.named_buffers() if buffers_only else _tensors(model))}
-    pretrained = _pretrained_owners(model)
-    for raw, module in reversed(list(model.named_modules())):
-        path, made = clean(raw), set()
-        if path in pretrained and not buffers_only:
-            made = _run_from_outside(module, pretrained[path], seed_of(seed, path))
-        elif path not in pretrained and callable(reset := _reset_of(module)) and (module._buffers or not buffers_only):
-            made = _run(module, reset, seed_of(seed, path))
-        written |= {wanted[key] for key in made if key in wanted}
-    for name in set(small) & set(wanted.values()) - written:
-        _write(model.get_parameter(name), small[name])
-        written.add(name)
+    written: set[str] = set()
+    every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
+    wanted = {id(tensor): name for raw, tensor in every if (name := clean(raw)) not in done}
+    for raw, module in reversed(list(model.named_modules())) if wanted else ():
+        held = [tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())]
+        is_asked = any(id(tensor) in wanted for tensor in held) and (module._buffers or not buffers_only)
+        if is_asked and callable(reset := _reset_of(module)):
+            written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw))) if key in wanted}
     left = [name for name in wanted.values() if name not in written]
     if left:
         path = owner(left[0])
         names = ", ".join(name.rpartition(".")[2] for name in left if owner(name) == path)
+        other = "" if builder_of(model) is not None else ", hand over the function that builds the model instead of the model"
         raise UnsupportedError(
             f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta and nothing initialises"
-            f" its {names}: give it a reset_parameters() that does, or build the model on the CPU with its weights"
+            f" its {names}: give it a reset_parameters() that does{other}, or build the model on the CPU with its weights"
         )
     return written
 
@@ -65,60 +56,9 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _pretrained_owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Path of every module in a pretrained model -> the innermost pretrained model around it (or itself)."""
-    owners: dict[str, nn.Module] = {}
-    for raw, module in model.named_modules():
-        path = clean(raw)
-        if brings_initialiser(module):
-            owners[path] = module
-        elif path and owner(path) in owners:
-            owners[path] = owners[owner(path)]
-    return owners
-
-
-def _run_from_outside(module: nn.Module, pretrained: nn.Module, seed: int) -> set[int]:
-    """What ``pretrained`` makes of the parameters of ``module``; buffers are the constructor's."""
-    initialise = torch.no_grad()(partial(pretrained._init_weights, module))  # type: ignore[arg-type]
-    touched = _touched(module, initialise)
-    left = {id(tensor) for tensor in module._parameters.values() if tensor is not None} - touched
-    made: set[int] = set()
-    if left and callable(reset := _reset_of(module)):
-        made |= _run(module, reset, seed, left)
-    return made | _run(module, initialise, seed, touched)
-
-
-def _touched(module: nn.Module, initialise: Callable[[], object]) -> set[int]:
-    """Ids of the tensors inside ``module`` that an initialiser writes."""
-    with _stand_ins(module, device="meta") as pairs, _Writes() as writes:
-        storages = {id(tensor): find().untyped_storage()._cdata for tensor, find in pairs}
-        initialise()
-    return {key for key, storage in storages.items() if storage in writes.storages}
-
-
-class _Writes(TorchDispatchMode):
-    """Notes the storages that operators write into; so a view, or ``.data``, counts as its tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
-                self.storages |= {t.untyped_storage()._cdata for t in tree_leaves(args[place]) if isinstance(t, Tensor)}
-        return func(*args, **(kwargs or {}))
-
-
-def _run(module: nn.Module, reset: Callable[[], object], seed: int, only: set[int] | None = None) -> set[int]:
-    """Run one initialiser and write what it set; returns the ids of the tensors that it set whole.
-
-    Args:
-        only: ids of the tensors inside that get stand-ins; by default all. Then only parameters are written.
-    """
-    if only is not None and not only:
-        return set()
-    with _stand_ins(module, only=only) as pairs:
+def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
+    """Run one initialiser and write what it set; returns the ids of the tensors that it set whole."""
+    with _stand_ins(module) as pairs:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
             reset()
@@ -126,28 +66,19 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int, only: set[in
     whole = set()
     for tensor, value in made:
         untouched = _untouched(value)
-        if untouched.all() or (only is not None and not isinstance(tensor, nn.Parameter)):
+        if untouched.all():
             continue
-        _write(tensor, value, untouched)
+        for piece in pieces(tensor):
+            local, cut = piece.local, piece.slices
+            local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
         if not untouched.any():
             whole.add(id(tensor))
     return whole
 
 
-def _write(tensor: Tensor, value: Tensor, untouched: Tensor | None = None) -> None:
-    """This rank's part of a whole value, but for the elements that were not touched."""
-    for piece in pieces(tensor):
-        local, cut = piece.local, piece.slices
-        made = value[cut].to(local)
-        local.copy_(made if untouched is None else torch.where(untouched[cut].to(local.device), local, made))
-
-
 @contextmanager
-def _stand_ins(
-    module: nn.Module, *, only: set[int] | None = None, device: str = "cpu"
-) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
-    """Put unwritten tensors in place of all parameters and buffers inside (or ``only`` of some); gives (original, how to find its
-    stand-in)."""
+def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
+    """Put unwritten CPU tensors in place of all parameters and buffers inside; gives (original, how to find its stand-in)."""
     kept: list[tuple[dict, dict]] = []
     made: dict[int, Tensor] = {}
     pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -155,10 +86,10 @@ def _stand_ins(
         for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
             kept.append((held, dict(held)))
             for name, tensor in list(held.items()):
-                if tensor is None or (only is not None and id(tensor) not in only):
+                if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    blank = torch.full(tensor.shape, _blank(tensor.dtype), dtype=tensor.dtype, device=device)
+                    blank = torch.full(tensor.shape, _blank(tensor.dtype), dtype=tensor.dtype, device="cpu")
                     made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
                     pairs.append((tensor, lambda held=held, name=name: held[name]))
                 held[name] = made[id(tensor)]
@@ -180,8 +111,3 @@ def _untouched(value: Tensor) -> Tensor:
     if value.is_floating_point() or value.is_complex():
         return torch.isnan(value)
     return ~value if value.dtype == torch.bool else value == _blank(value.dtype)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

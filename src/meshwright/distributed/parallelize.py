@@ -50,16 +50,18 @@ def parallelize(
     """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
 
     Args:
-        model: a module (on meta preferred: then each rank makes only its share), a function that returns one, or a model config.
+        model: a function or class that returns a module, or a model config: each rank makes only its share of what the constructor
+            computes, as ``introspection/recording`` says. Or a module: one on meta gets its modules' ``reset_parameters``.
         mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh are brought up where
             needed.
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
-        seed: of the initial weights of a model on meta.
+        seed: of the initial weights: those that the constructor gives in one process under ``torch.manual_seed(seed)``. Beyond 2^30
+            elements they follow the same distributions, equal on every layout.
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
-        draw_on: "cpu" or "cuda": where the initial weights of a model on meta are drawn; by default where they will be. One seed gives
-            other weights on a CPU than on a GPU.
+        draw_on: "cpu" or "cuda": where the initial weights of our own decoder, and of a model beyond 2^30 elements, are drawn; by default
+            where they will be. One seed gives other weights on a CPU than on a GPU.
         weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
         audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
 
@@ -69,7 +71,7 @@ def parallelize(
     """
     if plan is not None and techniques is not None:
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
-    module = as_module(model)
+    module = as_module(model, seed)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")

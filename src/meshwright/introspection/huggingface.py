@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
@@ -151,44 +150,3 @@ def brings_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises others as a pretrained model of transformers does, and can be built again from its config."""
     kind = type(module)  # wrappers show the methods of what is inside as their own
     return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
-
-
-SMALL = 2**16
-"""Elements up to which a parameter of ``build_again`` keeps the values that its constructor gives."""
-LARGE = 2**20
-"""Elements from which on room for a tensor is taken on meta."""
-
-
-def build_again(kind: type[nn.Module], config: Any, seed: int = 0) -> nn.Module:
-    """A model like one that was built from ``config``: parameters on meta (but for SMALL ones), everything else real, on the CPU.
-
-    Buffers and plain tensors have the values that the constructor gives, whoever computes them and how. A large tensor is not made before
-    it is a parameter, and a parameter goes to meta as soon as it is registered, so no more than one is ever whole.
-    """
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or parameter.numel() <= SMALL:
-            return None  # as it is
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-    hook = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Room():
-            torch.manual_seed(seed)
-            return kind._from_config(copy.deepcopy(config))  # type: ignore[attr-defined]
-    finally:
-        hook.remove()
-
-
-class _Room(torch.overrides.TorchFunctionMode):
-    """``torch.empty`` of LARGE tensors is on meta; of smaller ones it is filled with nan, so that what stays unwritten can be told."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.empty or kwargs.get("device") is not None:
-            return func(*args, **kwargs)
-        made = func(*args, **{**kwargs, "device": "meta"})
-        if made.numel() >= LARGE:
-            return made
-        made = func(*args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made

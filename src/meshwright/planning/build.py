@@ -14,6 +14,9 @@ from meshwright.core.names import matching, owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts, router_loss_of
+from meshwright.introspection.huggingface import brings_initialiser
+from meshwright.introspection.recording import STREAM_ELEMENTS
+from meshwright.introspection.source import as_module, builder_of
 from meshwright.introspection.structure.experts import find_stacks
 
 from .batch import Batch
@@ -63,8 +66,6 @@ def plan(
     Raises:
         ConfigError, UnsupportedError: a rule is broken; the text says which, and how to mend it.
     """
-    from meshwright.introspection.source import as_module
-
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
     facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model))
@@ -263,6 +264,7 @@ def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
 
 def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[ParameterPlan, ...]):
     yield from _whole_on_tensor_ranks(facts, layout, parameters)
+    yield from _initial_weights(facts)
     for p in facts.parameters:
         if p.aliases:
             yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
@@ -270,6 +272,18 @@ def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[
         yield "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only"
     if technique == "fully_shard" and not facts.blocks:
         yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"
+
+
+def _initial_weights(facts: ModelFacts):
+    """Where they are not to the last bit those that the constructor gives in one process."""
+    if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
+        return
+    if builder_of(facts.module) is None and not brings_initialiser(facts.module):
+        told = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
+        yield f"{told}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that builds it"
+    elif facts.numel > STREAM_ELEMENTS:
+        told = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
+        yield f"{told}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
 
 
 def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):

@@ -20,8 +20,9 @@ from meshwright.core.names import clean
 from meshwright.distributed.routing import count_routed, routed_tokens, routers_of
 from meshwright.distributed.weights import Weights, materialise
 from meshwright.introspection.facts import model_facts, router_loss_of
+from meshwright.introspection.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import as_module, builder_of
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
 from meshwright.models.moe import Router
@@ -205,11 +206,15 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
         dropout: leave dropout layers as they are.
         weights: where those of a model on meta come from instead of its initialiser.
     """
-    model = as_module(problem.source())
+    model = as_module(problem.source(), problem.seed)
     facts = model_facts(model)
+    is_drawn_alike = facts.on_meta and weights is None and facts.numel <= STREAM_ELEMENTS
+    build = builder_of(model) if is_drawn_alike else None
+    if build is not None:  # by plain torch: the code that gives a layout its weights is on trial too
+        model = built(build, problem.seed)
     model = model.to(getattr(torch, problem.master))
     model = model if dropout else without_dropout(model)
-    if facts.on_meta:
+    if any(parameter.is_meta for parameter in model.parameters()):
         ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
         materialise(model, torch.device("cpu"), problem.seed, ties, weights=weights)
     frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]

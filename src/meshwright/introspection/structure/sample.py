@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.recording import built
 from meshwright.introspection.signature import SWITCHED_OFF, Signature
+from meshwright.introspection.source import builder_of
 from meshwright.introspection.wrapped import core_of
 
 from .grafted import grafted
@@ -133,7 +135,7 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
-    """A copy of the module itself; one on meta is given memory and its modules' own initial values."""
+    """A copy of the module itself; one on meta is given memory, its modules' own initial values, and the constructor's tables."""
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
         name = type(model).__name__
         if failed:
@@ -147,14 +149,20 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
     made.to_empty(device="cpu")
+    build = builder_of(model)
+    tables = {} if build is None or not any(True for _ in model.buffers()) else dict(built(build, 0).named_buffers())
+    for name, buffer in made.named_buffers():
+        if name in tables:
+            buffer.copy_(tables[name])
     for module in reversed(list(made.modules())):
         reset: Callable[[], object] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
-        elif module._buffers:
+        elif module._buffers and not tables:
             raise UnsupportedError(
                 f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them, so the structure"
-                f" of {type(model).__name__} cannot be measured; give it one, or build the model on the CPU"
+                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the model, or build it on"
+                " the CPU"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = next(other for other, p in model.named_parameters(remove_duplicate=False) if p is parameter)
