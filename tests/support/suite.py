@@ -8,8 +8,8 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ IN_TEST, IN_ALL = "test", "all"
 
 @dataclass(frozen=True)
 class Cost:
-    """A test's CPU seconds, half of its duration at least; what it covers: a mutant, or what its marker says; and whether `make test` has
-    every case of its function."""
+    """What a test costs (``Meter``); what it covers: a mutant, or what its marker says; and whether `make test` has every case of its
+    function."""
 
     test: str
     seconds: float
@@ -152,12 +152,10 @@ class Suite:
     """
 
     def __init__(self, costs: Path | None = None) -> None:
-        self.costs = costs
+        self.meter = Meter(costs) if costs is not None else None
         self.seconds: dict[str, float] = defaultdict(float)
         self.killers: dict[tuple[str, str], list[str]] = defaultdict(list)
         self.begin = psutil.cpu_times()
-        self.shared = (0.0, 0.0)
-        """CPU and wall seconds of the present test that went into what tests share."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -177,30 +175,17 @@ class Suite:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if (marker := item.get_closest_marker(KILLS)) is not None:
             item.user_properties.append((KILLS, (marker.args[0], mutant_of(item, marker))))
-        self.shared, begin = (0.0, 0.0), self._spent()
-        result = yield
-        if self.costs:
-            # A test holds one of two processes; CPU of children that were killed is in nobody's account.
-            cpu, wall = (end - start - shared for end, start, shared in zip(self._spent(), begin, self.shared, strict=True))
-            seconds = max(cpu, wall / 2)
-            cost = Cost(item.nodeid, round(seconds, 2), covered_by(item), item.get_closest_marker(EVERY_CASE) is not None)
-            with self.costs.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(cost)) + "\n")
-        return result
+        if self.meter is None:
+            return (yield)
+        with self.meter.measuring(item):
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        """What tests share is no test's own cost."""
-        begin = self._spent()
-        result = yield
-        if self.costs and fixturedef.scope == "session":
-            cpu, wall = (spent + end - start for spent, end, start in zip(self.shared, self._spent(), begin, strict=True))
-            self.shared = cpu, wall
-        return result
-
-    def _spent(self) -> tuple[float, float]:
-        """CPU seconds of the process and those below, where costs are measured; and wall seconds."""
-        return cpu_seconds() if self.costs else 0.0, time.monotonic()
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Any:
+        if self.meter is None or fixturedef.scope == "function":
+            return (yield)
+        with self.meter.setting_up(fixturedef, request.node.nodeid):
+            return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -224,6 +209,45 @@ class Suite:
         for folder, spent in sorted(folders.items()):
             terminalreporter.write_line(f"{sum(spent):7.1f} s  {folder}, {len(spent)} tests")
         terminalreporter.write_line(f"{busy(self.begin, psutil.cpu_times()):7.0%}    of {psutil.cpu_count()} cores were busy")
+
+
+class Meter:
+    """Adds to a file what each test costs: its CPU seconds, or half of its duration where that is more (a test holds one of two
+    processes, and CPU of children that were killed is in nobody's account). A module's fixtures count for every test that asks for them,
+    a session's for none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fixtures: dict[tuple[str, str], float] = {}
+        """(file, fixture) -> the cost of setting it up."""
+        self._elsewhere = (0.0, 0.0)
+        """CPU and wall seconds of the present test that went into fixtures."""
+
+    @contextmanager
+    def measuring(self, item: pytest.Item) -> Iterator[None]:
+        self._elsewhere, begin = (0.0, 0.0), _spent()
+        yield
+        cpu, wall = (end - start - other for end, start, other in zip(_spent(), begin, self._elsewhere, strict=True))
+        file, names = item.nodeid.partition("::")[0], getattr(item, "fixturenames", ())
+        seconds = max(cpu, wall / 2) + sum(self._fixtures.get((file, name), 0.0) for name in names)
+        cost = Cost(item.nodeid, round(seconds, 2), covered_by(item), item.get_closest_marker(EVERY_CASE) is not None)
+        with self.path.open("a", encoding="utf-8") as written:
+            written.write(json.dumps(asdict(cost)) + "\n")
+
+    @contextmanager
+    def setting_up(self, fixture: pytest.FixtureDef, node: str) -> Iterator[None]:
+        begin = _spent()
+        yield
+        cpu, wall = (end - start for end, start in zip(_spent(), begin, strict=True))
+        self._elsewhere = self._elsewhere[0] + cpu, self._elsewhere[1] + wall
+        if fixture.scope != "session":
+            self._fixtures[node.partition("::")[0], fixture.argname] = max(cpu, wall / 2)
+
+
+def _spent() -> tuple[float, float]:
+    """CPU seconds of this process and those below, and wall seconds."""
+    return cpu_seconds(), time.monotonic()
 
 
 def covered_by(item: pytest.Item) -> tuple[str, ...]:
