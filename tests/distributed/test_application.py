@@ -60,13 +60,13 @@ def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
 
 def skipped(layout: Layout) -> tuple[str, str]:
     """What is said of a drift that is there before the first audit, with the audit and without; and of a buffer that has gone."""
-    fill, said = weights.fill_normal, []
+    draw, said = weights.draw_rows, []
 
     def drifting(local, *args):
-        fill(local, *args)
+        draw(local, *args)
         local.add_(get_world_info()[0])
 
-    with patch.object(weights, "fill_normal", drifting):
+    with patch.object(weights, "draw_rows", drifting):
         for audit in (True, False):
             try:
                 lay_out(Problem(), Way(layout), audit=audit)

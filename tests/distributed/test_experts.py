@@ -648,12 +648,12 @@ def alike_experts() -> Iterator[None]:
     """Each rank draws the first experts for its own."""
     from meshwright.distributed import weights
 
-    fill = weights.fill_normal
+    draw = weights.draw_rows
 
     def first(local: Tensor, offset: tuple, shape: tuple, *args: Any) -> None:
-        fill(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
+        draw(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
 
-    with patch.object(weights, "fill_normal", first):
+    with patch.object(weights, "draw_rows", first):
         yield
 
 

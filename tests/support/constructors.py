@@ -169,6 +169,19 @@ class Halved(Plain):
         self.to(torch.bfloat16).to(torch.float32)
 
 
+class InFloat64(Plain):
+    """Drawn in another default dtype than that of the model."""
+
+    def __init__(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            super().__init__()
+            self.head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 10)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        self.to(torch.float32)
+
+
 class Permuted(Plain):
     """Random integers, random masks."""
 
@@ -205,7 +218,7 @@ class Retried(Plain):
             nn.init.normal_(self.head.weight, 0, 0.06)
 
 
-RECORDED = (Plain, Applied, Tied, TiedBefore, Truncated, Orthogonal, ByData, Zeroed, Scaled, Tables, Copied, Halved, Permuted)
+RECORDED = (Plain, Applied, Tied, TiedBefore, Truncated, Orthogonal, ByData, Zeroed, Scaled, Tables, Copied, Halved, InFloat64, Permuted)
 RUN_WHOLE = (Seeded, OwnGenerator, Retried)
 """What they do cannot be carried out later."""
 

@@ -23,19 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.huggingface import brings_initialiser
-from meshwright.introspection.recording import (
-    STREAM_ELEMENTS,
-    NotRecordedError,
-    Recording,
-    Step,
-    Values,
-    View,
-    built,
-    pass_over,
-    record,
-    seeded,
-)
+from meshwright.introspection.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
 from meshwright.introspection.source import builder_of
+from meshwright.introspection.steps import Recording, Step, Values, View, pass_over
 
 from . import agree
 from .drawing import draw_rows
