@@ -1,8 +1,8 @@
 """What a model's constructor does to its tensors, recorded without memory and carried out where it is needed.
 
 The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates or writes a tensor is
-noted as a step (``steps``). Carried out in order from one seed on real tensors, the steps give to the last bit what the constructor gives in
-one process.
+noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to the last bit what the constructor gives in one
+process.
 
 Rejection sampling looks at what it drew: ``trunc_normal_`` of torch is noted as one step. A number that the constructor reads (``.item()``)
 is computed at once, where no random number is in it. A constructor that seeds, brings generators of its own, or decides by what it
