@@ -135,7 +135,6 @@ def _carry_out(part: _Part, recording: Recording, seed: int, draw_on: str | None
     attributes: dict[int, list[tuple[tuple[str, str], View]]] = {}
     for place, view in recording.plain.items():
         attributes.setdefault(view.storage, []).append((place, view))
-    has_stream = recording.elements <= STREAM_ELEMENTS
 
     def give(storage: int, values: Values) -> None:
         for name in names.get(storage, ()):
@@ -145,15 +144,19 @@ def _carry_out(part: _Part, recording: Recording, seed: int, draw_on: str | None
             part.keep(path, attribute, values.get(view).clone())
 
     storages = names.keys() | attributes.keys()
-    if has_stream:
+    if recording.elements <= STREAM_ELEMENTS:
         _in_stream(recording, storages, give, seed)
         return
+    firsts = {
+        view.storage: name for name, view in reversed(recording.tensors.items())
+    }  # also where a stage has only the other of two names
     for storage in sorted(storages):
         steps = [step for step, _ in recording.needed({storage}, with_stream=False)]
-        if storage in names and _in_blocks(part, steps, {name: views[name] for name in names[storage]}, seed, draw_on):
+        first = firsts.get(storage, str(storage))
+        held = {name: views[name] for name in names.get(storage, ())}
+        if held and _in_blocks(part, steps, held, seed, first, draw_on):
             continue
         values = Values(recording)
-        first = next(iter(names.get(storage, ())), str(storage))
         for number, step in enumerate(steps):
             with seeded(seed_of(seed, first, number)):
                 values.do(step)
@@ -180,15 +183,19 @@ def _in_stream(recording: Recording, storages: Set[int], give: Callable[[int, Va
             give(storage, values)
 
 
-def _in_blocks(part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, draw_on: str | None) -> bool:
-    """Whether it was done: the last step alone fills the tensor, with numbers."""
-    fill = steps[-1].fills if len(steps) == 1 else None
+def _in_blocks(part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None) -> bool:
+    """Whether it was done: one step alone fills the tensor, with numbers.
+
+    Args:
+        first: the tensor's name.
+    """
+    fill = steps[0].fills if len(steps) == 1 else None
     if fill is None or any(view != fill for view in views.values()):
         return False
     for name, view in views.items():
         for piece in pieces(part.tensors[name]):
             if steps[0].draws:
-                draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, name, draw_on, view.dtype)
+                draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, first, draw_on, view.dtype)
             else:
                 steps[0].onto(piece.local, None)
         part.written.add(part.said(name))
