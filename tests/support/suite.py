@@ -22,7 +22,7 @@ from .covering import cheapest_cover
 FILE = Path(__file__).resolve().parents[1] / "costs.txt"
 """Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name. Written by `make test-all`."""
 LISTED_SEC, CHEAP_SEC = 0.2, 0.02
-SHARE_SEC, ALONE_SEC = 0.7, 2.0
+SHARE_SEC, ALONE_SEC = 0.5, 1.5
 """CPU seconds that the cases of one test function may take in `make test`; and the first of them, where it alone takes more."""
 NAMES = FILE.parents[1] / ".cache" / "names.json"
 """The names of all tests by file, as they were when all were collected; scripts/run_tests.py chooses files for ``-k`` by them."""
