@@ -61,7 +61,7 @@ def write_constructed(model: nn.Module, seed: int, draw_on: str | None = None, *
 
 
 def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """What built the model, if that is known; and the outermost pretrained models inside, with their paths, and how each is built."""
+    """Yield paths and how what is there is built: the model, if that is known, and the outermost pretrained models inside."""
     if (build := builder_of(model)) is not None:
         yield "", build
     found: list[str] = []
@@ -75,7 +75,7 @@ def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]
 
 @dataclass
 class _Part:
-    """What a constructor built: the model, or a module inside.
+    """The model, or a module inside, that one constructor built.
 
     Attributes:
         written: names of the parameters and buffers that have their values.
@@ -111,7 +111,8 @@ class _Part:
 
     def take(self, twin: nn.Module) -> None:
         """All that a model like it holds."""
-        there = {clean(raw): tensor for raw, tensor in (*twin.named_parameters(), *twin.named_buffers())}
+        every = (*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False))
+        there = {clean(raw): tensor for raw, tensor in every}
         for name in self.tensors.keys() & there.keys():
             self.write(name, there[name].detach())
         for path, inner in twin.named_modules():
@@ -147,9 +148,8 @@ def _carry_out(part: _Part, recording: Recording, seed: int, draw_on: str | None
     if recording.elements <= STREAM_ELEMENTS:
         _in_stream(recording, storages, give, seed)
         return
-    firsts = {
-        view.storage: name for name, view in reversed(recording.tensors.items())
-    }  # also where a stage has only the other of two names
+    # by the first of its names, also on a stage that has the other
+    firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
     for storage in sorted(storages):
         steps = [step for step, _ in recording.needed({storage}, with_stream=False)]
         first = firsts.get(storage, str(storage))

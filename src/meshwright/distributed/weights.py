@@ -5,7 +5,7 @@ parameter's values are a function of (seed, global name, position). It is cut in
 ``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by (seed, name, block number), in fp32, on
 the parameter's device (or another: a CPU and a GPU draw different values from one seed). A rank draws the blocks that overlap its
 shard, so its peak is its own share plus one block.
-Buffers come from their module's own initialiser. Models without ``weight_law`` keep their own initialisers (see ``module_weights``).
+Its buffers come from their modules' own initialisers, as does all of a model that was handed over on meta (``module_weights``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model's constructor does to its tensors, recorded without memory and carried out where it is needed.
+"""Record what a model's constructor does to its tensors, without memory, to carry it out where it is needed.
 
 The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates or writes a tensor is
 noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to the last bit what the constructor gives in one
@@ -60,7 +60,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The model with its weights, on the CPU, as plain torch makes it in one process under a seed."""
+    """Build the model with its weights, on the CPU, as plain torch does in one process under a seed."""
     with seeded(seed), torch.device("cpu"):
         return build()
 
@@ -71,7 +71,7 @@ reach its own, and this takes some ten seconds."""
 
 
 def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Recording]:
-    """A model on meta, and the steps by which ``build`` makes it.
+    """Call ``build`` on tensors without values; returns its model, on meta, and the steps by which it makes it.
 
     Args:
         seed: of numpy's and Python's random numbers, which are noted as constants.

@@ -50,7 +50,7 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, 
 
 
 def _without_memory(build: Callable[[], Any], seed: int) -> Any:
-    """What a factory returns, on meta; with weights if it asks for values that it has only then."""
+    """Call a factory on meta; with weights if it asks for values that it has only then."""
     try:
         with torch.device("meta"):
             return build()
