@@ -87,7 +87,6 @@ BUILT_IN = ["tensor_parallel", "activation_checkpoint", "compile", "fully_shard"
 # --- the registry
 
 
-HALF_NAMED = {"mixed_precision": {"param_dtype": "bf16"}}
 MISNAMED = {"mixed_precision": {"param_type": "bf16"}}
 DDP, SHARD = DDPTransformConfig(), "transform 'fully_shard' takes a FullyShardTransformConfig or a dict of it, not DDPTransformConfig"
 
@@ -99,7 +98,6 @@ DDP, SHARD = DDPTransformConfig(), "transform 'fully_shard' takes a FullyShardTr
         ("x", {}, "'x' is not a registered model transform. Registered: activation_checkpoint, "),
         ("ddp", {"find_unused": True}, "ddp: unknown key 'find_unused'. Did you mean 'find_unused_parameters'? Keys here: find_unused_"),
         ("ddp", {"static_graph": 1}, "ddp: static_graph = 1 is a whole number; expected true or false"),
-        ("fully_shard", HALF_NAMED, "fully_shard: 'mixed_precision.reduce_dtype' is missing"),
         ("fully_shard", MISNAMED, "unknown key 'mixed_precision.param_type'. Did you mean 'mixed_precision.param_dtype'?"),
         ("fully_shard", {"sync_grad_accum": "shards"}, 'sync_grad_accum = "shards" is text; expected true or false, or "shard".'),
         ("fully_shard", {"reshard_after_forward": "2"}, "Write it without quotes: reshard_after_forward = 2"),
@@ -286,7 +284,7 @@ def travel_job(layout: str, name: str, config: dict) -> dict:
     for number, piece in enumerate(pieces):
         with WireCounter() as wire, model.accumulation_context(number == len(pieces) - 1):
             (mean_loss(model, piece) / len(pieces)).backward()
-        sent.append(Counter(s.op for s in wire.sent if s.op != "all_gather"))
+        sent.append(Counter(s.op for s in wire.sent if s.op not in ("all_gather", "broadcast_")))  # ddp's buffers
     once = worst(gradients(model), oracle())
     # and again, after the state that the first round left
     model.zero_grad()
@@ -387,7 +385,6 @@ def hybrid_job(per_node: str | None, config: dict, layout: Layout | None) -> tup
         ("2", {"use_hybrid_sharding": False}, None, {"dp_shard": 4}),
         ("2", {}, Layout(dp_shard=4), {"dp_shard": 4}),
         ("4", {}, Layout(dp_replicate=2, dp_shard=-1), {"dp_replicate": 2, "dp_shard": 2}),
-        ("2", {"use_hybrid_sharding": False}, Layout(dp_replicate=2, dp_shard=-1), {"dp_replicate": 2, "dp_shard": 2}),
     ],
 )
 def test_hybrid_sharding_chooses_sizes_only_where_the_layout_left_both_open(spmd, per_node, config, layout, sizes):
@@ -506,8 +503,8 @@ def unequal_job() -> dict:
 def test_unequal_weights_are_made_equal_by_ddp_and_refused_on_sharded_replicas(spmd):
     for found in spmd(2, unequal_job):
         assert found["ddp"], "those of the first replica, as torch does"
-        assert found["fully_shard"] == "none", "each rank keeps its own shard"
-        assert found["hybrid"].startswith("IntegrityError") and "differs between ranks that should hold the same values" in found["hybrid"]
+        for kind in ("fully_shard", "hybrid"):
+            assert found[kind].startswith("IntegrityError") and "differs between ranks that should hold the same values" in found[kind]
 
 
 def meta_job() -> tuple[bool, bool]:

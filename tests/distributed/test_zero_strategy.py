@@ -163,9 +163,9 @@ def applications() -> dict[str, Any]:
     assert mesh is not None
     found: dict[str, Any] = {}
     for strategy in STRATEGIES[:4]:
-        model, nothing = nvfsdp_strategy_parallelize(decoder(), mesh, data_parallel_sharding_strategy=strategy)
+        model = nvfsdp_strategy_parallelize(decoder(), mesh, data_parallel_sharding_strategy=strategy)
         first = next(model.parameters())
-        assert isinstance(first, DTensor) and nothing is None
+        assert isinstance(first, DTensor)
         shard, held, kept = first._local_tensor.numel() / first.numel(), [], []
         for last in (False, True):
             with model.accumulation_context(last):
@@ -174,23 +174,23 @@ def applications() -> dict[str, Any]:
                 loss.backward()
             kept.append(sum(group.is_unsharded for group in groups(model)))
         found[strategy] = shard, held, kept, axis_sizes(first.device_mesh)
-    in_half, _ = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh, preserve_fp32_weights=True, grad_reduce_in_fp32=True)
+    in_half = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh, preserve_fp32_weights=True, grad_reduce_in_fp32=True)
     loss_of(in_half).backward()
     policy = in_half._get_fsdp_state()._mp_policy
     found["preserved"] = policy.param_dtype, policy.reduce_dtype, {p.dtype for p in in_half.parameters()}, in_half.head.weight.grad.dtype
-    plain, _ = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh)
+    plain = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh)
     found["plain"] = plain._get_fsdp_state()._mp_policy.param_dtype, {p.dtype for p in plain.parameters()}
-    named, _ = nvfsdp_strategy_parallelize(decoder(), mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Embedding])
-    alone, _ = nvfsdp_strategy_parallelize(decoder(), mesh, disable_bucketing=True)
+    named = nvfsdp_strategy_parallelize(decoder(), mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Embedding])
+    alone = nvfsdp_strategy_parallelize(decoder(), mesh, disable_bucketing=True)
     found["units"] = units(named), units(alone)
-    quiet, _ = nvfsdp_strategy_parallelize(decoder(), mesh, overlap_grad_reduce=False, overlap_param_gather=False)
+    quiet = nvfsdp_strategy_parallelize(decoder(), mesh, overlap_grad_reduce=False, overlap_param_gather=False)
     states = [module._get_fsdp_state() for module in fully_sharded.sharded_modules(quiet)]
     found["quiet"] = all(state._states_to_backward_prefetch == [state] and not state._states_to_forward_prefetch for state in states)
     found["waits"] = {type(group._reduce_scatter_comm).__name__ for group in groups(quiet)}
     found["default"] = {type(group._reduce_scatter_comm).__name__ for group in groups(plain)}
     gradients = {}
     for switch in ({}, {"average_in_collective": True}, {"calculate_per_token_loss": True}):
-        model, _ = nvfsdp_strategy_parallelize(decoder(), mesh, **switch)
+        model = nvfsdp_strategy_parallelize(decoder(), mesh, **switch)
         loss_of(model).backward()
         group = groups(model)[0]
         divides = group.force_sum_reduction_for_comms, group.gradient_divide_factor
@@ -333,7 +333,7 @@ def refused() -> dict[str, str]:
     stepped.step()
     with torch.device("meta"):
         meta = Decoder(DECODER)
-    silent, _ = call(Silent(), mesh)
+    silent = call(Silent(), mesh)
     jobs = {
         "strategy": lambda: call(model, mesh, data_parallel_sharding_strategy="optim_grad"),
         "sums": lambda: call(model, mesh, calculate_per_token_loss=True, average_in_collective=True),
@@ -395,7 +395,7 @@ def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
 def alone() -> tuple[list[str], bool, str]:
     whole, plain = decoder(), decoder()
     with heard() as said:
-        model, _ = nvfsdp_strategy_parallelize(whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads")
+        model = nvfsdp_strategy_parallelize(whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads")
     loss_of(model).backward()
     loss_of(plain).backward()
     same = all(torch.equal(to_cpu(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

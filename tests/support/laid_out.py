@@ -10,7 +10,6 @@ from torch import Tensor
 
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.shards import placed_like
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.planning.batch import Batch
@@ -58,7 +57,7 @@ def assert_foreseen(planned: Figures, sent: Figures) -> None:
 def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
     """All that a checkpoint keeps of them, whole, on rank 0."""
     differ = model.plan.pipeline is not None
-    moments = {f"{name} {key}": placed_like(value, p) for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    moments = {f"{name} {key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     return whole_on_first(weights, differ=differ), whole_on_first(moments, differ=differ)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, ParallelModel, parallelize
-from meshwright.distributed.shards import gradient_of, memory_of
+from meshwright.distributed.shards import memory_of
 from meshwright.distributed.torchao_adamw import TorchaoAdamW, is_rounded
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.training.optim.build import build_adamw
@@ -128,7 +128,7 @@ class _Shadow:
         for mine, theirs in zip(self.ours.param_groups, self.theirs.param_groups, strict=True):
             theirs["lr"].fill_(mine["lr"])
         for parameter, copy in self.copies.items():
-            gradient = gradient_of(parameter)
+            gradient = parameter.grad
             copy.grad = None if gradient is None else local(gradient).clone()
         self.theirs.step()
 

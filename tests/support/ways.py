@@ -20,7 +20,6 @@ from meshwright.core.names import clean
 from meshwright.distributed.live import stored, tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.shards import placed_like
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.distributed.world import get_world_info
@@ -277,7 +276,7 @@ def _record(way: Way, folder: str) -> Record:
         with WireCounter() if step == way.steps - 1 else nullcontext() as wire:
             outcome.losses.append(float(model.forward_backward(own_rows(model, problem.data.step(step)))))
             if step == 0:
-                found = {name: placed_like(p.grad, p) for name, p in model.named_parameters() if p.grad is not None}
+                found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
                 outcome.gradients = _copies(whole_on_first(found, differ=differ))
             outcome.norms.append(model.optimizer_step(optimizer, problem.max_norm).grad_norm)
     outcome.parameters = whole_on_first(dict(model.named_parameters()), differ=differ)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ class LoadWeightsTransform(ModelTransform):
     Context: ``is_restart`` says whether this process takes up what an earlier one began (by default torchrun's and Slurm's counts say so).
     """
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config: LoadWeightsTransformConfig = self.config
         if config.skip_on_restart and self._is_restart():
             log.info("load_weights: this is a restart, so %s is not read", config.checkpoint_path)

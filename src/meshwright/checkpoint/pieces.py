@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed.shards import Piece, pieces, with_local
+from meshwright.distributed.parts_tensor import chunk_of, write_item
+from meshwright.distributed.shards import pieces, with_local
 
 
 def in_pieces(tensor: Tensor) -> Tensor:
@@ -24,19 +23,10 @@ def in_pieces(tensor: Tensor) -> Tensor:
         return tensor.detach()
     shared: Any = with_local(tensor, tensor._local_tensor.detach())
     here = {piece.offset: piece for piece in pieces(shared)}
-    shared.__create_write_items__ = lambda name, _: [_write_item(name, shared, piece) for piece in here.values()]
-    shared.__create_chunk_list__ = lambda: [_chunk(piece) for piece in here.values()]
+    shared.__create_write_items__ = lambda name, _: [write_item(name, shared, piece) for piece in here.values()]
+    shared.__create_chunk_list__ = lambda: [chunk_of(piece) for piece in here.values()]
     shared.__get_tensor_shard__ = lambda index: here[tuple(index.offset)].local
     return shared
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape)
-
-
-def _write_item(name: str, whole: Tensor, piece: Piece) -> WriteItem:
-    data = TensorWriteData(_chunk(piece), TensorProperties.create_from_tensor(piece.local), whole.shape)
-    return WriteItem(index=MetadataIndex(name, torch.Size(piece.offset)), type=WriteItemType.SHARD, tensor_data=data)
 
 
 class Writer(HuggingFaceStorageWriter):

@@ -14,7 +14,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.distributed import fully_sharded
 from meshwright.distributed.host_states import at_rest
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.shards import placed_like, with_local
+from meshwright.distributed.shards import with_local
 from meshwright.distributed.torchao_adamw import TorchaoAdamW
 
 from .few_bits import Rounding, as_values, keeps_few_bits
@@ -47,7 +47,7 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
             if isinstance(value, Tensor) and value.dim() and keeps_few_bits(optimizer):
                 found[f"optimizer.{key}.{name}"] = as_values(value, parameter)
             elif isinstance(value, Tensor):
-                found[f"optimizer.{key}.{name}"] = placed_like(value, parameter)
+                found[f"optimizer.{key}.{name}"] = value
             elif value is not None:
                 kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
                 raise UnsupportedError(f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=.")

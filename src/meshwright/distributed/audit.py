@@ -14,6 +14,7 @@ from meshwright.core.errors import IntegrityError
 from meshwright.core.names import clean, pattern
 from meshwright.introspection.converted import config_at
 from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.expert_plan import ExpertPlan
 from meshwright.planning.plan import Plan
 
 from . import agree
@@ -42,16 +43,19 @@ def audit(parts: Sequence[Part], data_groups: list[dist.ProcessGroup], optimizer
     _refuse("the model is not what the plan says", [*problems, *held])
 
 
-def refuse_unequal(model: nn.Module, data_groups: list[dist.ProcessGroup]) -> None:
-    """Compare the weights that the ranks bring. Collective over the data groups.
+def refuse_unequal(model: nn.Module, groups: Sequence[dist.ProcessGroup], leaving: ExpertPlan | None = None) -> None:
+    """Compare the weights that the ranks bring. Collective over the groups.
 
-    Sharding would put one model together from the shards of several, and no later audit could see it.
+    What cuts or shards them would put one model together from those of several, and no later audit could see it.
+
+    Args:
+        leaving: experts that are shared out already, which differ by rank.
 
     Raises:
         IntegrityError: naming the first parameters that differ.
     """
-    if data_groups:
-        _refuse("the ranks bring different models", list(_replicas(model, data_groups)))
+    if groups:
+        _refuse("the ranks bring different models", list(_replicas(model, groups, brought=True, leaving=leaving)))
 
 
 def _refuse(what: str, problems: list[str]) -> None:
@@ -126,15 +130,23 @@ def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Opt
         yield f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the model was laid out?)"
 
 
-def _replicas(model: nn.Module, groups: list[dist.ProcessGroup]):
-    """Names whose values differ between ranks that should hold the same ones."""
+def _replicas(model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought: bool = False, leaving: ExpertPlan | None = None):
+    """Names whose values differ between ranks that should hold the same ones.
+
+    Args:
+        groups: over which what is no DTensor is the same.
+        brought: what is a DTensor too, over those of the groups that its mesh does not have: another axis will cut it next.
+        leaving: experts that are not compared.
+    """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if leaving is not None and leaving.has(clean(name)):
+            continue
         if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            places = tensor.placements
-            same = tuple(mesh.get_group(i) for i, place in enumerate(places) if place.is_replicate() and mesh.size(i) > 1)
-            by_groups.setdefault(same, []).append((clean(name), tensor.to_local()))
+            axes = [tensor.device_mesh.get_group(i) for i in range(tensor.device_mesh.ndim)]
+            copied = [axis for axis, place in zip(axes, tensor.placements, strict=True) if place.is_replicate() and axis.size() > 1]
+            others = [group for group in groups if brought and group not in axes]
+            by_groups.setdefault((*copied, *others), []).append((clean(name), tensor.to_local()))
         else:
             by_groups.setdefault(tuple(groups), []).append((clean(name), tensor))
     for same, tensors in by_groups.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.core.axes import Axis
+from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
@@ -24,7 +25,7 @@ from meshwright.planning.techniques import Techniques, TensorStyleWish
 
 from . import audit, order
 from .functions import averaging_plan, float8_plan, proven_tensor_plan
-from .mesh import axis_sizes, build_mesh, data_groups, plan_sizes, sizes_of_stage
+from .mesh import axis_sizes, build_mesh, data_groups, known_mesh, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
 from .part import Part
 from .setup import DEFAULT_BACKEND, choose_backend
@@ -47,23 +48,31 @@ class _Planned(ModelTransform):
     """A transform that makes a plan and applies some rows of the order."""
 
     rows: tuple[str, ...]
+    broadcasts = False
+    """Whether ranks that bring different weights get the first one's; else they are refused."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         raise NotImplementedError
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if kwargs:
+            raise ConfigError(f"{type(self).__name__}.apply takes the model alone, and was given {', '.join(kwargs)}")
         facts = model_facts(model)
+        if (device := self.context.get("device")) is not None and not facts.on_meta:
+            model = model.to(device)
         device_mesh = self.device_mesh()
         plan = self.plan(facts, device_mesh)
         site = order.Site(device_mesh, facts, self.context.get("seed", 0))
-        return equip(self.finish(order.apply(model, plan, site, only=self.rows), facts, plan, device_mesh), plan)
+        lay = order.apply if self.broadcasts else order.apply_brought
+        return equip(self.finish(lay(model, plan, site, self.rows), facts, plan, device_mesh), plan)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         """What is left to do when the plan has been applied."""
         return model
 
     def device_mesh(self) -> DeviceMesh | None:
-        return self.context.get("device_mesh")
+        given = self.context.get("device_mesh")
+        return None if given is None else known_mesh(given)
 
     def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
         device = device_mesh.device_type if device_mesh is not None else "cpu"
@@ -96,6 +105,7 @@ class DDPTransform(_Planned):
     """
 
     rows = ("weights", "ddp", "fully_shard")
+    broadcasts = True
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         sizes = axis_sizes(device_mesh)
@@ -153,12 +163,18 @@ class FullyShardTransform(_Planned):
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
-        if given is not None:
-            return given
-        layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
-        if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
-            layout = replace(layout, dp_replicate=1)
-        return mesh_of_world(layout)
+        if given is None:
+            layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
+            if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
+                layout = replace(layout, dp_replicate=1)
+            given = mesh_of_world(layout)
+        replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in DATA_AXES)
+        if replicas > 1 and not self.config.use_hybrid_sharding:
+            raise ConfigError(
+                f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over dp_replicate ="
+                f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set use_hybrid_sharding = true."
+            )
+        return given
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         audit.audit([Part(model, plan, facts)], data_groups(device_mesh))
@@ -223,9 +239,9 @@ class ActivationCheckpointTransform(_Planned):
 
     rows = ("activation_checkpoint",)
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         self._modules = [(clean(name), module) for name, module in model.named_modules()]
-        return super().apply(model)
+        return super().apply(model, **kwargs)
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: ActivationCheckpointTransformConfig = self.config

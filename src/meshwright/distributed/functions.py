@@ -23,7 +23,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 
 from . import agree, order
-from .mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, plan_sizes, sizes_of_stage
+from .mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, known_mesh, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
 from .tensor.rehearsal import prove
 
@@ -72,15 +72,18 @@ def apply_fsdp2(
         reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many ranks.
 
     Raises:
-        ConfigError: the model is sharded already, a later technique came first, or the number does not divide dp_shard.
+        ConfigError: the model is sharded already, a later technique came first, the number does not divide dp_shard, or the mesh has an
+            axis that is none of ours.
+        IntegrityError: data ranks bring different weights. Build the model on meta, or under the same seed on every rank.
         UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is one stage's module.)
     """
+    device_mesh = known_mesh(device_mesh)
     if not has_dp_mesh(device_mesh) and mp_policy is None:
         log.info("apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
     plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
-    return order.apply(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -95,12 +98,13 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on the model.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
+    device_mesh = known_mesh(device_mesh)
     if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
         log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
     plan = proven_tensor_plan(facts, device_mesh, Techniques())
-    return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
 
 
 def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
@@ -171,12 +175,13 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later technique came first.
         UnsupportedError: the experts do not compute alone.
     """
+    device_mesh = known_mesh(device_mesh)
     if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
         log.info("apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
-    return order.apply(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
@@ -193,7 +198,7 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
     wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)
     plan = plan_for_mesh_sizes(facts, {}, "cpu", wishes, "mean")
-    return order.apply(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
+    return order.apply_brought(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
 
 
 def apply_float8(
@@ -221,7 +226,7 @@ def apply_float8(
         log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
     facts = model_facts(model)
     wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
-    return order.apply(model, float8_plan(facts, wishes, gathers), order.Site(None, facts), only=("float8",))
+    return order.apply_brought(model, float8_plan(facts, wishes, gathers), order.Site(None, facts), only=("float8",))
 
 
 def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan:
@@ -286,6 +291,7 @@ def build_parallel_model(
             f" which runs the whole pipeline, or build_stage_module for a loop of your own"
         )
     kind = torch.device(device).type
+    device_mesh = known_mesh(device_mesh) if device_mesh is not None else None
     if device_mesh is not None and device_mesh.device_type != kind:
         raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
     if device_mesh is None and not agree.alone():

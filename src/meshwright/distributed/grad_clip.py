@@ -9,9 +9,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from .shards import SHARDS, gradient_of, pieces
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+
+from .mesh import groups_of
+from .pipeline.stage_module import PipelineStageModule
+from .shards import SHARDS, pieces
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils does."""
@@ -33,12 +39,18 @@ class GradientPart:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-    """This rank's part of every gradient; together they cover its gradients once."""
+    """This rank's part of every gradient; together they cover its gradients once.
+
+    A gradient that is a summand on each rank (``Partial``: torch's SequenceParallel leaves norms such) is summed first, in place of it.
+    """
     found = []
     for parameter in parameters:
-        gradient = gradient_of(parameter)
+        gradient = parameter.grad
         if gradient is None:
             continue
+        if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+            summed = [Replicate() if place.is_partial() else place for place in gradient.placements]
+            gradient = parameter.grad = gradient.redistribute(placements=summed)
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1)
@@ -118,17 +130,22 @@ def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Paramete
         scale_gradients(local_gradients(parameters()), 1 / factor)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True, *, device_mesh: DeviceMesh | None = None) -> Tensor:
     """Scale the model's gradients in place so that their global 2-norm is at most ``max_norm``.
 
     Args:
+        model: of a pipeline this rank's stage module, or an ``nn.ModuleList`` of its stage modules: the norm is over those of all ranks.
         foreach: multiply all gradients in one call; False: one by one.
+        device_mesh: has the pp axis of stage modules that ``build_pipeline_stage`` was not given yet.
 
     Returns:
         The norm before clipping: 0-dim, at least fp32, equal on every rank.
+
+    Raises:
+        ConfigError: stage modules of which nobody said over which ranks they lie, or not all of this rank's.
     """
     parts = local_gradients(model.parameters())
-    norm = total_norm(parts)
+    norm = total_norm(parts, _ranks_of_stages(model, device_mesh))
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     if foreach:
         scale_gradients(parts, factor)
@@ -136,3 +153,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True) -> 
         for part in parts:
             part.tensor.mul_(factor.to(part.tensor.device))
     return norm
+
+
+def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The group whose ranks have the other stages of a pipeline; none where the model is no stage."""
+    stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
+    if not stages or stages[0].num_stages == 1:
+        return []
+    group = stages[0].pipeline_group
+    if group is None:
+        if not (groups := groups_of(device_mesh, Axis.PP)):
+            raise ConfigError(
+                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know which ranks have the"
+                f" others: give the stage to build_pipeline_stage first, or say device_mesh= (with a pp axis)"
+            )
+        (group,) = groups
+    each = stages[0].num_stages // group.size()
+    if len(stages) != each:
+        raise ConfigError(
+            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}: give all of this"
+            f" rank's at once, nn.ModuleList([...]), since the norm is one"
+        )
+    return [group]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.core.errors import ConfigError
 from meshwright.planning.expert_plan import expert_mesh_of
 from meshwright.planning.layout import Layout
+from meshwright.planning.rules import absent_sizes, raise_all
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -33,6 +36,56 @@ def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
         return {}
     names = device_mesh.mesh_dim_names or ()
     return dict(zip(names, device_mesh.shape, strict=False))
+
+
+OTHER_NAMES = {
+    "data_parallel": Axis.DP_SHARD,
+    "dp": Axis.DP_SHARD,
+    "fsdp": Axis.DP_SHARD,
+    "tensor_parallel": Axis.TP,
+    "tensor": Axis.TP,
+    "pipeline_parallel": Axis.PP,
+    "pipeline": Axis.PP,
+    "context_parallel": Axis.CP,
+}
+"""What other systems call our axes."""
+NEMO_NAMES = ("data_parallel", "tensor_parallel")
+
+
+def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> DeviceMesh:
+    """The mesh, when each of its axes is one of ours and there is a technique for those larger than 1.
+
+    Args:
+        understands: other names that are taken for ours: the result is then another mesh, of the same ranks under our names.
+
+    Raises:
+        ConfigError: an axis with another name, or without one; the text says ours.
+        UnsupportedError: an axis without a technique in this version.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    legal = [axis.value for axis in WORLD_AXES]
+    if not names:
+        raise ConfigError(f"the mesh of shape {tuple(device_mesh.shape)} has no axis names: give mesh_dim_names=, of {', '.join(legal)}")
+    strange = [name for name in names if name not in legal and name not in understands]
+    if strange:
+        hints = [f"{name} is {OTHER_NAMES[name].value} here" for name in strange if name in OTHER_NAMES]
+        hint = f" ({'; '.join(hints)})" if hints else ""
+        raise ConfigError(f"the mesh has the axes {sorted(strange)}; legal names are {', '.join(legal)}{hint}")
+    if any(name in understands for name in names):
+        device_mesh = _renamed(device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names))
+    raise_all(list(absent_sizes(axis_sizes(device_mesh))))
+    return device_mesh
+
+
+def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    given: Any = device_mesh
+    known = getattr(given, "_meshwright_renamed", None)
+    if known is None:
+        if device_mesh.mesh.numel() != dist.get_world_size():
+            raise ConfigError(f"the axes {device_mesh.mesh_dim_names} are of a part of the ranks: name them as ours, {', '.join(names)}")
+        known = DeviceMesh(device_mesh.device_type, device_mesh.mesh, mesh_dim_names=names)
+        given._meshwright_renamed = known
+    return known
 
 
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:

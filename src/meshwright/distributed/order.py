@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.axes import Axis
+from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.introspection.facts import CUT_BY, ModelFacts
+from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
 from . import compilation, expert_parallel, float8, freezing, fully_sharded, recompute, replicated
-from .mesh import get_expert_mesh
+from .audit import refuse_unequal
+from .mesh import get_expert_mesh, groups_of
 from .part import Part
+from .parts_tensor import keep_parts
 from .pipeline.split import split
 from .shards import apply_to_tensors
 from .tensor import fused_loss
@@ -44,6 +46,8 @@ class Technique:
     name: str
     wanted: Callable[[Plan, Site], bool]
     apply: Callable[[nn.Module, Plan, Site], nn.Module]
+    shares: tuple[Axis, ...] = ()
+    """Axes over whose ranks one model is shared out: they must bring the same weights."""
 
 
 def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
@@ -73,11 +77,13 @@ ORDER: tuple[Technique, ...] = (
         "tensor_parallel",
         lambda plan, site: plan.tensor is not None,
         lambda model, plan, site: tensor_parallel.apply(model, plan, _mesh(site)[Axis.TP.value]),
+        shares=(Axis.TP,),
     ),
     Technique(
         "expert_parallel",
         lambda plan, site: plan.experts is not None,
         lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
+        shares=(Axis.DP_SHARD, Axis.TP),
     ),
     Technique("fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)),
     Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
@@ -86,6 +92,7 @@ ORDER: tuple[Technique, ...] = (
         "fully_shard",
         lambda plan, site: plan.data.technique == "fully_shard",
         lambda model, plan, site: fully_sharded.apply(model, plan, _mesh(site)),
+        shares=DATA_AXES,
     ),
     Technique("weights", lambda plan, site: True, _weights),
     Technique(
@@ -116,15 +123,29 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             if row.name != "weights":
                 refuse_misorder(row.name, done, type(model).__name__)
             before, model = model, row.apply(model, plan, site)
-            if (cut := model.__dict__.get(CUT_BY)) is not None:
-                tensor_parallel.place_parameters(model, cut, _mesh(site))
+            keep_parts(model)  # a technique makes new parameters
             for module in (before, model):  # two where the technique wraps: neither may be laid out again
                 module.__dict__["_meshwright_applied"] = (*done, row.name)
     return model
 
 
+def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...]) -> nn.Module:
+    """Apply some techniques to a model that each rank brings, as the public doors do.
+
+    Raises:
+        IntegrityError: ranks that are to share one model out, or to replicate it, bring different weights.
+        ConfigError: see ``apply``.
+    """
+    shares = {axis for row in ORDER if row.name in only and row.wanted(plan, site) for axis in row.shares}
+    if not site.facts.on_meta:
+        refuse_unequal(model, groups_of(site.device_mesh, *(axis for axis in WORLD_AXES if axis in shares)), site.facts.expert_plan)
+    return apply(model, plan, site, only)
+
+
 def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[Part]:
     """The parts that this process has, laid out. A pipeline is cut first: every technique then sees a stage's part as it sees a model."""
+    if not site.facts.on_meta:
+        refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if plan.pipeline is None:
         return [Part(apply(model, plan, site), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)

@@ -23,9 +23,8 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
 from . import order
-from .audit import refuse_unequal
 from .float8 import refuse_absent
-from .mesh import build_mesh, data_groups, plan_sizes
+from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
 from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_distributed
@@ -77,6 +76,7 @@ def parallelize(
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
     wishes = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
+        mesh = known_mesh(mesh)
         plan = plan or plan_for_mesh_sizes(facts, plan_sizes(mesh), mesh.device_type, wishes, "sum")
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
@@ -90,8 +90,6 @@ def parallelize(
         mesh = _bring_up(plan, config, seed)
     _prove(facts, plan)
     _refuse_other_mesh(plan, mesh)
-    if not facts.on_meta:
-        refuse_unequal(module, data_groups(mesh))
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
     made.copy_shared()

@@ -28,7 +28,7 @@ from meshwright.planning.techniques import Techniques
 from . import order
 from .functions import averaging_plan, default_mp_policy
 from .megatron import HAVE_NVFSDP
-from .mesh import has_dp_mesh, sizes_of_stage
+from .mesh import NEMO_NAMES, has_dp_mesh, known_mesh, sizes_of_stage
 from .tensor.rehearsal import prove
 from .tensor.styles import translate_to_torch_parallel_style, wishes_of
 from .wholes import whole_everywhere
@@ -61,7 +61,7 @@ def fsdp2_strategy_parallelize(
     over data ranks. Each repeated block is a unit; the last one keeps its parameters after forward. A model on meta stays there.
 
     Args:
-        device_mesh: our axis names; axes of size 1 do nothing.
+        device_mesh: our axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
         mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. A policy given explicitly acts without
             a data axis too, over a mesh of size 1.
         tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what it does not name
@@ -70,8 +70,10 @@ def fsdp2_strategy_parallelize(
 
     Raises:
         ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and legal values.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
+    device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     sizes = sizes_of_stage(device_mesh)
     wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
@@ -92,7 +94,7 @@ def fsdp2_strategy_parallelize(
         prove(facts, plan.tensor, sums_at_once=True)
         for note in (f"the plan is {plan.tensor.source}", *plan.notes):
             log.info("fsdp2_strategy_parallelize: %s", note)
-    return order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
 
 
 def _offloads(policy: OffloadPolicy | None) -> bool:

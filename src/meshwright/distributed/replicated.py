@@ -18,7 +18,9 @@ from meshwright.planning.plan import DataParallel, Plan
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
-    """Wrap a model whose weights exist. Nothing is broadcast: equal weights are the init law's business, and audited."""
+    """Wrap a model whose weights exist. They are not broadcast: equal ones are the init law's business, and audited. Buffers are, before
+    each forward, where the user steps by himself: as torch does by default.
+    """
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
     with warnings.catch_warnings():
         # torch 2.13 announces a successor of broadcast_buffers, and says to keep using it where buffers must not be synced
@@ -27,7 +29,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
             model,
             process_group=device_mesh.get_group(Axis.DP_REPLICATE.value),
             init_sync=False,
-            broadcast_buffers=False,
+            broadcast_buffers=plan.data.reduction == "mean",
             **options,
         )
     if plan.data.reduction == "sum":

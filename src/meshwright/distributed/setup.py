@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,10 +36,10 @@ class DistributedConfig(Layout):
     pp_schedule: str = "1f1b"
     """``techniques.pipeline_schedule`` under another name: read by ``plan`` and ``parallelize`` where they are given this config."""
     nccl_timeout_sec: int = 1800
-    """Longest that a collective of a step may take (any back end); it holds once ``begin_steps`` was called."""
+    """Longest that a collective may take, of any back end, once all processes are connected."""
     backend: str = DEFAULT_BACKEND
     startup_timeout_sec: int = 300
-    """Longest that a collective may take before the first step is done."""
+    """Longest that processes may take to find each other."""
 
     @property
     def said_schedule(self) -> str:
@@ -49,7 +51,7 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
 
     Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller brings; a process
     group that exists already is used as it is. Seeds
-    torch's random streams from (seed, data rank); initial weights follow their own law and do not depend on them.
+    the random streams of torch, numpy and Python from (seed, data rank); initial weights follow their own law and do not depend on them.
 
     Raises:
         ConfigError: sizes that do not fit the world, or a back end that this build of torch lacks.
@@ -80,12 +82,13 @@ def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, stor
         )
     device_mesh = build_mesh(layout, device_type)
     agree.any_rank(False)  # all are connected: whoever ends at once would break the connecting of others
+    begin_steps(device_mesh, config.nccl_timeout_sec)
     seed_streams(seed, device_mesh)
     return device_mesh
 
 
 def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None:
-    """Replace the start-up time limit of all groups of the mesh by the step's. Call it after the first step."""
+    """Set how long a collective of any group of the mesh may take from now on."""
     if device_mesh is None:
         return
     meshes = [mesh for mesh in (device_mesh, get_expert_mesh(device_mesh)) if mesh is not None]
@@ -128,8 +131,11 @@ def _destroy() -> None:
 
 
 def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
-    """Seed torch's generators: different streams where ranks hold different samples, equal ones elsewhere."""
-    torch.manual_seed(seed * 1_000_003 + data_position(device_mesh)[0])
+    """Seed torch's, numpy's and Python's generators: other streams where ranks hold other samples, equal ones elsewhere."""
+    own = seed * 1_000_003 + data_position(device_mesh)[0]
+    torch.manual_seed(own)
+    numpy.random.seed(own % 2**32)
+    random.seed(own)
 
 
 def choose_backend(wish: str) -> tuple[str, str]:

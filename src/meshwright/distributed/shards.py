@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
@@ -67,8 +67,7 @@ class Piece:
 def pieces(tensor: Tensor) -> list[Piece]:
     """What this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
 
-    Several where its share is no single run: blocked queries, keys and values in one weight. Give the tensor itself and nothing that an
-    operation made of it: torch remembers where results lie, and takes a placement that is not its own for a plain Shard.
+    Several where its share is no single run: blocked queries, keys and values in one weight.
     """
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), (0,) * tensor.dim())]
@@ -83,40 +82,23 @@ def pieces(tensor: Tensor) -> list[Piece]:
     return [piece for piece in found if piece.local.numel()]
 
 
-def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that torch made of a parameter (optimizer state), in the parameter's own placements: torch knows its own kinds only."""
-    return with_local(like, tensor.to_local()) if isinstance(tensor, DTensor) and isinstance(like, DTensor) else tensor
-
-
 def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
-    held = [(module._parameters, name, getattr(p, "_spec", None)) for module in model.modules() for name, p in module._parameters.items()]
     model._apply(lambda tensor: with_local(tensor, change(tensor._local_tensor)) if isinstance(tensor, DTensor) else change(tensor))
-    for parameters, name, spec in held:
-        if spec is not None:
-            made: Any = parameters[name]
-            made._spec = spec  # making a parameter of it copied it, and torch placed the copy
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            made: Any = parameter
             made._post_accumulate_grad_hooks = None  # they are still listed, and no longer called
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, placed as the parameter is where one of them lies in parts: torch, which adds up gradients, takes a placement
-    that is not its own for a plain Shard, and the other way round."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return gradient
-    lies_in_parts = any(hasattr(place, "parts") for place in (*gradient.placements, *parameter.placements))
-    return with_local(parameter, gradient._local_tensor) if lies_in_parts else gradient
-
-
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor that is placed as ``like`` is, with another memory, wherever that lies.
+    """A DTensor of the kind of ``like`` and placed as it is, with another memory, wherever that lies.
 
     ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into it, or a gradient
     that is scaled, would change a copy.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad)
+    return type(like)(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad)
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
@@ -158,10 +140,14 @@ def _runs(tensor: DTensor) -> list[list[Run]]:
     assert where is not None
     runs: list[list[Run]] = [[Run(0, size)] for size in tensor.shape]
     placed = [(place, where[i], tensor.device_mesh.size(i)) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS)]
-    for place, rank, size in sorted(placed, key=lambda entry: isinstance(entry[0], _StridedShard)):
+    for place, rank, size in sorted(placed, key=lambda entry: _is_cut_last(entry[0])):
         parts = getattr(place, "parts", None)
         runs[place.dim] = _shares(parts, rank, size) if parts else _chunk(runs[place.dim], rank, size)
     return runs
+
+
+def _is_cut_last(place: Placement) -> bool:
+    return isinstance(place, _StridedShard) and not hasattr(place, "parts")
 
 
 def _shares(parts: Sequence[Part], rank: int, size: int) -> list[Run]:

@@ -19,7 +19,7 @@ from meshwright.core.names import clean
 from meshwright.core.parts import mixes_copies
 from meshwright.planning.optimizer_plan import BLOCKS, OptimizerPlan
 
-from .shards import gradient_of, pieces, seed_of, with_local
+from .shards import pieces, seed_of, with_local
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's moments, and whether they can be negative."""
@@ -90,7 +90,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state |= {key: self.new_moment(parameter, key) for key in SIGNED}
         state["step"] += 1
-        gradient = gradient_of(parameter)
+        gradient = parameter.grad
         assert gradient is not None
         local = _local(parameter.detach())
         if not local.numel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.dtypes import canonical_dtype, torch_dtype
@@ -21,10 +22,10 @@ class DDPTransformConfig:
 
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
-    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double."""
+    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double; none: as torch's policy has it."""
 
-    param_dtype: str
-    reduce_dtype: str
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
 
@@ -35,8 +36,10 @@ class MixedPrecisionConfig:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        output = None if self.output_dtype is None else torch_dtype(self.output_dtype)
-        return MixedPrecisionPolicy(torch_dtype(self.param_dtype), torch_dtype(self.reduce_dtype), output, self.cast_forward_inputs)
+        def dtype(name: str | None) -> torch.dtype | None:
+            return None if name is None else torch_dtype(name)
+
+        return MixedPrecisionPolicy(dtype(self.param_dtype), dtype(self.reduce_dtype), dtype(self.output_dtype), self.cast_forward_inputs)
 
 
 @dataclass(frozen=True)

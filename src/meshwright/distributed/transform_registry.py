@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.config import from_dict
@@ -21,14 +22,40 @@ from .parameter_groups import make_parameter_groups
 
 
 class ModelTransform(ABC):
-    """One step of the chain: a typed config, a context (``device_mesh``, ``layout``, ``seed``), and ``apply(model) -> model``."""
+    """One step of the chain: a typed config, a context, and ``apply(model) -> model``.
+
+    Attributes:
+        config: an instance of the config class that it was registered with.
+        context: where it is applied, by the keys of ``CONTEXT``.
+    """
+
+    CONTEXT: ClassVar[tuple[str, ...]] = ("device_mesh", "layout", "seed", "is_restart", "collective", "device")
+    """The keys that ``build_model_transform`` takes beside the config: a mesh, or a ``Layout`` to make one of; the seed of initial weights;
+    whether a run is taken up again; an object with a mesh (``.mesh`` or ``.device_mesh``) instead of the mesh itself; the device to which
+    a model with weights is moved first. A class of one's own may name more."""
 
     def __init__(self, config: Any, **context: Any):
+        if unknown := sorted(set(context) - set(self.CONTEXT)):
+            raise ConfigError(
+                f"{type(self).__name__} is given {unknown[0]}=, which no transform reads.{nearest(unknown[0], self.CONTEXT)}"
+                f" Legal: {', '.join(self.CONTEXT)}."
+            )
+        if (collective := context.pop("collective", None)) is not None:
+            if context.get("device_mesh") is not None:
+                raise ConfigError("a transform takes device_mesh= or collective=, not both")
+            context["device_mesh"] = _mesh_of(collective)
         self.config, self.context = config, context
 
     @abstractmethod
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Change the model, usually in place, and return what takes its place."""
+
+
+def _mesh_of(collective: Any) -> DeviceMesh:
+    for name in ("mesh", "device_mesh"):
+        if isinstance(found := getattr(collective, name, None), DeviceMesh):
+            return found
+    raise ConfigError(f"collective= is a {type(collective).__name__} without a mesh (.mesh, a DeviceMesh): give device_mesh= instead")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def materialise(
             if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
                 raise ConfigError(f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one")
             return written
-        return _by_law(model, seed, draw_on) if hasattr(model, "weight_law") else _initialised(model, seed, draw_on)
+        return write_by_law(model, seed, draw_on) if hasattr(model, "weight_law") else _initialised(model, seed, draw_on)
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:
@@ -75,7 +75,8 @@ def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:
     block.normal_(0.0, std, generator=generator)
 
 
-def _by_law(model: nn.Module, seed: int, draw_on: str | None) -> set[str]:
+def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
+    """Write what a model's ``weight_law`` says, in place, whole or sharded; returns the names."""
     written = initialise_by_modules(model, seed, buffers_only=True)  # the law is about parameters
     for raw, parameter in model.named_parameters():
         name = clean(raw)

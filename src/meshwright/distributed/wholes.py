@@ -60,7 +60,7 @@ def whole_everywhere(tensor: DTensor) -> Tensor:
         for piece in first_copies(tensor):
             whole[piece.slices] = piece.local
     mesh = tensor.device_mesh
-    for axis in range(mesh.ndim):
+    for axis in range(mesh.ndim if not tensor.is_meta else 0):
         dist.all_reduce(whole, group=mesh.get_group(axis))
     return whole
 

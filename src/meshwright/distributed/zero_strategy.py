@@ -25,7 +25,7 @@ from meshwright.planning.techniques import Precision, Techniques
 from . import megatron, order
 from .fully_sharded import sharded_modules
 from .gradient_check import GradientCheck
-from .mesh import axis_sizes, get_expert_mesh, groups_of, sizes_of_stage
+from .mesh import NEMO_NAMES, axis_sizes, get_expert_mesh, groups_of, known_mesh, sizes_of_stage
 from .optimizer_swap import OptimizerSwap
 from .tensor.rehearsal import prove
 from .tensor.styles import wishes_of
@@ -39,8 +39,8 @@ log = logging.getLogger("meshwright")
 def nvfsdp_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
-    optimizer: torch.optim.Optimizer | None = None,
-    nvfsdp_unit_modules: Sequence[str | type] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[str | type] | None = None,
+    nvfsdp_unit_modules: Sequence[str | type] | Mapping[str, str | ParallelStyle] | None = None,
     tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
     data_parallel_sharding_strategy: str = "optim_grads_params",
     init_nvfsdp_with_meta_device: bool = False,
@@ -55,7 +55,7 @@ def nvfsdp_strategy_parallelize(
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
     """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage (arXiv 1910.02054). In place.
 
     With megatron-fsdp, CUDA and a CUDA mesh it is the back end (untested on a GPU); everywhere else ours, on FSDP2, which is meant below.
@@ -64,8 +64,10 @@ def nvfsdp_strategy_parallelize(
     it every backward counts as the last. With one data rank nothing is sharded, which is logged; everything else acts.
 
     Args:
-        device_mesh: our axis names, ``dp_shard`` among them. Over ``dp_replicate`` what is sharded is replicated (HSDP).
-        optimizer: made from the model's parameters, without state; its groups point to the laid out parameters afterwards.
+        device_mesh: our axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel. Over ``dp_replicate`` what is
+            sharded is replicated (HSDP).
+        optimizer: made from the model's parameters, without state; its groups point to the laid out parameters afterwards. As in the older
+            signature this position may hold the unit modules instead, and the next one tp_shard_plan.
         nvfsdp_unit_modules: classes, or "package.module.Class", of modules whose parameters travel together; None: each repeated block.
         tp_shard_plan: as in ``fsdp2_strategy_parallelize``.
         data_parallel_sharding_strategy: no_shard (ZeRO-0), optim (1), optim_grads (2), optim_grads_params (3; also "params" and
@@ -81,15 +83,18 @@ def nvfsdp_strategy_parallelize(
         calculate_per_token_loss: gradients are sums over data ranks: divide the loss by the tokens of all.
 
     Returns:
-        The model, and the optimizer that was given.
+        The model; and the optimizer, where one was given.
 
     Raises:
         ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another model.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
         UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp, nccl_ub,
             fsdp_double_buffer), and what this engine has not.
     """
+    optimizer, units, tp_shard_plan = _by_kind(optimizer, nvfsdp_unit_modules, tp_shard_plan)
+    device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     options = ZeroOptions(
-        nvfsdp_unit_modules,
+        units,
         data_parallel_sharding_strategy,
         init_nvfsdp_with_meta_device,
         grad_reduce_in_fp32,
@@ -115,15 +120,37 @@ def nvfsdp_strategy_parallelize(
         classes = unit_classes(model, facts, options)
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
             plan = _planned(facts, {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}, device_mesh.device_type, wishes)
-            model = order.apply(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+            model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
             if swap is not None:
                 swap.apply(model)
-        return megatron.lay_out(model, optimizer, device_mesh, options, classes)
+        model, optimizer = megatron.lay_out(model, optimizer, device_mesh, options, classes)
+        return model if optimizer is None else (model, optimizer)
     options.check_native()
     model = _lay_out(model, facts, device_mesh, options, wishes)
-    if swap is not None:
-        swap.apply(model)
+    if swap is None or optimizer is None:
+        return model
+    swap.apply(model)
     return model, optimizer
+
+
+def _by_kind(
+    third: Any, fourth: Any, tp_shard_plan: Mapping[str, str | ParallelStyle] | None
+) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None]:
+    """(optimizer, unit modules, plan), of the arguments behind the mesh in today's order or in the older one, without the optimizer."""
+    optimizer, units = third, fourth
+    if isinstance(third, (list, tuple)):
+        optimizer, units = None, third
+        if isinstance(fourth, Mapping):
+            fourth, tp_shard_plan = None, tp_shard_plan or fourth
+        if fourth is not None:
+            raise ConfigError("the unit modules were given twice, third and as nvfsdp_unit_modules: give them once")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"the third argument is a {type(optimizer).__name__}: it is an optimizer, or, as in the older signature, a list of unit modules"
+        )
+    if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
+        raise ConfigError(f"nvfsdp_unit_modules is a {type(units).__name__}: it is a list of classes, or of their paths")
+    return optimizer, units, tp_shard_plan
 
 
 def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, wishes: Techniques) -> nn.Module:
@@ -138,7 +165,7 @@ def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, optio
             options.strategy,
         )
     rows = ("master_dtype", "tensor_parallel", "fully_shard", *(("weights",) if facts.on_meta else ()))
-    model = order.apply(model, plan, order.Site(device_mesh, facts), only=rows)
+    model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=rows)
     _configure(model, plan, options)
     if options.check_for_nan_in_grad:
         GradientCheck(model, groups_of(device_mesh, *DATA_AXES, Axis.TP))

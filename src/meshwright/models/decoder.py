@@ -124,8 +124,7 @@ class Decoder(nn.Module):
             ValueError: seq is longer than the config's ``max_seq_len``.
         """
         seq = tokens.shape[1]
-        if seq > self.config.max_seq_len:
-            raise ValueError(f"a sequence of {seq} tokens is longer than the model's max_seq_len = {self.config.max_seq_len}")
+        refuse_longer(self.config, seq)
         if positions is None:
             positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
         x = self.embedding(tokens)
@@ -142,10 +141,21 @@ class Decoder(nn.Module):
         The usual scaled normal (GPT-2; Megatron-LM, arXiv 1909.08053): 0.02 everywhere, divided by sqrt(2 · n_layers) for the
         projections that write into the residual stream; norms start at one.
         """
-        if "norm" in name:
-            return "constant", 1.0
-        into_residual = name.endswith(("attention.wo.weight", "w_down.weight", "experts.w_down"))
-        return "normal", 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+        return weight_law_of(self.config, name)
+
+
+def weight_law_of(config: DecoderConfig, name: str) -> tuple[str, float]:
+    """See ``Decoder.weight_law``; of a stage of it too."""
+    if "norm" in name:
+        return "constant", 1.0
+    into_residual = name.endswith(("attention.wo.weight", "w_down.weight", "experts.w_down"))
+    return "normal", 0.02 / math.sqrt(2 * config.n_layers) if into_residual else 0.02
+
+
+def refuse_longer(config: DecoderConfig, seq: int) -> None:
+    """Raise ValueError for sequences of more tokens than the config's ``max_seq_len``."""
+    if seq > config.max_seq_len:
+        raise ValueError(f"a sequence of {seq} tokens is longer than the model's max_seq_len = {config.max_seq_len}")
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

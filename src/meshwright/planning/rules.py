@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import get_args, get_type_hints
 
 from meshwright.core.axes import Axis
@@ -50,8 +50,13 @@ def legal_words(case: Case) -> Found:
 
 
 def absent_axes(case: Case) -> Found:
+    yield from absent_sizes({axis.value: case.layout.wish(axis) for axis in ABSENT})
+
+
+def absent_sizes(sizes: Mapping[str, int]) -> Found:
+    """Axes of a mesh that are larger than 1 and have no technique in this version."""
     for axis, technique in ABSENT.items():
-        if (size := case.layout.wish(axis)) > 1:
+        if (size := sizes.get(axis.value, 1)) > 1:
             yield UnsupportedError(
                 f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the ranks to"
                 f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."

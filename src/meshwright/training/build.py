@@ -195,7 +195,9 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
 
 def _distributed_config(config: Config) -> DistributedConfig:
     p = config.process
-    return DistributedConfig(**vars(config.layout), backend=p.backend, startup_timeout_sec=p.startup_timeout_sec)
+    return DistributedConfig(
+        **vars(config.layout), backend=p.backend, startup_timeout_sec=p.startup_timeout_sec, nccl_timeout_sec=p.startup_timeout_sec
+    )
 
 
 def device_name(model: ParallelModel) -> str:

@@ -21,7 +21,7 @@ from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed import agree
 from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of
 from meshwright.distributed.parallel_model import StepLoss, StepResult
-from meshwright.distributed.shards import gradient_of, sketches
+from meshwright.distributed.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
 
 from .build import Run, build_schedule
@@ -105,7 +105,7 @@ class TraceCheck:
         self._step, self._batch = self._step + 1, batch
         with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts)) as self._observed:
             yield
-        self._gradients = sketches({name: g for name, p in self.r.model.named_parameters() if (g := gradient_of(p)) is not None})
+        self._gradients = sketches({name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None})
 
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
         """Compare the step that was taken. Returns what was found once it is known: after the last step, or where something differs."""

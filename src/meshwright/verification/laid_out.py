@@ -15,7 +15,6 @@ from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size,
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.shards import gradient_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
@@ -56,7 +55,7 @@ class LaidOut:
         return {clean(name): buffer for model in self.models for name, buffer in model.named_buffers()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, gradient) for name, p in self.parameters().items() if (gradient := gradient_of(p)) is not None)
+        return ((name, gradient) for name, p in self.parameters().items() if (gradient := p.grad) is not None)
 
     def forward_backward(self, rows: Batch) -> float:
         """This rank's share of a step; the loss of the whole step."""

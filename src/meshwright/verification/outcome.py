@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
 from meshwright.distributed import agree
-from meshwright.distributed.shards import in_dtype, placed_like, sketches
+from meshwright.distributed.shards import in_dtype, sketches
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.world import is_rank_zero
 from meshwright.introspection.structure.experts import stack_paths
@@ -258,7 +258,7 @@ def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield f"{key} of {name}", placed_like(value, parameter)
+                yield f"{key} of {name}", value
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

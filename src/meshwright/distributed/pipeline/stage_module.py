@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
-from meshwright.models.decoder import Block, document_mask, rotary_tables
+from meshwright.distributed.weights import write_by_law
+from meshwright.models.decoder import Block, document_mask, refuse_longer, rotary_tables, weight_law_of
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.layers import RMSNorm
 from meshwright.planning.pipeline_split import compute_layer_assignment
 
 
 class PipelineStageModule(nn.Module):
-    """The layers of one stage; embedding on the first, final norm and head on the last. Build it under ``torch.device("meta")`` to give
-    it weights later: names, and so initial weights and checkpoints, are those of the whole model (``layers.4...``).
+    """The layers of one stage; embedding on the first, final norm and head on the last. Names, and so initial weights and checkpoints, are
+    those of the whole model (``layers.4...``). Built under ``torch.device("meta")`` it has no weights until ``to_empty`` and
+    ``init_weights_and_freqs``.
 
     Args:
         config: of the whole decoder.
         stage_id, num_stages: which of how many.
         layer_range: (first, one behind the last) of its layers.
+        seed: of the initial weights.
+
+    Attributes:
+        pipeline_group: the ranks with the other stages, once ``build_pipeline_stage`` was given this one.
 
     Raises:
         ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize`` keeps equal.
     """
 
-    def __init__(self, config: DecoderConfig, stage_id: int, num_stages: int, layer_range: tuple[int, int]):
+    def __init__(self, config: DecoderConfig, stage_id: int, num_stages: int, layer_range: tuple[int, int], *, seed: int = 0):
         super().__init__()
+        self.pipeline_group: dist.ProcessGroup | None = None
         start, end = layer_range
         if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
             raise ConfigError(
@@ -46,6 +54,30 @@ class PipelineStageModule(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else None
         if self.is_first and self.is_last and config.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
+        if not next(self.parameters()).is_meta:
+            self.init_weights_and_freqs(seed)
+
+    def init_weights_and_freqs(self, seed: int = 0) -> None:
+        """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives the same names.
+
+        (Rotary frequencies are computed in each forward, so there are none to initialise.)
+        """
+        with torch.no_grad():
+            write_by_law(self, seed)
+
+    def weight_law(self, name: str) -> tuple[str, float]:
+        """How a parameter starts: as in the whole model."""
+        return weight_law_of(self.config, name)
+
+    @property
+    def token_embedding(self) -> nn.Embedding | None:
+        """The embedding, under KempnerForge's name; None but on the first stage."""
+        return self.embedding
+
+    @property
+    def output_head(self) -> nn.Linear | None:
+        """The head, under KempnerForge's name; None but on the last stage."""
+        return self.head
 
     def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Hidden states (rows, seq, dim), or logits (rows, seq, vocab) of the last stage.
@@ -53,7 +85,11 @@ class PipelineStageModule(nn.Module):
         Args:
             x: on the first stage token ids, (rows, seq) int64; else hidden states, (rows, seq, dim).
             positions, document_ids: (rows, seq) int64, as of ``Decoder``; every stage is given them.
+
+        Raises:
+            ValueError: seq is longer than the config's ``max_seq_len``.
         """
+        refuse_longer(self.config, x.shape[1])
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         if self.embedding is not None:
@@ -66,11 +102,11 @@ class PipelineStageModule(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def build_stage_module(config: DecoderConfig, pp_rank: int, pp_size: int) -> PipelineStageModule:
-    """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``).
+def build_stage_module(config: DecoderConfig, pp_rank: int, pp_size: int, *, seed: int = 0) -> PipelineStageModule:
+    """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial weights.
 
     Raises:
         ValueError: fewer layers than stages. ConfigError: no such rank.
     """
     layers = compute_layer_assignment(config.n_layers, pp_size)
-    return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0))
+    return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -45,13 +46,21 @@ def build_pipeline_stage(
     Args:
         batch_size: rows of a microbatch.
         seq_len: tokens of a row.
-        param_dtype: of hidden states.
+        param_dtype: of hidden states: the dtype that the stage computes in.
 
     Raises:
-        ConfigError: the mesh has no pp axis.
+        ConfigError: the mesh has no pp axis, or the stage computes in another dtype, or takes no sequences of that length.
     """
     if Axis.PP.value not in axis_sizes(device_mesh):
         raise ConfigError(f"a pipeline stage needs a mesh axis named pp; the mesh has {tuple(axis_sizes(device_mesh))}")
+    if (computed := _computed_in(stage_module)) != param_dtype:
+        raise ConfigError(
+            f"param_dtype = {param_dtype}, but the stage computes in {computed}, and ranks that expect messages of other sizes abort or"
+            f" hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a policy that computes in {param_dtype}"
+        )
+    if seq_len > stage_module.config.max_seq_len:
+        raise ConfigError(f"seq_len = {seq_len} is longer than the model's max_seq_len = {stage_module.config.max_seq_len}")
+    stage_module.pipeline_group = device_mesh.get_group(Axis.PP.value)
     config, hidden = stage_module.config, (batch_size, seq_len, stage_module.config.dim)
     between = torch.empty(hidden, device="meta", dtype=param_dtype, requires_grad=True)
     tokens = torch.empty(hidden[:2], device="meta", dtype=torch.int64)
@@ -63,8 +72,15 @@ def build_pipeline_stage(
         torch.device(device),
         input_args=(tokens if stage_module.is_first else between,),
         output_args=(logits if stage_module.is_last else between,),
-        group=device_mesh.get_group(Axis.PP.value),
+        group=stage_module.pipeline_group,
     )
+
+
+def _computed_in(stage_module: PipelineStageModule) -> torch.dtype:
+    """The dtype of hidden states: that of the parameters, unless FSDP casts them."""
+    own = next(stage_module.parameters()).dtype
+    policy = stage_module._get_fsdp_state()._mp_policy if isinstance(stage_module, FSDPModule) else None
+    return (policy.output_dtype or policy.param_dtype or own) if policy is not None else own
 
 
 def build_pipeline_schedule(

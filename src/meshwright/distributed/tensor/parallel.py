@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from meshwright.core.axes import Axis
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import Part
 from meshwright.introspection.facts import CUT_BY
@@ -18,7 +17,7 @@ from meshwright.planning.tensor_plan import BlocksPlan, TensorPlan
 from . import adapted, ends, layers, normed
 from .group import ProcessGroupRanks, TensorGroup
 from .overlap import Overlap
-from .placement import distribute, place, placement_of_cut
+from .placement import distribute, placement_of_cut
 from .routers import routers_of_parts
 from .runtime import Runtime, use_local_parameters
 from .sequence import Sequence
@@ -66,15 +65,6 @@ def distribute_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, 
                 made[id(parameter)] = distribute(parameter, mesh, placement)
                 made[id(made[id(parameter)])] = made[id(parameter)]
             module._parameters[name] = made[id(parameter)]
-
-
-def place_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Where the parameters lie on the tensor axis, as the plan says: techniques that came since made new ones. ``mesh`` has that axis."""
-    axis = mesh[Axis.TP.value]
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and Axis.TP.value in (parameter.device_mesh.mesh_dim_names or ()):
-            cut = plan.cut_of(clean(name), parameter.shape)
-            place(parameter, axis, Replicate() if cut is None else placement_of_cut(*cut, plan.ranks))
 
 
 def wrap_modules(

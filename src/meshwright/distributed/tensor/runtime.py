@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.parts_tensor import placed
+
 from . import functions
 from .group import TensorGroup
 from .loss import LossOfLogits
@@ -126,7 +128,7 @@ class _Local(torch.autograd.Function):
             return None
         if gradient.stride() != ctx.strides:  # the whole's strides follow from the part's
             gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
-        return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False)  # a copy: the dispatcher may write into it
+        return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
 
 
 def wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

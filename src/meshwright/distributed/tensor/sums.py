@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.parts import Part, ranges
-from meshwright.distributed.shards import gradient_of, pieces
+from meshwright.distributed.shards import pieces
 
 from .group import TensorGroup
 
@@ -49,7 +49,7 @@ def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
     places = [(_local(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
     for parameter in sums.copied:
         if parameter.grad is not None:
-            places += _copies(gradient_of(parameter), group)
+            places += _copies(parameter.grad, group)
     _sum(places, group)
     for parameter, earlier in before:
         if earlier is not None:

@@ -1,0 +1,407 @@
+"""The public doors: replicas that differ are refused, options act or are refused, one norm is one norm, and calls run as other systems'
+documents print them."""
+
+from __future__ import annotations
+
+import random
+import types
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.odd import VOCAB
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, parallelize
+from meshwright.distributed import (
+    DistributedConfig,
+    apply_ac,
+    apply_expert_parallel,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    build_stage_module,
+    clip_grad_norm_,
+    get_pp_rank,
+    init_distributed,
+)
+from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
+from meshwright.distributed.transforms import MixedPrecisionConfig, build_model_transform
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig
+
+FP32 = MixedPrecisionPolicy()
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = DecoderConfig(vocab_size=VOCAB, dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16)
+TOKENS = torch.arange(48).reshape(4, 12) % VOCAB
+
+
+def llama(seed=None):
+    """With a seed, equal on every rank; without one as torch's stream has it, which differs by data rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+def said(action):
+    try:
+        return action()
+    except (ConfigError, UnsupportedError, IntegrityError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# --- replicas
+
+
+def transformed(name, mesh, model, **config):
+    return build_model_transform(name, config, device_mesh=mesh).apply(model)
+
+
+DOORS = {
+    "apply_fsdp2": (Layout(dp_replicate=2, dp_shard=2), lambda m, mesh: apply_fsdp2(m, mesh, FP32)),
+    "apply_fsdp2 shards": (Layout(dp_shard=4), lambda m, mesh: apply_fsdp2(m, mesh, FP32)),
+    "fsdp2_strategy": (Layout(dp_replicate=2, dp_shard=2), lambda m, mesh: fsdp2_strategy_parallelize(m, mesh, FP32)),
+    "no_shard": (Layout(dp_shard=4), lambda m, mesh: nvfsdp_strategy_parallelize(m, mesh, data_parallel_sharding_strategy="no_shard")),
+    "optim_grads": (
+        Layout(dp_shard=4),
+        lambda m, mesh: nvfsdp_strategy_parallelize(m, mesh, data_parallel_sharding_strategy="optim_grads"),
+    ),
+    "fully_shard": (Layout(dp_replicate=2, dp_shard=2), lambda m, mesh: transformed("fully_shard", mesh, m)),
+    "parallelize": (Layout(dp_replicate=4, dp_shard=1), lambda m, mesh: parallelize(m, mesh).parts[0]),
+    "parallelize shards": (Layout(dp_shard=4), lambda m, mesh: parallelize(m, mesh).parts[0]),
+    "ddp": (Layout(dp_replicate=4, dp_shard=1), lambda m, mesh: transformed("ddp", mesh, m)),
+}
+
+
+def through(door, seed):
+    layout, lay_out = DOORS[door]
+    mesh = init_distributed(layout)
+    found = said(lambda: lay_out(llama(seed), mesh))
+    if isinstance(found, str):
+        return found
+    return sum(float(getattr(p, "full_tensor", lambda p=p: p)().detach().double().sum()) for p in found.parameters())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ranks_that_bring_different_weights_do_not_train_different_models(spmd, door):
+    equal = spmd(4, through, door, 3)
+    assert len(set(equal)) == 1 and isinstance(equal[0], float)
+    differing = spmd(4, through, door, None)
+    assert len(set(differing)) == 1
+    if door != "ddp":  # torch's gives all ranks the first one's
+        assert differing[0].startswith("IntegrityError: the ranks bring different models: model.embed_tokens.weight differs")
+
+
+def tensor_ranks():
+    mesh = init_distributed(Layout(dp_shard=2, tp=2))
+    model = llama(dist.get_rank())  # differs on ranks that share one model out
+    return said(lambda: apply_tensor_parallel(model, mesh))
+
+
+def test_ranks_of_the_tensor_axis_must_bring_one_model(spmd):
+    assert all("the ranks bring different models" in text for text in spmd(4, tensor_ranks))
+
+
+class Counting(nn.Module):
+    """Keeps a running mean of what it saw, as batch norm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens):
+        self.seen += tokens.sum()
+        return self.embed(tokens)
+
+
+def buffers_of_ddp():
+    mesh = init_distributed(Layout(dp_replicate=4, dp_shard=1))
+    torch.manual_seed(0)
+    model = transformed("ddp", mesh, Counting())
+    for _ in range(2):
+        model(torch.full((1, 2), dist.get_rank())).sum().backward()
+    model(torch.zeros(1, 2, dtype=torch.int64))
+    return float(model.module.seen)
+
+
+def test_ddp_keeps_buffers_as_torch_does(spmd):
+    assert len(set(spmd(4, buffers_of_ddp))) == 1
+
+
+# --- axes and options
+
+
+def axes():
+    def mesh(*names, shape=(4,)):
+        return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+    cp = init_distributed(DistributedConfig(dp_shard=1, cp=4))
+    doors = {
+        "apply_fsdp2": lambda mesh: apply_fsdp2(llama(0), mesh),
+        "apply_tensor_parallel": lambda mesh: apply_tensor_parallel(llama(0), mesh),
+        "apply_expert_parallel": lambda mesh: apply_expert_parallel(llama(0), mesh),
+        "fully_shard": lambda mesh: transformed("fully_shard", mesh, llama(0)),
+        "parallelize": lambda mesh: parallelize(llama(0), mesh),
+        "fsdp2_strategy": lambda mesh: fsdp2_strategy_parallelize(llama(0), mesh),
+        "nvfsdp": lambda mesh: nvfsdp_strategy_parallelize(llama(0), mesh),
+    }
+    meshes = {"dp": mesh("dp"), "nobody's": mesh("mine"), "without names": mesh(), "cp": cp}
+    meshes["tensor_parallel"] = mesh("data_parallel", "tensor_parallel", shape=(2, 2))
+    found = {(door, name): said(lambda lay=lay, m=m: lay(m)) for door, lay in doors.items() for name, m in meshes.items()}
+    return {key: text if isinstance(text, str) else type(text).__name__ for key, text in found.items()}
+
+
+def test_an_axis_that_is_not_ours_is_an_error_and_never_ignored(spmd):
+    for found in spmd(4, axes):
+        for (door, name), text in found.items():
+            if name == "tensor_parallel" and door in ("fsdp2_strategy", "nvfsdp"):
+                assert text == "FSDPLlamaForCausalLM"
+            elif name == "cp":
+                assert text.startswith("UnsupportedError: layout.cp = 4: context parallelism is not in this version"), (door, text)
+            else:
+                assert text.startswith("ConfigError: the mesh"), (door, name, text)
+        assert "(dp is dp_shard here)" in found["apply_fsdp2", "dp"]
+
+
+def loss_of(model, rows):
+    logits = model(input_ids=rows, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+def worst(model, plain):
+    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+    return max(float((found[n] - p.grad).norm() / (p.grad.norm() + 1e-6)) for n, p in plain.named_parameters())
+
+
+def nemo_job():
+    init_distributed(Layout(dp_shard=2, tp=2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    plain = llama(0)
+    loss_of(plain, TOKENS).backward()
+    found = {}
+    for name, lay_out in {
+        "fsdp2": lambda m: fsdp2_strategy_parallelize(m, mesh, FP32),
+        "nvfsdp, older order": lambda m: nvfsdp_strategy_parallelize(
+            m, mesh, ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]
+        ),
+        "nvfsdp": lambda m: nvfsdp_strategy_parallelize(m, mesh),
+        "nvfsdp with optimizer": lambda m: nvfsdp_strategy_parallelize(m, mesh, torch.optim.SGD(m.parameters()))[0],
+    }.items():
+        model = lay_out(llama(0))
+        rank = mesh.get_local_rank("data_parallel")
+        loss_of(model, TOKENS[2 * rank : 2 * rank + 2]).backward()
+        found[name] = worst(model, plain)
+    found["twice"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, [nn.Linear], [nn.Linear]))
+    found["what"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, 3.0))
+    return found
+
+
+def test_calls_with_nemos_axes_and_in_the_older_order(spmd):
+    for found in spmd(4, nemo_job):
+        assert found.pop("twice").startswith("ConfigError: the unit modules were given twice")
+        assert found.pop("what").startswith("ConfigError: the third argument is a float")
+        assert all(error < 1e-5 for error in found.values()), found
+
+
+def options():
+    mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
+    collective = types.SimpleNamespace(mesh=mesh)
+    placements = build_model_transform("fully_shard", None, collective=collective).apply(llama(0)).lm_head.weight.placements
+    made = build_model_transform("fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=mesh).apply(llama(0))
+    return {
+        "hybrid": said(lambda: transformed("fully_shard", mesh, llama(0), use_hybrid_sharding=False)),
+        "unknown": said(lambda: build_model_transform("fully_shard", None, mesh=mesh)),
+        "near": said(lambda: build_model_transform("fully_shard", None, device_mehs=mesh)),
+        "no mesh in it": said(lambda: build_model_transform("fully_shard", None, collective=object())),
+        "keyword": said(lambda: build_model_transform("fully_shard", None, device_mesh=mesh).apply(llama(0), step=3)),
+        "collective": str(placements),
+        "narrow": str(made(input_ids=TOKENS[:1], use_cache=False).logits.dtype),
+    }
+
+
+def test_an_option_acts_or_is_refused(spmd):
+    for found in spmd(4, options):
+        assert found["hybrid"].startswith("ConfigError: fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh")
+        assert found["unknown"].startswith("ConfigError: FullyShardTransform is given mesh=, which no transform reads.")
+        assert "Did you mean 'device_mesh'?" in found["near"]
+        assert found["no mesh in it"].startswith("ConfigError: collective= is a object without a mesh")
+        assert found["keyword"] == "ConfigError: FullyShardTransform.apply takes the model alone, and was given step"
+        assert found["collective"] == "(Replicate(), Shard(dim=0))" and found["narrow"] == "torch.bfloat16"
+
+
+def test_mixed_precision_may_leave_dtypes_open():
+    policy = MixedPrecisionConfig(param_dtype="bfloat16").policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, None, None)
+    assert MixedPrecisionConfig().policy == MixedPrecisionPolicy()
+
+
+def streams(seed):
+    init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=77), seed)
+    timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    return (float(torch.rand(())), float(numpy.random.rand()), random.random()), timeout.total_seconds()
+
+
+def test_every_generator_is_seeded_and_the_time_limit_holds(spmd):
+    first, again, other = (spmd(2, streams, seed) for seed in (1, 1, 2))
+    assert first == again and first[0][0] != first[1][0]
+    assert all(a != b for a, b in zip(first[0][0], other[0][0], strict=True))
+    assert first[0][1] == 77
+
+
+# --- orders of the documents
+
+
+def ordered(order, model):
+    mesh = init_distributed(Layout(dp_shard=2, tp=2))
+    plain = llama(0)
+    loss_of(plain, TOKENS).backward()
+    made = llama(0)
+    steps = {
+        "tp": lambda m: apply_tensor_parallel(m, mesh),
+        "ac": lambda m: apply_ac(m, model),
+        "fsdp": lambda m: apply_fsdp2(m, mesh, FP32),
+    }
+    for step in order:
+        made = steps[step](made)
+    rank = mesh.get_local_rank("dp_shard") if "fsdp" in order else None
+    loss_of(made, TOKENS if rank is None else TOKENS[2 * rank : 2 * rank + 2]).backward()
+    return worst(made, plain)
+
+
+@pytest.mark.parametrize("mode", ("full", "selective"))
+@pytest.mark.parametrize("order", (("tp", "ac"), ("tp", "ac", "fsdp"), ("tp", "fsdp"), ("ac", "fsdp")))
+def test_techniques_in_the_orders_that_kempnerforge_documents(spmd, order, mode):
+    assert max(spmd(4, ordered, order, mode)) < 1e-5
+
+
+# --- one norm
+
+
+def clipped_stages(pp, per_rank):
+    mesh = init_distributed(Layout(pp=pp, dp_shard=1))
+    rank, stages = get_pp_rank(mesh), pp * per_rank
+    modules = [build_stage_module(SMALL, rank + i * pp, stages) for i in range(per_rank)]
+    torch.manual_seed(0)
+    whole = Decoder(SMALL)
+    for module in (whole, *modules):
+        for name, p in module.named_parameters():
+            p.grad = torch.full_like(p, (sum(map(ord, name)) % 7) / 7)
+    given = modules[0] if per_rank == 1 else nn.ModuleList(modules)
+    unsaid = said(lambda: clip_grad_norm_(given, 1.0))
+    some = said(lambda: clip_grad_norm_(modules[0], 1.0, device_mesh=mesh)) if per_rank > 1 else None
+    by_mesh = float(clip_grad_norm_(given, 1e9, device_mesh=mesh))
+    for module in modules:
+        build_pipeline_stage(module, mesh, "cpu", 1, 4, torch.float32)
+    found = float(clip_grad_norm_(given, 1.0))
+    wanted = float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+    truth = dict(whole.named_parameters())
+    worst = max(float((p.grad - truth[n].grad).abs().max()) for module in modules for n, p in module.named_parameters())
+    return unsaid, some, by_mesh, found, wanted, worst
+
+
+@pytest.mark.parametrize(("pp", "per_rank"), ((2, 1), (4, 1), (2, 2)))
+def test_the_norm_of_a_pipelines_stages_is_one(spmd, pp, per_rank):
+    for unsaid, some, by_mesh, found, wanted, worst in spmd(pp, clipped_stages, pp, per_rank):
+        assert unsaid.startswith("ConfigError: this is stage") and "build_pipeline_stage first" in unsaid
+        assert some is None or "this rank has 2 of the 4 stages, and clip_grad_norm_ was given 1" in some
+        assert found == pytest.approx(wanted, rel=1e-6) and by_mesh == pytest.approx(wanted, rel=1e-6)
+        assert worst < 1e-6
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def partial_gradients():
+    mesh = init_distributed(Layout(dp_shard=1, tp=2))["tp"]
+    torch.manual_seed(0)
+    plain = Normed()
+    x = torch.randn(2, 4, 8)
+    plain(x).square().sum().backward()
+    torch.manual_seed(0)
+    model = Normed()
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    model(x.chunk(2, dim=1)[dist.get_rank()]).square().sum().backward()  # each rank brings its part of the sequence
+    found, wanted = float(clip_grad_norm_(model, 1.0)), float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    whole = {n: p.grad.redistribute(placements=[Replicate()]).to_local() for n, p in model.named_parameters()}
+    return found, wanted, max(float((whole[n] - p.grad).abs().max()) for n, p in plain.named_parameters())
+
+
+def test_gradients_that_are_summands_are_summed_before_clipping(spmd):
+    for found, wanted, worst in spmd(2, partial_gradients):
+        assert found == pytest.approx(wanted, rel=1e-5) and worst < 1e-6
+
+
+# --- stage modules
+
+
+def stage_weights(seed):
+    mesh = init_distributed(Layout(pp=2, dp_shard=2))
+    built = build_stage_module(SMALL, get_pp_rank(mesh), 2, seed=seed)
+    with torch.device("meta"):
+        later = build_stage_module(SMALL, get_pp_rank(mesh), 2)
+    apply_fsdp2(later, mesh, FP32)
+    later.to_empty(device="cpu")
+    later.init_weights_and_freqs(seed)
+    sharded = {n: p.full_tensor().detach() for n, p in later.named_parameters()}
+    return {n: p.detach() for n, p in built.named_parameters()}, sharded
+
+
+def whole_weights(seed):
+    return {n: p.detach() for n, p in parallelize(SMALL, None, seed=seed).named_parameters()}
+
+
+def test_stage_modules_begin_with_the_whole_models_weights(spmd):
+    (whole,) = spmd(1, whole_weights, 4)
+    stages = spmd(4, stage_weights, 4)
+    names = set()
+    for found in (made for pair in stages for made in pair):
+        names |= found.keys()
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    assert names == whole.keys()
+
+
+def stage_refusals():
+    mesh = init_distributed(Layout(pp=2, dp_shard=1))
+    stage = build_stage_module(SMALL, get_pp_rank(mesh), 2)
+    other_dtype = said(lambda: build_pipeline_stage(stage, mesh, "cpu", 2, 8))
+    too_long = said(lambda: build_pipeline_stage(stage, mesh, "cpu", 2, 17, torch.float32))
+    x = torch.zeros(1, 17, dtype=torch.int64) if stage.is_first else torch.zeros(1, 17, SMALL.dim)
+    try:
+        stage(x)
+        longer = ""
+    except ValueError as error:
+        longer = str(error)
+    made = build_pipeline_stage(stage, mesh, "cpu", 2, 8, torch.float32)
+    schedule = build_pipeline_schedule(made, 2, lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()))
+    tokens = TOKENS[:, :8]
+    losses: list = []
+    schedule.step(*([tokens] if stage.is_first else []), target=tokens if stage.is_last else None, losses=losses)
+    names = (stage.token_embedding is None, stage.output_head is None)
+    return other_dtype, too_long, longer, [float(loss) for loss in losses], names
+
+
+def test_a_stage_refuses_messages_of_another_dtype_and_longer_sequences(spmd):
+    first, last = spmd(2, stage_refusals)
+    for other_dtype, too_long, longer, _, _ in (first, last):
+        assert other_dtype.startswith("ConfigError: param_dtype = torch.bfloat16, but the stage computes in torch.float32")
+        assert too_long == "ConfigError: seq_len = 17 is longer than the model's max_seq_len = 16"
+        assert longer == "a sequence of 17 tokens is longer than the model's max_seq_len = 16"
+    assert len(last[3]) == 2 and all(loss == pytest.approx(4, abs=2) for loss in last[3])
+    assert first[4] == (False, True) and last[4] == (True, False)
