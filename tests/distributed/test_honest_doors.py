@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import types
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, parallelize
 from meshwright.distributed import (
     DistributedConfig,
+    agree,
     apply_ac,
     apply_expert_parallel,
     apply_fsdp2,
@@ -30,9 +32,13 @@ from meshwright.distributed import (
     build_stage_module,
     clip_grad_norm_,
     get_pp_rank,
+    grad_clip,
     init_distributed,
+    order,
 )
-from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
+from meshwright.distributed.local import WorkerFailed
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize, to_cpu
 from meshwright.distributed.transforms import MixedPrecisionConfig, build_model_transform
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
@@ -405,3 +411,194 @@ def test_a_stage_refuses_messages_of_another_dtype_and_longer_sequences(spmd):
         assert longer == "a sequence of 17 tokens is longer than the model's max_seq_len = 16"
     assert len(last[3]) == 2 and all(loss == pytest.approx(4, abs=2) for loss in last[3])
     assert first[4] == (False, True) and last[4] == (True, False)
+
+
+# --- a NaN on one replica
+
+
+def local(tensor):
+    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def poisoned(layout, rank):
+    """A NaN that one rank's gradient gets behind the reduction: (skipped, norm, weights as they were) of each rank, then of a good step."""
+    torch.manual_seed(0)
+    mesh = init_distributed(layout)
+    model = parallelize(SMALL, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for spoilt in (True, False):
+        before = [p.detach().clone() for p in model.parameters()]
+        model.forward_backward({"tokens": TOKENS[:2], "labels": TOKENS[:2]})
+        if spoilt and dist.get_rank() == rank:
+            local(next(p.grad for name, p in model.named_parameters() if "norm" in name)).view(-1)[:1] = torch.nan
+        result = model.optimizer_step(optimizer, 1.0)
+        same = all(torch.equal(local(a), local(p)) for a, p in zip(before, model.parameters(), strict=True))
+        seen.append((result.skipped, str(result.grad_norm), same))
+    model.audit()
+    return seen
+
+
+REPLICAS = {
+    "ddp": Layout(dp_replicate=2, dp_shard=1),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2),
+    "tp": Layout(tp=2, dp_shard=1),
+    "tp and ddp": Layout(tp=2, dp_shard=1, dp_replicate=2),
+    "pp and ddp": Layout(pp=2, dp_shard=1, dp_replicate=2),
+    "fsdp": Layout(dp_shard=2),
+}
+
+
+def world_of(layout):
+    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
+
+
+@pytest.mark.parametrize("at", REPLICAS)
+def test_a_gradient_that_breaks_behind_the_reduction_skips_the_step_on_all(spmd, at):
+    layout = REPLICAS[at]
+    for bad, good in spmd(world_of(layout), poisoned, layout, world_of(layout) - 1):
+        assert bad == (True, "nan", True)
+        assert good[0] is False and good[1] != "nan" and not good[2]
+
+
+# --- broken on purpose
+
+
+def sees_a_fault(fault):
+    """Whether a door that is broken so is seen to be."""
+    with FAULTS[fault][0]():
+        return FAULTS[fault][1]()
+
+
+def different_replicas():
+    return isinstance(through("apply_fsdp2", None), str)
+
+
+def stage_norms():
+    _, _, _, found, wanted, _ = clipped_stages(2, 1)
+    return found == pytest.approx(wanted, rel=1e-6)
+
+
+def summands():
+    found, wanted, _ = partial_gradients()
+    return found == pytest.approx(wanted, rel=1e-5)
+
+
+def skipping():
+    return poisoned(REPLICAS["ddp"], 1)[0] == (True, "nan", True)
+
+
+def as_copies(parameters):
+    """Summands taken for copies."""
+    axes = lambda g: tuple(g.device_mesh.get_group(0) for place in g.placements if isinstance(place, Shard))  # noqa: E731
+    return [grad_clip.GradientPart(local(p.grad), axes(p.grad)) for p in parameters]
+
+
+FAULTS = {
+    "weights that ranks bring are not compared": (
+        lambda: patch.object(order, "refuse_unequal", lambda *a: None),
+        different_replicas,
+        4,
+    ),
+    "a stage clips by its own norm": (lambda: patch.object(grad_clip, "_ranks_of_stages", lambda *a: []), stage_norms, 2),
+    "summands are not summed": (lambda: patch.object(grad_clip, "local_gradients", as_copies), summands, 2),
+    "each copy skips by itself": (lambda: patch.object(agree, "largest_of_copies", lambda norm, groups: norm), skipping, 2),
+}
+"""Fault -> (how the library is broken, whether the promise holds, ranks)."""
+
+
+@pytest.mark.kills("doors", "fault")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(spmd, fault):
+    try:
+        assert not all(spmd(FAULTS[fault][2], sees_a_fault, fault))
+    except WorkerFailed as failed:
+        assert "differs between ranks that should hold the same values" in str(failed), "the audit sees it"
+
+
+# --- weights of tokens, and losses of the user's
+
+
+def weighted(layout, techniques):
+    mesh = init_distributed(layout)
+    model = parallelize(SMALL, mesh or layout, techniques=techniques)
+    rank, ranks = data_position(mesh)
+    rows = len(TOKENS) // ranks
+    batch = {k: v[rank * rows : (rank + 1) * rows] for k, v in weighted_batch().items()}
+    found = model.forward_backward(batch)
+    gradients = {n: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone() for n, p in model.named_parameters()}
+    return float(found), found.tokens, float(model.evaluate(batch)), gradients, {n: to_cpu(p.detach()) for n, p in model.named_parameters()}
+
+
+def weighted_batch():
+    weights = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2))
+    weights[1, 3:5] = 0
+    return {"tokens": TOKENS, "labels": TOKENS.roll(-1, 1), "loss_mask": weights}
+
+
+WEIGHTED = {
+    "one": (Layout(dp_shard=1), {}),
+    "fsdp": (Layout(dp_shard=2), {}),
+    "ddp in chunks": (Layout(dp_replicate=2, dp_shard=1), {"loss_chunks": 3}),
+    "tp": (Layout(tp=2, dp_shard=1), {}),
+    "tp in chunks": (Layout(tp=2, dp_shard=2), {"loss_chunks": 2}),
+    "pp": (Layout(pp=2, dp_shard=1), {}),
+}
+
+
+@pytest.mark.parametrize("at", WEIGHTED)
+def test_a_float_mask_weighs(spmd, at):
+    layout, techniques = WEIGHTED[at]
+    techniques = {"precision": {"master": "float64"}} | techniques
+    batch, plain = weighted_batch(), Decoder(SMALL).double()
+    (first, *_) = spmd(1, weighted, *WEIGHTED["one"][:1], techniques)
+    plain.load_state_dict(first[-1])
+    each = F.cross_entropy(plain(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten().double()
+    truth = (each * mask).sum() / mask.sum()
+    truth.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for loss, tokens, evaluated, gradients, _ in spmd(world_of(layout), weighted, layout, techniques):
+        assert tokens == int((mask > 0).sum())
+        assert loss == pytest.approx(truth.item(), rel=1e-12) and evaluated == pytest.approx(truth.item(), rel=1e-12)
+        for name, gradient in gradients.items():
+            assert float((gradient - wanted[name]).norm()) <= 1e-10 * float(wanted[name].norm()) + 1e-14, name
+
+
+def own_losses():
+    def summed(logits, labels):
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits, labels):
+            return summed(logits, labels) * self.scale
+
+    batch = {"tokens": TOKENS, "labels": TOKENS, "loss_mask": torch.full(TOKENS.shape, 0.5)}
+    told = {
+        "mean": lambda: parallelize(SMALL, loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, -2), y.flatten())),
+        "module": lambda: parallelize(SMALL, loss_fn=nn.CrossEntropyLoss()),
+        "not a sum": lambda: parallelize(SMALL, loss_fn=lambda x, y: summed(x, y) + 7),
+        "parameters": lambda: parallelize(SMALL, loss_fn=Scaled()),
+        "its method": lambda: parallelize(SMALL, loss_fn=Scaled().forward),
+        "weights": lambda: parallelize(SMALL, loss_fn=summed).forward_backward(batch),
+        "negative": lambda: parallelize(SMALL).forward_backward(batch | {"loss_mask": torch.full(TOKENS.shape, -0.5)}),
+        "not a number": lambda: parallelize(SMALL).forward_backward(batch | {"loss_mask": torch.full(TOKENS.shape, torch.nan)}),
+        "sum": lambda: parallelize(SMALL, loss_fn=summed),
+    }
+    found = {name: said(action) for name, action in told.items()}
+    return {name: text if isinstance(text, str) else type(text).__name__ for name, text in found.items()}
+
+
+def test_a_loss_that_is_no_sum_is_refused(spmd):
+    (found,) = spmd(1, own_losses)
+    assert "it is a mean, and parallelize wants the SUM" in found["mean"]
+    assert "for the same rows twice: it does not add up over rows" in found["not a sum"]
+    assert "loss_fn is a Scaled with parameters that are trained (scale)" in found["parameters"]
+    assert found["its method"] == found["parameters"]
+    assert "a loss_fn of your own is given logits and labels alone" in found["weights"]
+    assert "each must be finite, and 0 or more" in found["negative"] and "each must be finite" in found["not a number"]
+    assert found["sum"] == "ParallelModel"

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.utils._pytree import tree_leaves
 
 from meshwright import Layout, UnsupportedError
-from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed
+from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed, order, parts_tensor, wholes
 from meshwright.distributed.parallelizer import to_cpu
+from meshwright.distributed.shards import pieces
 
 TOKENS = torch.arange(24).reshape(4, 6) % 37
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -333,3 +336,42 @@ def test_experts_that_went_in_come_out(spmd, shards):
     layout = Layout(dp_shard=shards, ep=2)
     _check(spmd, [door for door in READING if door not in ACROSS_MESHES], "mixtral", layout, one_model=True)
     _check(spmd, [gradients_of_two_backwards], "mixtral", layout, one_model=True)
+
+
+# --- broken on purpose
+
+
+def _side_by_side(tensor):
+    """What ranks hold, one behind the other, as of torch's plain shards."""
+    (axis,) = (i for i, place in enumerate(tensor.placements) if hasattr(place, "parts"))
+    return Shard(tensor.placements[axis].dim)._to_replicate_tensor(tensor._local_tensor, tensor.device_mesh, axis, tensor.shape)
+
+
+FAULTS = {
+    "parts are put together as plain shards": lambda: patch.object(parts_tensor, "whole_everywhere", _side_by_side),
+    "copies of key heads are written twice": lambda: patch.object(wholes, "first_copies", pieces),
+    "parameters of the techniques stay as torch makes them": lambda: patch.object(order, "keep_parts", lambda model: None),
+    "operators look at shares as if they were wholes": lambda: patch.object(parts_tensor, "_on_wholes", _on_each_share),
+}
+
+
+def _on_each_share(func, args, kwargs):
+    like = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, parts_tensor.PartsTensor))
+    return parts_tensor._on_shares(func, args, kwargs, like)
+
+
+def _broken(fault, name, layout):
+    with FAULTS[fault]():
+        try:
+            said = _through(READING, name, layout, one_model=True)
+        except Exception as error:
+            return repr(error)[:80]
+    return [door for door, off in said.items() if not off < 1e-10]
+
+
+@pytest.mark.kills("doors", "fault")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(spmd, fault):
+    name = "few_key_heads" if "copies" in fault else "phi3"
+    at = "fsdp-tp" if "techniques" in fault else "tp"
+    assert all(spmd(4 if at == "fsdp-tp" else 2, _broken, fault, name, LAYOUTS[at]))

@@ -124,8 +124,8 @@ def test_the_plan_foresees_every_byte_of_any_shape(pool, case):
 # --- the closed formulas, from nothing but parameter counts
 
 EVEN = DecoderConfig(256, 64, 3, 4, 2, 128, 64)
-SCALARS = 100
-"""Bytes per rank of the words that open and close a step (token count, loss, gradient norm)."""
+SCALARS = 124
+"""Bytes per rank of the words that open and close a step: six counts and the loss over both data axes, a norm, and the norm of copies."""
 
 
 def even_sizes() -> tuple[int, int, int]:

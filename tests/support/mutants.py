@@ -38,8 +38,8 @@ def per_rank_mean():
     whole = ParallelModel._open_step
 
     def opened(self, batch):
-        found, _, routed = whole(self, batch)
-        return found, step_batch.count(found) * self.plan.data_ranks, routed
+        found, tokens, _, routed = whole(self, batch)
+        return found, tokens, step_batch.count(found) * self.plan.data_ranks, routed
 
     return patch.object(ParallelModel, "_open_step", opened)
 
@@ -50,8 +50,8 @@ def mean_of_microbatch_means():
     whole_open, whole_sum = ParallelModel._open_step, WholeModel._loss_sum
 
     def opened(self, batch):
-        found, _, routed = whole_open(self, batch)
-        return found, len(found) * self.plan.data_ranks, routed
+        found, tokens, _, routed = whole_open(self, batch)
+        return found, tokens, len(found) * self.plan.data_ranks, routed
 
     def mean(self, piece):
         return whole_sum(self, piece) / max(step_batch.count([piece]), 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.models.decoder import Decoder, document_mask, rotary_frequencies, rotary_tables, rotate
-from meshwright.models.decoder_config import SIZES, DecoderConfig, RopeScaling, parameter_count
+from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig, RopeScaling, parameter_count
 
 SMALL = DecoderConfig(61, 24, 2, n_heads=6, n_kv_heads=2, hidden_dim=17, max_seq_len=32, qk_norm=True)
 
@@ -32,6 +32,20 @@ def decoder(config: DecoderConfig = SMALL, dtype: torch.dtype = torch.float64) -
 
 def tokens(rows: int = 2, seq: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SMALL.vocab_size, (rows, seq), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, moe=MoEConfig(n_experts=4, hidden_dim=8))], ids=["dense", "experts"])
+def test_a_decoder_on_a_real_device_begins_by_its_law(config):
+    torch.manual_seed(3)
+    model = Decoder(config)
+    for name, parameter in model.named_parameters():
+        kind, value = model.weight_law(name)
+        if kind == "constant":
+            assert (parameter == value).all(), name
+        else:
+            assert abs(parameter.std().item() / value - 1) < 0.3, name
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(Decoder(config).parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)

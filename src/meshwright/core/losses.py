@@ -14,15 +14,19 @@ PADDING = -1
 """The document id of a token that belongs to no document."""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum of the cross entropies of all tokens whose label is not ``IGNORED``, in nats, inside at least fp32.
 
     Args:
         logits: (rows, seq, vocab).
         labels: (rows, seq) int64, already shifted.
+        weights: (rows, seq) floats by which the tokens' losses are multiplied.
     """
     import torch
     import torch.nn.functional as F
 
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, -2).to(wide), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    flat, targets = logits.flatten(0, -2).to(wide), labels.flatten()
+    if weights is None:
+        return F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+    return (F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none") * weights.flatten().to(wide)).sum()

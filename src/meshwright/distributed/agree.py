@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -90,6 +91,17 @@ def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
     for group in [dist.group.WORLD, *groups]:
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
+    """The largest norm of the ranks of some groups; NaN where one is not finite."""
+    if not groups:
+        return norm
+    word = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device=_word_device())
+    for group in groups:
+        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
+    found = float(word.item())
+    return found if math.isfinite(found) else math.nan
 
 
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +55,15 @@ MEANWHILE = "meanwhile"
 def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(forward)
 
+    def call(given: dict[str, Tensor]) -> Any:
+        bound = inspect.BoundArguments(signature, OrderedDict(given))  # by position: a kernel behind the signature may name them otherwise
+        return forward(*bound.args, **bound.kwargs)
+
     @torch.compiler.disable
     def run(*args: Any, **kwargs: Any) -> Tensor:
         said = signature.bind(*args, **kwargs).arguments
         rows, index, weights = stack.arguments(said)
-        compute = functools.partial(stack.compute, lambda given: forward(**given))
+        compute = functools.partial(stack.compute, call)
         made = _everywhere(compute, stack, group, rows, index, said.get(MEANWHILE))
         shape = said[stack.rows].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
         return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)

@@ -18,6 +18,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
+from meshwright.planning.collectives import COPYING_AXES
 from meshwright.planning.plan import Plan
 from meshwright.planning.schedules.action import Action
 
@@ -35,7 +36,7 @@ from .tensor.objective import LossFunction
 
 @dataclass(frozen=True)
 class StepLoss:
-    """``loss``: mean over all real tokens of the step on all ranks, in nats, 0-dim float64, equal on every rank; ``tokens``: how many."""
+    """``loss``: (weighted) mean over all real tokens of the step on all ranks, nats, 0-dim float64, equal on all; ``tokens``: how many."""
 
     loss: Tensor
     tokens: int
@@ -75,20 +76,21 @@ class ParallelModel:
         microbatch_rows: int = 0,
     ):
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
-        self.microbatch_rows = microbatch_rows
+        self.microbatch_rows, self._own_loss = microbatch_rows, loss_fn is not None
         self.skipped_steps = 0
         self._parts = tuple(parts)
         self._signature = Signature.of(parts[0].model)
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
+        self._copy_groups = groups_of(mesh, *COPYING_AXES)
         cuts_sequences = plan.tensor is not None and plan.tensor.sequence_parallel
         self._token_groups = groups_of(mesh, *DATA_AXES, *((Axis.TP,) if cuts_sequences else ()))
         self._routers = routing.routers_of(self.parts)
         routing.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
-        groups = self._token_groups
-        self._router_loss = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, parts[0].model, groups)
+        router = plan.router_loss
+        self._router_loss = None if router is None else SharedRouterLoss(router, parts[0].model, self._token_groups)
         inputs = lambda batch: self._signature.inputs(batch, self.device)  # noqa: E731
         self.loss_scale = LossScale(plan.precision.loss_scale) if plan.precision.loss_scale else None
         self._runner = runner_of(self._parts, plan, mesh, loss_fn, inputs, self.device, self._router_loss)
@@ -112,13 +114,11 @@ class ParallelModel:
         """
         first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
         for model in self.parts:
-            for raw, parameter in model.named_parameters():
-                name = clean(raw)
-                yield first.get(name, name), parameter
+            for name, parameter in model.named_parameters():
+                yield first.get(clean(name), clean(name)), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        for _, parameter in self.named_parameters():
-            yield parameter
+        return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(global name, buffer) of the buffers that belong to a checkpoint."""
@@ -147,30 +147,29 @@ class ParallelModel:
         """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``; restored also on an exception."""
         return accumulation.context(self.module, self.plan, is_last_microbatch)
 
-    def forward_backward(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> StepLoss:
+    def forward_backward(self, batch: step_batch.Brought) -> StepLoss:
         """Forward and backward of this rank's share of one optimizer step; gradients add up in ``.grad``.
 
         Args:
             batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys: tokens, labels
-                (already shifted, -100: no loss), optional loss_mask, positions, document_ids, and arguments of the model. Where
-                this rank could not read its batch: the error, so that all ranks hear of it.
+                (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1 weigh), positions, document_ids, and
+                arguments of the model. Where this rank could not read its batch: the error, so that all ranks hear of it.
 
-        The loss is a sum over real tokens divided by their number in the whole step on all data ranks, so accumulation over
-        unequal microbatches and unequal ranks is exact.
+        The loss is a sum over real tokens divided by their number in the whole step on all data ranks (with weights: by their sum), so
+        accumulation over unequal microbatches and unequal ranks is exact.
 
         Raises:
             ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
         """
-        pieces, tokens, routed = self._open_step(batch)
+        pieces, tokens, weight, routed = self._open_step(batch)
         for model in self.parts:
             fully_sharded.reshard(model)  # what a forward of somebody else's left gathered would change gradients on the tensor axis
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         routing.begin_step(self._routers, routed, self.device, scale)
-        if self._router_loss is not None:
-            routing.begin_step([self._router_loss], routed, self.device)
+        routing.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
         try:
             with gradients_times(scale, self.parameters):
-                total = self._runner.forward_backward(pieces, tokens, scale)
+                total = self._runner.forward_backward(pieces, weight or 1.0, scale)
         except BaseException:
             routing.forget_step(self._routers)
             if self._router_loss is not None:
@@ -182,7 +181,8 @@ class ParallelModel:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
 
-        A non-finite loss or gradient on any rank skips the update on all: both numbers are global sums, so every rank sees it.
+        A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas agree on the largest norm
+        (what is not finite being larger than anything), so that no copy of a weight is clipped or skipped by itself.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
@@ -191,7 +191,7 @@ class ParallelModel:
             ConfigError, UnsupportedError: the optimizer is none that the plan (``plan.optimizer``) can be done with.
         """
         parts = local_gradients(self._counted_once())
-        norm = float(total_norm(parts, self._pipeline_groups))
+        norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         skipped = (
             not math.isfinite(norm)
             or not (parts or self._pipeline_groups)
@@ -209,33 +209,34 @@ class ParallelModel:
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 
-    def _open_step(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | Exception) -> tuple[list[step_batch.Batch], int, int]:
-        """Check on every rank, agree, and count the tokens of the whole step that have a loss, and those that are no padding: one small
-        all-reduce per data axis."""
+    def _open_step(self, batch: step_batch.Brought) -> tuple[list[step_batch.Batch], int, float, int]:
+        """Check on every rank, agree, and count the tokens of the whole step that have a loss, what these weigh, and those that are no
+        padding: one small all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
         tokens = routed = 0
+        weight = 0.0
         try:
             if isinstance(batch, Exception):
                 raise batch
             pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
             for piece in pieces:
-                step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size)
-            tokens = step_batch.count(pieces)
+                step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss)
+            tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        words = torch.tensor([tokens, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.int64)
-        words = agree.total(words, self._data_groups)
-        tokens, routed, number, squares, refused = words.tolist()
+        words = torch.tensor([tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.float64)
+        tokens, weight, routed, number, squares, refused = agree.total(words, self._data_groups).tolist()  # counts below 2^53 stay exact
+        tokens, routed = int(tokens), int(routed)
         if refused:
             agree.raise_first(refusal, self._data_groups)
         ranks = self.plan.data_ranks
         if number * number != squares * ranks:
             raise ConfigError(
-                f"ranks brought different numbers of microbatches ({number} on {ranks} data ranks, here {len(pieces)}): give all as many"
+                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here {len(pieces)}): give as many"
             )
-        return pieces, tokens, routed
+        return pieces, tokens, weight, routed
 
     def _suggested_rows(self, batch: Any) -> int:
         """Per microbatch, where the user says nothing: all, but in a pipeline as many as keep its ranks busy."""
@@ -273,10 +274,10 @@ class ParallelModel:
 
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
         """The loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
-        pieces, tokens, _ = self._open_step(batch)
+        pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
-        return StepLoss(self._sum_of_losses(total) / max(tokens, 1), tokens)
+        return StepLoss(self._sum_of_losses(total) / (weight or 1.0), tokens)
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None

@@ -22,7 +22,7 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
-from . import order
+from . import order, own_loss
 from .float8 import refuse_absent
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
@@ -90,6 +90,8 @@ def parallelize(
         mesh = _bring_up(plan, config, seed)
     _prove(facts, plan)
     _refuse_other_mesh(plan, mesh)
+    if loss_fn is not None:
+        own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device))
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
     made.copy_shared()

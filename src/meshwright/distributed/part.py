@@ -41,8 +41,8 @@ class Part:
 class Runner(Protocol):
     """How the parts of a process compute together."""
 
-    def forward_backward(self, pieces: Sequence[Batch], tokens: int, scale: float = 1.0) -> Tensor:
-        """What this process finds of the sum of all losses, divided by ``tokens``: 0-dim float64. Gradients add up in ``.grad``, ``scale``
+    def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
+        """What this process finds of the sum of all losses, divided by ``weight``: 0-dim float64. Gradients add up in ``.grad``, ``scale``
         times as large, and whole over all axes when it ends."""
         ...
 

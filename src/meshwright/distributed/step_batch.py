@@ -13,6 +13,8 @@ from meshwright.core.losses import IGNORED
 from meshwright.introspection.signature import SPELLINGS, Signature
 
 Batch = Mapping[str, Tensor]
+Brought = Batch | Sequence[Batch] | Exception
+"""What a rank brings to a step: its batch, its microbatches, or why it has none."""
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -21,8 +23,20 @@ def labels_of(batch: Batch) -> Tensor:
     return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), IGNORED)
 
 
-def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None) -> None:
-    """Refuse what the model or the loss cannot take. Raises ConfigError."""
+def weights_of(batch: Batch) -> Tensor | None:
+    """(rows, seq) floating-point weights of the tokens' losses; None where each counts as one, or not at all."""
+    mask = batch.get("loss_mask")
+    return mask if mask is not None and mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any()) else None
+
+
+def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Labels and weights, on the device of the computation."""
+    weights = weights_of(batch)
+    return labels_of(batch).to(device, non_blocking=True), None if weights is None else weights.to(device, non_blocking=True)
+
+
+def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None, *, own_loss: bool = False) -> None:
+    """Refuse what the model or the loss (``own_loss``: a user's) cannot take. Raises ConfigError."""
     missing = {"tokens", "labels"} - set(batch)
     if missing:
         raise ConfigError(
@@ -49,6 +63,15 @@ def check(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_siz
     if vocab_size:
         _check_ids("tokens", _view(batch["tokens"]).ravel(), vocab_size, "")
         _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
+    if (weights := weights_of(batch)) is not None and not (weights.isfinite() & (weights >= 0)).all():
+        raise ConfigError(
+            f"batch['loss_mask'] holds weights from {float(weights.min())} to {float(weights.max())}; each must be finite, and 0 or more"
+        )
+    if weights is not None and own_loss:
+        raise ConfigError(
+            "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and labels alone: leave loss_fn"
+            " out (the cross entropy is weighted), or weigh inside it"
+        )
     documents = batch.get("document_ids")
     are_parted = signature.positions_part_documents and "positions" in batch
     if documents is not None and signature.takes["document_ids"] is None and not are_parted and bool((documents != documents[:, :1]).any()):
@@ -96,3 +119,13 @@ def _words(batch: object) -> str:
 def count(pieces: list[Batch]) -> int:
     """Tokens that have a loss."""
     return sum(len(real_labels(piece)) for piece in pieces)
+
+
+def weight(pieces: list[Batch]) -> float:
+    """What their losses weigh together: their number, where no weights are given."""
+    return sum(_weight(piece) for piece in pieces)
+
+
+def _weight(piece: Batch) -> float:
+    weights = weights_of(piece)
+    return count([piece]) if weights is None else float(weights.double()[labels_of(piece) != IGNORED].sum())

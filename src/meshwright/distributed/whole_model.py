@@ -29,14 +29,14 @@ class WholeModel:
         starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
         self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
 
-    def forward_backward(self, pieces: Sequence[Batch], tokens: int, scale: float = 1.0) -> Tensor:
+    def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._summing_over_tensor_ranks():
             for number, piece in enumerate(pieces):
                 with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
                     if self._router_loss is not None:
                         self._router_loss.begin()
-                    loss = self._loss_sum(piece) / max(tokens, 1)
+                    loss = self._loss_sum(piece) / weight
                     total += loss.detach()
                     if self._router_loss is not None:
                         loss = loss + self._router_loss(piece)
@@ -59,8 +59,7 @@ class WholeModel:
         """Nothing is shared with other processes."""
 
     def _loss_sum(self, piece: Batch) -> Tensor:
-        labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
-        return self._objective(lambda: self.part.module(**self._inputs(piece)), labels)
+        return self._objective(lambda: self.part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device))
 
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
         """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""

@@ -99,7 +99,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out. Build it under ``torch.device("meta")``; its weights follow ``weight_law``."""
+    """Token ids in, logits out.
+
+    Its weights follow ``weight_law``, drawn from torch's generator. Under ``torch.device("meta")`` they have no values yet.
+    """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -110,6 +113,9 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            kind, value = self.weight_law(name)
+            nn.init.normal_(parameter, std=value) if kind == "normal" else nn.init.constant_(parameter, value)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Logits (rows, seq, vocab).

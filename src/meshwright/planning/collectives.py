@@ -16,8 +16,9 @@ from .batch import Batch
 from .expert_plan import ExpertPlan
 from .plan import Collective, DataParallel, Plan, PrecisionPlan, Unit
 
-COUNT_ELEMENTS = 5
-"""int64 numbers in the all-reduce that opens a step: real tokens, routed tokens, microbatches, their square, ranks with a bad batch."""
+COUNT_ELEMENTS = 6
+"""float64 numbers in the all-reduce that opens a step: real tokens, their weight, routed tokens, microbatches, their square, ranks with a
+bad batch."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def step_collectives(
         trained_cuts: whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts.
     """
     replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
-    found = [*over_data_axes(mesh, "token count", COUNT_ELEMENTS, "int64")]
+    found = [*over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")]
     if data.technique == "fully_shard":
         found += sharded_units(units, data, precision, shards, replicas, experts)
     elif data.technique == "ddp":
@@ -57,7 +58,7 @@ def step_collectives(
     found += activations
     found += over_data_axes(mesh, "loss", 1, "float64")
     own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None
-    return (*found, *step_norm(data, precision, shards, mesh.get(Axis.TP, 1), trained_cuts, own))
+    return (*found, *step_norm(data, precision, shards, mesh.get(Axis.TP, 1), trained_cuts, own), *step_agreement(mesh))
 
 
 def step_norm(
@@ -80,6 +81,17 @@ def step_norm(
         for axis, ranks in ((Axis.EFSDP, experts.shards), (Axis.EP, experts.ranks)):
             if ranks > 1:
                 yield Collective("all_reduce", axis.value, ranks, "gradient norm", 1, dtype, "step")
+
+
+COPYING_AXES = (Axis.DP_REPLICATE, Axis.TP)
+"""Over whose ranks something is replicated, and its norm computed by each for itself."""
+
+
+def step_agreement(mesh: dict[str, int]):
+    """One number over each axis of copies: the norm that all of them clip by, or that the step is skipped."""
+    for axis in COPYING_AXES:
+        if (ranks := mesh.get(axis, 1)) > 1:
+            yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
 
 
 def _spans_as(experts: ExpertPlan, shards: int, tensor_ranks: int, trained_cuts: tuple[bool, ...]) -> bool:

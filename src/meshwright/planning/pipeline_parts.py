@@ -11,7 +11,7 @@ from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 
 from .checkpointing import sent_again
-from .collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_norm
+from .collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_agreement, step_norm
 from .expert_collectives import expert_collectives, router_collectives
 from .expert_plan import without_experts
 from .float8_messages import scales_of_gathered
@@ -80,7 +80,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     pipeline, mesh = plan.pipeline, dict(plan.mesh)
     assert pipeline is not None
     shards = mesh[Axis.DP_SHARD] if plan.data.technique == "fully_shard" else 1
-    yield from over_data_axes(mesh, "token count", COUNT_ELEMENTS, "int64")
+    yield from over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")
     for stage in pipeline.stages_on(rank):
         own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
         if plan.data.technique == "fully_shard":
@@ -107,6 +107,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     experts = plan.experts if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own) else None
     yield from step_norm(plan.data, plan.precision, shards, mesh.get(Axis.TP, 1), cuts, experts)
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
+    yield from step_agreement(mesh)
 
 
 def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:

@@ -142,7 +142,9 @@ class Problem:
         """The model config or factory."""
         model = import_object(self.model) if isinstance(self.model, str) else self.model
         model = CausalLM(model) if is_config(model) else model
-        return replace(model, experts="eager") if isinstance(model, CausalLM) else model  # in float64 too
+        if isinstance(model, CausalLM) and self.dtype == "float64":
+            return replace(model, experts="eager")  # grouped kernels take no float64; in other dtypes as training computes
+        return model
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The global batch of a step. Raises ConfigError where it is none."""

@@ -77,14 +77,14 @@ class Pipeline:
 
     # --- what is asked of it
 
-    def forward_backward(self, pieces: Sequence[Batch], tokens: int, scale: float = 1.0) -> Tensor:
+    def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         pieces, self._scale = self._filled(pieces), scale
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.spans, self.most_kept = [], 0
         self._to_come = dict.fromkeys(self.parts, len(pieces))
         with self._a_step():
             for step in self._program(len(pieces), is_forward=False):
-                total += self._do(step, pieces, tokens)
+                total += self._do(step, pieces, weight)
             self._mail.finish()
             for part in self.parts.values():
                 fully_sharded.reduce_gradients(part.module)
@@ -113,7 +113,7 @@ class Pipeline:
 
     # --- a step of the program
 
-    def _do(self, step: Step, pieces: Sequence[Batch], tokens: int, logits: list[Tensor] | None = None) -> Tensor | float:
+    def _do(self, step: Step, pieces: Sequence[Batch], weight: float, logits: list[Tensor] | None = None) -> Tensor | float:
         """The loss that it came to, or 0."""
         if isinstance(step, Receive):
             self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
@@ -125,7 +125,7 @@ class Pipeline:
         given = None if message is None else self._mail.take(message)
         begin, loss = time.perf_counter(), 0.0
         if step.work is Work.FORWARD:
-            loss = self._forward(step, given, pieces[step.microbatch], tokens, logits)
+            loss = self._forward(step, given, pieces[step.microbatch], weight, logits)
         elif step.work is Work.WEIGHT:
             self._deferred[step.stage].do(step.microbatch)
             del self._kept[step.stage, step.microbatch]
@@ -136,7 +136,7 @@ class Pipeline:
             self.spans.append((step, begin, time.perf_counter()))
         return loss
 
-    def _forward(self, action: Action, entered: Tensor | None, piece: Batch, tokens: int, logits: list[Tensor] | None) -> Tensor | float:
+    def _forward(self, action: Action, entered: Tensor | None, piece: Batch, weight: float, logits: list[Tensor] | None) -> Tensor | float:
         part = self.parts[action.stage]
         if entered is not None and torch.is_grad_enabled():
             entered.requires_grad_()
@@ -155,8 +155,7 @@ class Pipeline:
             logits.append(left)
         else:
             assert self._objective is not None
-            labels = step_batch.labels_of(piece).to(self.device, non_blocking=True)
-            left = self._objective(lambda: part.module(**self._inputs(piece)), labels) / max(tokens, 1)
+            left = self._objective(lambda: part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device)) / weight
             result = left.detach()
         part.passage.entering = part.passage.leaving = None
         if torch.is_grad_enabled():

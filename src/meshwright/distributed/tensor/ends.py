@@ -125,7 +125,7 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:
     """Compute the loss that is asked for; the logits of no token are what the head then returns."""
     weight, bias = _held(head)
-    request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks)
+    request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks, weights=request.weights)
     return x.new_empty((x.shape[0], 0, weight.shape[0]))
 
 

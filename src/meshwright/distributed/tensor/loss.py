@@ -40,7 +40,13 @@ class VocabularyShard:
 
 
 def vocabulary_parallel_cross_entropy_sum(
-    logits: Tensor, labels: Tensor, shard: VocabularyShard, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    shard: VocabularyShard,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of all tokens with a label, in nats, 0-dim, equal on every rank; inside at least fp32.
 
@@ -51,13 +57,16 @@ def vocabulary_parallel_cross_entropy_sum(
         labels: (...) int64, ``IGNORED`` where there is no loss.
         label_smoothing: share of the target that is spread evenly over the vocabulary (arXiv 1512.00567).
         z_loss: factor of the squared log of the sum of exponentials (PaLM, arXiv 2204.02311).
+        weights: (...) floats by which the tokens' losses are multiplied.
     """
-    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss)
+    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss, weights)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, smoothing: float, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, smoothing: float, z_loss: float, weights: Tensor | None
+    ) -> Tensor:
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         flat = labels.flatten()
         is_real = flat != IGNORED
@@ -82,28 +91,37 @@ class _CrossEntropy(torch.autograd.Function):
             losses = losses + z_loss * whole_log_sum.square()
         ctx.shard, ctx.smoothing, ctx.shape, ctx.dtype = shard, smoothing, logits.shape, logits.dtype
         softmax = exponentials.div_(sums[0].unsqueeze(1))
-        slope = (1 + 2 * z_loss * whole_log_sum) * is_real
-        ctx.save_for_backward(softmax, slope, place, is_here, is_real)
-        return torch.where(is_real, losses, 0.0).sum()
+        counts = is_real.to(losses.dtype) if weights is None else is_real * weights.flatten().to(losses.dtype)
+        slope = (1 + 2 * z_loss * whole_log_sum) * counts
+        ctx.save_for_backward(softmax, slope, place, is_here * counts, counts)
+        return (torch.where(is_real, losses, 0.0) * counts).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (grad_output,) = grad_outputs
-        softmax, slope, place, is_here, is_real = ctx.saved_tensors
+        softmax, slope, place, counts_here, counts = ctx.saved_tensors
         gradient = softmax * slope.unsqueeze(1)
         if ctx.smoothing:
-            gradient -= (ctx.smoothing / ctx.shard.whole) * is_real.unsqueeze(1).to(gradient.dtype)  # a bool times a number is fp32
+            gradient -= (ctx.smoothing / ctx.shard.whole) * counts.unsqueeze(1)
         if ctx.shard.size:
-            gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * is_here.to(gradient.dtype).unsqueeze(1))
-        return (gradient * grad_output).to(ctx.dtype).view(ctx.shape), None, None, None, None
+            gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * counts_here.unsqueeze(1))
+        return (gradient * grad_output).to(ctx.dtype).view(ctx.shape), None, None, None, None, None
 
 
-LossOfLogits = Callable[[Tensor, Tensor], Tensor]
-"""(logits (n, own vocabulary), labels (n,)) → 0-dim sum over real tokens; does to the logits what the model does behind its head."""
+LossOfLogits = Callable[..., Tensor]
+"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens; does to the logits what
+the model does behind its head."""
 
 
 def head_loss_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss: LossOfLogits, *, bias: Tensor | None = None, chunks: int = 8
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: LossOfLogits,
+    *,
+    bias: Tensor | None = None,
+    chunks: int = 8,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """``loss(hidden @ weight.T + bias, labels)``, computed in chunks of tokens: no more than 1/chunks of the logits exist at a time.
 
@@ -113,17 +131,27 @@ def head_loss_sum(
         hidden: (..., dim).
         weight: (vocabulary, dim), or a rank's part of it; its gradient is added up in at least fp32.
         labels: (...) int64.
+        weights: (...) floats by which the tokens' losses are multiplied.
 
     Returns:
         0-dim, in at least fp32. The gradient of ``hidden`` is that of the given weight's part of the vocabulary: a caller with a part sums
         it over the ranks.
     """
-    return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks)
+    return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks, weights)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: LossOfLogits, chunks: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss: LossOfLogits,
+        chunks: int,
+        weights: Tensor | None,
+    ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         flat, flat_labels = hidden.detach().flatten(0, -2), labels.flatten()
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -137,7 +165,8 @@ class _HeadLoss(torch.autograd.Function):
             piece = flat[start : start + size]
             logits = F.linear(piece, fixed_weight, fixed_bias).requires_grad_(any(needs))
             with torch.enable_grad():
-                part = loss(logits, flat_labels[start : start + size])
+                own = () if weights is None else (weights.flatten()[start : start + size],)
+                part = loss(logits, flat_labels[start : start + size], *own)
             total += part.detach()
             if not any(needs):
                 continue
@@ -160,4 +189,4 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("the gradients of a fused head and loss are used up by their first backward")
         grad_hidden, grad_weight, grad_bias = (g if g is None else g.mul_(grad_output.to(g.dtype)) for g in ctx.gradients)
         ctx.gradients = None
-        return grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
+        return grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None, None

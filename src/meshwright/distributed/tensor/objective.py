@@ -13,7 +13,7 @@ from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.plan import Plan
 
 from .fused_loss import site_of
-from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
+from .loss import LossOfLogits, VocabularyShard, vocabulary_parallel_cross_entropy_sum
 from .runtime import LossRequest, LossSite, runtime_of
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -39,13 +39,14 @@ class Objective:
         self._shard = vocabulary
         self._fused = loss_fn is None and plan.loss is not None and self._site is not None
 
-    def __call__(self, forward: Callable[[], Any], labels: Tensor) -> Tensor:
+    def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Args:
         forward: calls the model.
         labels: (rows, seq).
+        weights: (rows, seq), of the tokens' losses; not with a loss of the user's.
         """
         if self._fused and self.plan.loss is not None and self._site is not None:
-            request = LossRequest(labels, self._of_chunk(self.plan.loss.tail), self.plan.loss.chunks)
+            request = LossRequest(labels, self._of_chunk(self.plan.loss.tail), self.plan.loss.chunks, weights)
             with _asking(self._site, request):
                 forward()
             assert request.result is not None
@@ -57,14 +58,15 @@ class Objective:
                 logits = logits_of(forward())
             finally:
                 self._runtime.logits = "whole"
-            return vocabulary_parallel_cross_entropy_sum(logits, labels, self._shard)
-        return self.loss_fn(logits_of(forward()), labels)
+            return vocabulary_parallel_cross_entropy_sum(logits, labels, self._shard, weights=weights)
+        logits = logits_of(forward())
+        return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
 
-    def _of_chunk(self, tail: Tail) -> LossFunction:
+    def _of_chunk(self, tail: Tail) -> LossOfLogits:
         shard = self._shard
         if shard is None:
-            return lambda logits, labels: cross_entropy_sum(tail(logits), labels)
-        return lambda logits, labels: vocabulary_parallel_cross_entropy_sum(tail(logits), labels, shard)
+            return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
+        return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(tail(logits), labels, shard, weights=weights)
 
 
 @contextmanager

@@ -31,12 +31,14 @@ class LossRequest:
         labels: (rows, seq).
         loss: of a chunk's logits.
         chunks: in how many the tokens are cut.
+        weights: (rows, seq), by which the tokens' losses are multiplied.
         result: the sum, once the head was called.
     """
 
     labels: Tensor
     loss: LossOfLogits
     chunks: int
+    weights: Tensor | None = None
     result: Tensor | None = None
 
 
