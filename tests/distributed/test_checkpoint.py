@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -207,6 +208,31 @@ def _change(path: pathlib.Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def _list_files(folder: pathlib.Path, change: Callable[[dict], object]) -> None:
+    """Change what the manifest says of files, and renew its checksum."""
+    said = json.loads((folder / NAME).read_text())
+    said.pop("crc32")
+    change(said["files"])
+    (folder / NAME).write_text(json.dumps({**said, "crc32": zlib.crc32(json.dumps(said).encode())}))
+
+
+def _leave_out(folder: pathlib.Path) -> None:
+    (folder / SHARD).unlink()
+    _list_files(folder, lambda files: files.pop(SHARD))
+
+
+def _move_out(folder: pathlib.Path) -> pathlib.Path:
+    outside = folder.with_name(f"{folder.name} outside")
+    outside.mkdir()
+    shutil.move(folder / SHARD, outside / SHARD)
+    return outside / SHARD
+
+
+def _name_outside(folder: pathlib.Path) -> None:
+    name = f"../{_move_out(folder).parent.name}/{SHARD}"
+    _list_files(folder, lambda files: files.update({name: files.pop(SHARD)}))
+
+
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "truncated": (lambda c: _truncate(c / SHARD), f"{SHARD} has [0-9,]+ bytes, but [0-9,]+ were written"),
@@ -222,6 +248,9 @@ DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "manifest cut": (lambda c: _truncate(c / NAME), f"{NAME} is damaged"),
     "manifest edited": (lambda c: _change(c / NAME, '"lr": 0.01', '"lr": 0.02'), f"{NAME} is damaged.*its content changed"),
     "manifest empty": (lambda c: (c / NAME).write_text("[]"), f"{NAME} is damaged"),
+    "a shard that nobody lists": (_leave_out, r"its files hold (only a part|nothing) of (model|optimizer)\..*Nothing was loaded"),
+    "a shard that is elsewhere": (_name_outside, "manifest.json names '../copy[0-9]+ outside/shard.*is not read.*Nothing was loaded"),
+    "a link": (lambda c: (c / SHARD).symlink_to(_move_out(c)), f"{SHARD} is a link to .*is not read.*Nothing was loaded"),
     "other version": (lambda c: _change(c / NAME, '"version": 1', '"version": 7'), "has format version 7; this meshwright reads version 1"),
 }
 

@@ -60,11 +60,18 @@ def described(mesh) -> tuple | None:
     return None if mesh is None else (mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist())
 
 
+def data_mesh(mesh):
+    try:
+        return described(get_dp_mesh(mesh))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def mesh_job(sizes: dict[str, int]) -> dict:
     mesh = init_distributed(DistributedConfig(**sizes))
     return {
         "axes": (mesh.mesh_dim_names, tuple(mesh.shape)),
-        "dp": described(get_dp_mesh(mesh)),
+        "dp": data_mesh(mesh),
         "fsdp": [described(get_fsdp_mesh(mesh)) for _ in range(2)],
         "one axis": [described(get(mesh)) for get in (get_pp_mesh, get_cp_mesh, get_tp_mesh, get_ep_mesh)],
         "pp": (get_pp_rank(mesh), get_pp_size(mesh)),
@@ -81,7 +88,7 @@ def test_axes_of_size_one_exist_and_data_axes_make_one_mesh(spmd):
         assert got["axes"] == (AXES, (1, 2, 2, 1, 1)), "the open size took what was left"
         assert got["dp"] == (("dp_replicate", "dp_shard"), (2, 2), [0, 1, 2, 3])
         assert got["fsdp"] == [(("dp_shard",), (2,), group)] * 2
-        assert got["one axis"] == [(("pp",), (1,), [rank]), (("cp",), (1,), [rank]), (("tp",), (1,), [rank]), None]
+        assert got["one axis"] == [None] * 4, "an axis of size 1 is no axis to those who ask for one"
         assert (got["pp"], got["has"], got["position"], got["world"]) == ((0, 1), True, (rank, 4), 10)
 
 
@@ -89,7 +96,8 @@ def test_axes_without_data(spmd):
     found = spmd(4, mesh_job, {"pp": 2, "tp": 2, "dp_shard": 1})
     for rank, got in enumerate(found):
         assert got["pp"] == (rank // 2, 2), "stages are outermost"
-        assert got["dp"] == (("dp_shard",), (1,), [rank]) and not got["has"], "an axis of size 1 is there, and counts as none"
+        assert got["dp"].startswith("ValueError: the mesh (pp = 2, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 2) has no data axis")
+        assert not got["has"] and got["fsdp"] == [None, None]
         assert got["one axis"][2] == (("tp",), (2,), [rank // 2 * 2, rank // 2 * 2 + 1])
         assert got["position"] == (0, 1)
 
@@ -105,11 +113,8 @@ def test_dense_parameters_are_sharded_over_context_too(spmd):
 def foreign_mesh_job() -> list:
     init_distributed(Layout())
     only_tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    try:
-        get_dp_mesh(only_tp)
-        said = "none"
-    except ValueError as error:
-        said = f"{type(error).__name__}: {error}"
+    other_name = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
+    said = [data_mesh(only_tp), data_mesh(other_name)]
     getters = (get_pp_mesh, get_cp_mesh, get_ep_mesh, get_fsdp_mesh)
     only_replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
     return [
@@ -123,7 +128,8 @@ def foreign_mesh_job() -> list:
 
 def test_axes_that_a_mesh_lacks(spmd):
     for rank, (said, absent, lacking, replicas, nothing) in enumerate(spmd(2, foreign_mesh_job)):
-        assert said == "ValueError: the mesh has the axes ('tp',) and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first"
+        assert said[0] == "ValueError: the mesh (tp = 2) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
+        assert said[1] == "ConfigError: the mesh has the axes ['data_parallel']: data_parallel is dp_shard here; name it so"
         assert absent == [None] * 4
         assert lacking == nothing == (0, 1, False, (0, 1))
         assert replicas == ((("dp_replicate",), (2,), [0, 1]), True)
@@ -171,9 +177,9 @@ def test_one_process_needs_no_group(alone):
 @pytest.mark.parametrize(
     ("layout", "world", "kind", "words"),
     [
-        (Layout(dp_shard=2), 1, ConfigError, "dp_shard=2 = 2 does not divide the world size 1. Start 2 processes"),
-        (Layout(dp_shard=3), 2, ConfigError, "dp_shard=3 = 3 does not divide the world size 2. Start 3 processes, or change the layout"),
-        (Layout(tp=4), 6, ConfigError, "tp=4 = 4 does not divide the world size 6. Start a multiple of 4 processes"),
+        (Layout(dp_shard=2), 1, ConfigError, "dp_shard = 2 does not divide the world size 1. Start 2 processes"),
+        (Layout(dp_shard=3), 2, ConfigError, "dp_shard = 3 does not divide the world size 2. Start 3 processes, or change the layout"),
+        (Layout(tp=4), 6, ConfigError, "tp = 4 does not divide the world size 6. Start a multiple of 4 processes"),
         (Layout(ep=3), 2, ConfigError, "layout.ep = 3 does not divide the 2 ranks of dp_shard * cp * tp"),
         (DistributedConfig(dp_replicate=2, dp_shard=1, ep=2), 2, ConfigError, "layout.ep = 2 does not divide the 1 ranks"),
         (
@@ -292,7 +298,7 @@ def refused_job(layout: Layout) -> tuple[str, bool, int]:
 
 def test_a_refused_layout_leaves_the_way_free_for_another(spmd):
     for said, up, total in spmd(2, refused_job, Layout(dp_shard=4)):
-        assert "dp_shard=4 = 4 does not divide the world size 2" in said and not up and total == 3
+        assert "dp_shard = 4 does not divide the world size 2" in said and not up and total == 3
 
 
 def meshes_job(number: int) -> float:

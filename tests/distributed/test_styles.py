@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
+from meshwright.distributed.given_styles import word_of
 from meshwright.distributed.parallelizer import to_cpu, translate_to_torch_parallel_style
-from meshwright.distributed.tensor.styles import is_transposed, word_of
+from meshwright.distributed.tensor.styles import is_transposed
 from meshwright.planning.tensor_styles import STYLES
 
 ROWS, SEQ, DIM, HIDDEN, VOCAB = 2, 6, 8, 12, 18

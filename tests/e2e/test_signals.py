@@ -148,6 +148,17 @@ def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin
         assert losses(copy) == pytest.approx(losses(straight.folder)[: further[number]], rel=1e-7)
 
 
+def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_path):
+    """As ``timeout``, systemd and PBS send TERM, and a terminal that closes sends HUP: the fork server gets it as well."""
+    cases = [("group", signal.SIGTERM), ("group", signal.SIGHUP), ("worker", signal.SIGTERM)]
+    commands = [begin(*flags(ENDLESS | {"out": f"runs{n}", "process.count": 2})) for n in range(len(cases))]
+    for place, (command, (to, number)) in enumerate(zip(commands, cases, strict=True)):
+        command.steps_taken(tmp_path / f"runs{place}")
+        command.to_group(number) if to == "group" else command.workers()[0].send_signal(number)
+    for place, (command, (_, number)) in enumerate(zip(commands, cases, strict=True)):
+        assert_stopped_cleanly(command.ended(), number, only_run(tmp_path / f"runs{place}"))
+
+
 def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_path):
     (tmp_path / "large.txt").write_text("a text that takes a while to read\n" * 1_500_000)
     large = {"data.source": [str(tmp_path / "large.txt")], "data.cache": str(tmp_path / "cache")}

@@ -126,7 +126,7 @@ def test_a_preempted_job_saves_and_comes_back_and_a_cancelled_one_saves_and_stay
 
 def test_launch_submits_and_requeues_at_the_time_limit_until_the_run_is_complete(cluster, config, tmp_path, no_longer):
     (tmp_path / "job.toml").write_text('[slurm]\nnodes = 2\ntasks_per_node = 2\ntime = "1"\nextra = ["overcommit"]\n')
-    words = ["meshwright", "launch", "job.toml", "--slurm.signal_sec=55", *flags_of({**config, **ENDLESS})]
+    words = ["meshwright", "launch", "job.toml", "--trust", "--slurm.signal_sec=55", *flags_of({**config, **ENDLESS})]
     done = cluster.run(words, tmp_path)
     assert done.status == 0 and done.err == "", done
     run = only_run(tmp_path / "runs")

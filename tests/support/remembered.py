@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from meshwright.distributed.pipeline.rehearsal import rehearse as rehearse_stages
 from meshwright.distributed.tensor.rehearsal import rehearse
+from meshwright.introspection.premises import Premises, play
 from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
 from meshwright.planning.pipeline_plan import PipelinePlan
@@ -74,7 +75,7 @@ class Store:
             with suppress(OSError, EOFError, pickle.UnpicklingError):
                 return pickle.loads(path.read_bytes())
             value = compute()
-            with suppress(pickle.PicklingError, AttributeError, TypeError):  # it holds what cannot travel
+            with suppress(pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # it holds what cannot travel
                 text = pickled(value)
                 written = path.with_suffix(f".{os.getpid()}")
                 written.write_bytes(text)
@@ -169,8 +170,9 @@ def remember() -> None:
     """From now on this process measures equal models once, and rehearses a plan of them once."""
     from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
     from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
-    from meshwright.introspection import facts
+    from meshwright.introspection import facts, premises
 
+    premises.play = _played_once
     facts.measured, facts.measure_stacks = _measured_once, _stacks_once
     tensor_rehearsal.rehearse, stages_rehearsal.rehearse = _rehearsed_once, _stages_once
 
@@ -202,6 +204,11 @@ _KNOWN: dict[tuple[str, bytes], Any] = {}
 
 def _measured_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
     return _remembered("measured", SMALL_COPIES, model, (sorted(arguments.items()), ranks), lambda: measured(model, arguments, ranks))
+
+
+def _played_once(model: nn.Module) -> Premises:
+    modes = [module.training for module in model.modules()]
+    return _remembered("premises", SMALL_COPIES, model, modes, lambda: play(model))
 
 
 def _stacks_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:

@@ -112,6 +112,15 @@ class RelativeBias(Attention):
         return self.wo(attended(*self.queries_keys_values(x), self.bias[distance].permute(2, 0, 1)))
 
 
+class FixedSlopes(Attention):
+    """ALiBi with one number for each head, written into the code: on no rank are there fewer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        slopes = torch.tensor([2.0**-head for head in range(HEADS)], dtype=x.dtype)
+        return self.wo(attended(*self.queries_keys_values(x), slopes.view(-1, 1, 1) * (place - place.unsqueeze(1)).clamp(max=0)))
+
+
 class TalkingHeads(Attention):
     """Heads exchange what they found (arXiv 2003.02436): they cannot be computed apart."""
 
@@ -512,6 +521,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gated by head": of(GatedByHead),
     "sinks": of(WithSinks),
     "relative bias": of(RelativeBias),
+    "fixed slopes": of(FixedSlopes),
     "talking heads": of(TalkingHeads),
     "one layer for queries and keys": of(OneKeyForAll),
     "log-scaled": of(LogScaled),

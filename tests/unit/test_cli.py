@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from meshwright import __version__
+from meshwright import Layout, __version__
 from meshwright.cli import main as cli
 from meshwright.cli.arguments import read_config
 from meshwright.core.config import to_toml
@@ -114,3 +118,38 @@ def test_a_run_folder_brings_its_own_config_and_is_continued(tmp_path):
 def test_what_is_neither_a_config_nor_a_run_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match=r"no such file|config\.toml"):
         read(str(tmp_path / name))
+
+
+def test_the_words_behind_torchruns_two_dashes(capsys):
+    """torchrun takes ``--run`` for its own ``--run-path``, wherever it stands, but for two dashes before it."""
+    from torch.distributed.run import get_args_parser
+
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["-m", "meshwright", "train", "--run=R"])
+    assert "ambiguous option: --run=R" in capsys.readouterr().err
+    read_by_torchrun = get_args_parser().parse_args(["-m", "meshwright", "--", "train", "--run=R"])
+    assert read_by_torchrun.training_script == "meshwright" and read_by_torchrun.training_script_args[-2:] == ["train", "--run=R"]
+    assert cli.main(["--", "--version"]) == 0 and capsys.readouterr().out.startswith("meshwright ")
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "meshwright", *words.split()], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_suggestion_is_close_or_is_not_made():
+    for word, told in (("--lora.rank=1", False), ("--optimizer.lrr=1", True), ("--layouts.tp=2", True)):
+        with pytest.raises(ConfigError) as error:
+            read(word)
+        assert ("Did you mean" in str(error.value)) is told
+
+
+def test_sizes_are_told_once():
+    with pytest.raises(ConfigError, match="^layout: tp = 3 does not divide the world size 4"):
+        Layout(tp=3).resolve(4)
+    with pytest.raises(ConfigError, match=r"^layout: dp_shard=2 \* tp=3 = 6 does not divide the world size 4"):
+        Layout(dp_shard=2, tp=3).resolve(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError, MissingExtraError
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.options import SourceOptions
 from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from meshwright.training.tokenizer import keep_tokenizer, kept_tokenizer
 
 
 def save_tokenizer(path: Path, *special: str, truncate: bool = False) -> Path:
@@ -52,10 +56,77 @@ def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(t
     assert tokenizer.decode([0, 1, 3]) == "a b"
 
 
-def test_the_end_of_a_document_is_preferred_to_the_end_of_a_turn(tmp_path):
-    path = save_tokenizer(tmp_path / "tokenizer.json", "<|im_end|>", "</s>", "<|endoftext|>")
+CHAT = ("<|im_end|>", "</s>", "<|endoftext|>")
+
+
+def test_a_bare_file_ends_by_the_list_and_that_is_logged(tmp_path, caplog):
+    path = save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
     assert FileTokenizer(path).end_of_document == 5
-    assert FileTokenizer(path, end_of_document="<|im_end|>").end_of_document == 3
+    assert [record.message for record in caplog.records] == [
+        f"{path}: no file beside it says which token ends a text, so <|endoftext|> is taken to"
+    ]
+    assert FileTokenizer(path, end_of_document="<|im_end|>").end_of_document == 3 and len(caplog.records) == 1
+
+
+TEXT, DICT = {"eos_token": "<|im_end|>"}, {"eos_token": {"content": "<|im_end|>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"tokenizer_config.json": TEXT}, "<|im_end|>"),
+        ({"tokenizer_config.json": DICT}, "<|im_end|>"),
+        ({"special_tokens_map.json": DICT, "generation_config.json": {"eos_token_id": 4}}, "<|im_end|>"),
+        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": [4, 3]}}, "</s>"),
+        ({"generation_config.json": {"eos_token_id": 3}, "config.json": {"eos_token_id": 4}}, "<|im_end|>"),
+        ({"tokenizer_config.json": TEXT, "config.json": {"eos_token_id": 4}}, "<|im_end|>"),
+        ({"config.json": {"eos_token_id": 4}}, "</s>"),
+        ({"tokenizer_config.json": {"pad_token": "</s>"}, "config.json": {"eos_token_id": None}}, "<|endoftext|>"),
+    ],
+)
+def test_a_document_ends_with_the_token_that_the_model_ends_with(files, end, tmp_path, caplog):
+    save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
+    for name, said in files.items():
+        (tmp_path / name).write_text(json.dumps(said))
+    tokenizer = FileTokenizer(tmp_path)
+    assert (tokenizer.end_token, tokenizer.end_of_document) == (end, 3 + CHAT.index(end))
+    assert bool(caplog.records) == (end == CHAT[-1])
+
+
+def test_an_end_that_is_an_ordinary_word_becomes_special(tmp_path):
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    tokenizer = FileTokenizer(tmp_path)
+    assert tokenizer.end_of_document == 1 and tokenizer.vocab_size == 3 and tokenizer.decode([0, 1]) == "a"
+
+
+@pytest.mark.parametrize(("name", "said"), [("tokenizer_config.json", {"eos_token": "<no>"}), ("config.json", {"eos_token_id": 99})])
+def test_an_end_that_the_tokenizer_lacks_is_refused(name, said, tmp_path):
+    save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
+    (tmp_path / name).write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=rf"{name} has eos_token.* = .*(lacks|no such id): correct one of the two"):
+        FileTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("said", [TEXT, {}])
+def test_a_run_keeps_which_token_ends_a_text(said, tmp_path, caplog):
+    save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 7, **said}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "run").mkdir()
+    tokenizer = FileTokenizer(tmp_path)
+    keep_tokenizer(tokenizer, tmp_path / "run")
+    kept = kept_tokenizer(tmp_path / "run")
+    assert kept and kept.fingerprint == tokenizer.fingerprint and kept.end_token == "<|im_end|>" and not caplog.records
+    assert json.loads((kept.folder / "tokenizer_config.json").read_text()) == {"model_max_length": 7, **TEXT}
+
+
+def test_alpaca_rows_end_as_the_model_ends(tmp_path):
+    save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(TEXT))
+    (tmp_path / "a.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),)), FileTokenizer(tmp_path), 0, tmp_path / "cache")
+    assert open_corpus(prepared.folder).training.tokens[-2:].tolist() == [1, 3]
 
 
 def test_no_token_that_ends_a_document_is_refused_with_those_there_are(tmp_path):

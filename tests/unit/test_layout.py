@@ -65,7 +65,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers(layout, world, is_open):
     start = f"Start {'a multiple of ' * is_open}{fixed} processes"
     assert f"= {fixed} {relation} the world size {world}. {start}" in str(caught.value)
     for axis in WORLD_AXES:
-        assert (f"{axis}={layout.wish(axis)} " in str(caught.value)) == (wished.wish(axis) > 1)
+        told = re.search(rf"{axis} ?= ?{layout.wish(axis)} ", str(caught.value)) is not None
+        assert told == (wished.wish(axis) > 1)
 
 
 @pytest.mark.parametrize("axis", (*WORLD_AXES, Axis.EP))
@@ -89,7 +90,7 @@ def test_experts_do_not_fill_the_world_and_never_multiply_it():
         Layout(ep=-1).resolve(4)
     assert Layout(ep=2).resolve(4) == Layout(dp_shard=4, ep=2)
     assert Layout(dp_shard=4, ep=2).world == 4
-    with pytest.raises(ConfigError, match=r"dp_shard=4 = 4 and ep = 2 for 8 processes: ep never multiplies .* Set layout\.dp_shard = 8\."):
+    with pytest.raises(ConfigError, match=r"dp_shard = 4 and ep = 2 for 8 processes: ep never multiplies .* Set layout\.dp_shard = 8\."):
         Layout(dp_shard=4, ep=2).resolve(8)
 
 

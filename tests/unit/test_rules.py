@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.premises import MODELS
 from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, Precision, Techniques, UnsupportedError, plan
@@ -302,9 +303,47 @@ CASES = [
         "the parameters outside the blocks mix the dtypes float32, float64",
     ),
     refuse(
-        *("running_statistics", batch_norm, Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
-        "module 'norm' (BatchNorm) keeps running statistics, which would differ on each of the 6 data ranks.",
-        "Use a norm without them (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False.",
+        *("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
+        "rows of a batch depend on each other in BatchNorm: batch_norm (BatchNorm1d). The 6 data ranks have other rows each, so the result",
+        "would be another one than that of one process.",
+    ),
+    refuse(
+        *("rows_stand_alone", batch_norm, FSDP2, {}, UnsupportedError),
+        "rows of a batch depend on each other in Model: norm (BatchNorm1d).",
+    ),
+    refuse(
+        *("rows_stand_alone", MODELS["ByFrequency"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        "the gradient of embedding.weight is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch)",
+    ),
+    refuse(
+        *("state_stays", MODELS["CountsIds"], FSDP2, {}, UnsupportedError),
+        "a forward of CountsIds keeps state that depends on its rows: seen. The 2 data ranks have other rows each",
+    ),
+    refuse(
+        *("state_stays", MODELS["WarmBlocks"], ONE, {"activation_checkpointing": "full"}, UnsupportedError),
+        "techniques.activation_checkpointing = full calls forwards of WarmBlocks a second time, and they keep state: layers.0.calls,",
+        "layers.1.calls, which would be written twice.",
+    ),
+    refuse(
+        *("weights_are_read_only", MODELS["Clipped"], DDP2, {}, UnsupportedError),
+        "a forward of Clipped writes its parameters: embedding.weight.",
+    ),
+    refuse(
+        *("parameters_are_reached", MODELS["ForOneToken"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        "only some rows use adapter.weight, adapter.bias of ForOneToken, by a condition on the data, which ranks of the tensor axis would",
+        "see on parts of the sequence. Set techniques.sequence_parallel = false.",
+    ),
+    refuse(
+        *("gradients_are_dense", MODELS["SparseGradient"], FSDP2, {}, UnsupportedError),
+        "the gradient of embedding.weight is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or clip.",
+    ),
+    refuse(
+        *("hooks_are_called", MODELS["ClippedByHook"], DDP2, {}, UnsupportedError),
+        "head.weight has a hook on its gradient (register_hook), and it does not add up over ranks.",
+    ),
+    refuse(
+        *("hooks_are_called", MODELS["StepsByHook"], FSDP2, {}, UnsupportedError),
+        "head.weight has a hook that is called once its gradient is there (register_post_accumulate_grad_hook)",
     ),
     refuse(
         *("checkpointing_matches", plain, ONE, {"activation_checkpointing": "full"}, ConfigError),
@@ -506,7 +545,9 @@ LEGAL = [
     (DEBUG, Layout(dp_shard=1, tp=2), modules("layers.0", "layers.1.feed_forward")),
     (DEBUG, ONE, {**BY_OPERATOR, "checkpoint_keep": ["topk", "aten.mm", "torch.ops.aten.bmm.default", "copy:copy"]}),
     (DEBUG, FSDP2, BUDGET),
-    (lambda: Model(Block(), norm=nn.BatchNorm1d(4, track_running_stats=False)), DDP2, {}),
+    (MODELS["FrozenBatchNorm"], DDP2, {}),
+    (MODELS["Spare"], DDP2, {}),
+    (MODELS["ExpertList"], FSDP2, {}),
     (plain, FSDP2, {"freeze": ["bias"]}),
 ]
 

@@ -131,7 +131,7 @@ def test_without_sbatch_the_way_to_see_the_script_is_told(tmp_path, monkeypatch,
 
 def test_a_layout_that_does_not_fit_the_nodes_is_refused_before_the_queue(capsys):
     assert cli.main(["launch", "--slurm.nodes=2", "--slurm.tasks_per_node=2", "--layout.dp_replicate=3", "--dry-run"]) == 2
-    assert "dp_replicate=3 = 3 does not divide the world size 4" in capsys.readouterr().err
+    assert "dp_replicate = 3 does not divide the world size 4" in capsys.readouterr().err
 
 
 def test_without_submitit_the_extra_is_named(monkeypatch):

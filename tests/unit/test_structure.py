@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 from support.cutting import cut, family, measured, user
+from support.written_out import GPT, GPTConfig
+from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure.local_form import LocalArgument, LocalNumber
+from meshwright.introspection.structure.probe import Call, Probe
 from meshwright.introspection.structure.regions import Region
+from meshwright.introspection.structure.small import small_configs
 from meshwright.introspection.structure.structure import BlockKind, Structure
 
 
@@ -312,8 +322,12 @@ def test_tokens_that_meet_outside_the_regions_keep_sequences_whole(name):
     assert WHOLE + "tokens meet in layers.* outside the layers that are cut" in notes
 
 
+def test_a_bias_of_each_head_is_cut_though_most_of_its_distances_do_not_occur():
+    assert parts(region(user("relative bias")), "attention.bias") == "4/4, 1"
+
+
 def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
-    plan, notes = cut(user("relative bias"))
+    plan, notes = cut(user("fixed slopes"))
     assert [p.region.kind for p in plan.kinds[0].regions] == ["feed_forward"] and not plan.sequence_parallel
     assert notes[0] == "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
 
@@ -369,3 +383,99 @@ def test_ranks_that_cannot_share_heads_are_refused_with_those_that_can(facts, ra
     with pytest.raises(ConfigError) as refused:
         cut(facts(), ranks)
     assert words in str(refused.value)
+
+
+# --- how it is measured
+
+
+def test_features_that_are_pushed_together_move_what_each_moves_alone():
+    probe = measured(family("llama")).probes["model.layers.0"][0]
+    linears = list(probe.linears)
+    together, alone = probe.influence(linears, linears), replace(probe, wide=None).influence(linears, linears)
+    assert together.keys() == alone.keys() and len(together) > 5
+    assert all(
+        torch.equal(together[key].places, reach.places) and torch.equal(together[key].later, reach.later) for key, reach in alone.items()
+    )
+
+
+def test_rows_that_depend_on_each_other_are_pushed_one_by_one():
+    class OverRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            return self.down(x * x.square().mean(0))
+
+    block = OverRows().double()
+    calls: dict[str, list[Call]] = {}
+
+    def note(path: str):
+        def keep(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+            calls.setdefault(path, [Call.of(args, kwargs, output)])
+
+        return keep
+
+    handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in block.named_modules()]
+    block(torch.randn(8, 6, 4, dtype=torch.float64))
+    for handle in handles:
+        handle.remove()
+    reach = Probe(block, calls).influence(["up"], ["up", "down"])["up", "down"]
+    assert torch.equal(reach.places, torch.eye(6, dtype=torch.bool))
+
+
+def test_a_small_config_has_an_entry_for_each_of_its_layers_whatever_the_list_is_called():
+    config = SimpleNamespace(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, others=[1, 2, 3], mamba_chunk_size=256)
+    (small,) = small_configs(config, blocks=2, ranks=2)
+    assert (small.config.num_hidden_layers, small.config.layers_block_type, small.config.others) == (2, ["mamba", "hybrid"], [1, 2, 3])
+    assert small.config.mamba_chunk_size == 8 and config.mamba_chunk_size == 256
+
+
+def test_a_container_of_containers_only_names_what_it_holds():
+    assert repeated_blocks(GPT(GPTConfig())) == ("transformer.h.0", "transformer.h.1")
+
+
+def test_a_cache_is_switched_off_for_forwards_that_take_it_by_keyword_alone():
+    class Takes(nn.Module):
+        def __init__(self, **config):
+            super().__init__()
+            self.config = SimpleNamespace(**config)
+
+        def forward(self, input_ids: Tensor, **kwargs):
+            raise NotImplementedError
+
+    batch = {"tokens": torch.zeros((1, 2), dtype=torch.int64)}
+    assert Signature.of(Takes(use_cache=True)).inputs(batch, torch.device("cpu"))["use_cache"] is False
+    assert Signature.of(Takes()).inputs(batch, torch.device("cpu")).keys() == {"input_ids"}
+
+
+def big_bird() -> nn.Module:
+    from transformers import BigBirdConfig, BigBirdForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return BigBirdForCausalLM(BigBirdConfig(**sizes, is_decoder=True))
+
+
+def with_a_tower() -> nn.Module:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = sizes | {"model_type": "llama", "vocab_size": 96, "num_key_value_heads": 2}
+    tower = sizes | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=tower, image_token_index=90))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (big_bird, r"replaces modules in its forward: bert\.encoder\.layer\.0\.attention\.self was BigBirdBlockSparseAttention"),
+        (
+            with_a_tower,
+            r"the blocks model\.vision_tower\S*layers\.\* of LlavaForConditionalGeneration are not called",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_said(build, words):
+    with pytest.raises(UnsupportedError, match=words):
+        measured(model_facts(build()))

@@ -9,6 +9,7 @@ import torch
 from support import composed
 from test_verify import DDP, even
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.planning.layout import Layout
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
@@ -88,6 +89,6 @@ def test_a_broken_composition_is_found_where_it_is(pool, name):
     assert first.error > 1e4 * first.bound, "found by a hair"
 
 
-def test_a_layout_of_ours_differs_where_ranks_keep_statistics_of_their_own_rows(pool):
-    report = verify(composed.Scaled, DDP, even, steps=2, dtypes=("float64",), pool=pool)
-    assert not report and "first differs at the buffer running after the forward of step 1, on rank 1" in str(report)
+def test_a_layout_of_ours_is_refused_where_ranks_would_keep_statistics_of_their_own_rows(pool):
+    with pytest.raises(UnsupportedError, match="a forward of Scaled keeps state that depends on its rows: running"):
+        verify(composed.Scaled, DDP, even, steps=2, dtypes=("float64",), pool=pool)

@@ -23,7 +23,7 @@ from meshwright.distributed.shards import pieces
 from meshwright.distributed.torchao_adamw import TorchaoAdamW
 
 from .manifest import Manifest, damage, strangers
-from .pieces import in_pieces
+from .pieces import WholePlanner, in_pieces
 from .replacing import PARTIAL, settle
 from .save import cause
 from .state import empty_optimizer_tensors, group_records, model_tensors, put_optimizer_tensors, put_options, shape_and_dtype
@@ -203,7 +203,10 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
             shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
-            dcp.load(shown, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=agree.alone())
+            dcp.load(shown, storage_reader=HuggingFaceStorageReader(path=str(path)), planner=WholePlanner(tensors), no_dist=agree.alone())
     except CheckpointException as error:
+        lacking = next((found for found, _ in error.failures.values() if isinstance(found, IntegrityError)), None)
+        if lacking is not None:
+            raise IntegrityError(f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one.") from error
         said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
         raise IntegrityError(f"{said}: the model now holds a part of it. Load a checkpoint again before you use it.") from error

@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import IntegrityError
+import torch
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import inside
 
 NAME = "manifest.json"
 VERSION = 1
@@ -62,8 +65,9 @@ class Manifest:
 
         Raises:
             IntegrityError: there is none (the folder was never finished), or it is not what ``write`` wrote.
+            ConfigError: it is a link to a place outside the folder.
         """
-        path = folder / NAME
+        path = inside(folder, NAME)
         if not path.is_file():
             unfinished = "is no checkpoint: it has no manifest, which is written last, so its writing was never finished"
             raise IntegrityError(f"{folder} {unfinished if folder.is_dir() else 'does not exist'}")
@@ -75,9 +79,26 @@ class Manifest:
                 raise ValueError("its content changed since it was written (checksum)")
             tensors = {key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()}
             files = {name: FileEntry(**entry) for name, entry in said["files"].items()}
+            _check_types(tensors, files, said)
             return cls(tensors, files, said["optimizer"], said["groups"], said["extra"], said["plan"], said.get("loss_scale", {}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted") from error
+
+
+def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], said: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError for values that ``write`` does not write."""
+    sizes = [size for entry in tensors.values() for size in entry.shape]
+    sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
+    if not all(type(number) is int and number >= 0 for number in sizes):
+        raise TypeError("a size is no whole number")
+    unknown = [entry.dtype for entry in tensors.values() if not isinstance(getattr(torch, entry.dtype, None), torch.dtype)]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no dtype")
+    for record in said["groups"]:
+        if not (all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)):
+            raise TypeError("a group of the optimizer is none")
+    if not (isinstance(said["extra"], dict) and isinstance(said["optimizer"], str) and isinstance(said["plan"], str)):
+        raise TypeError("extra, optimizer or plan is of another type")
 
 
 def _checksum(said: dict[str, Any]) -> int:
@@ -96,7 +117,12 @@ def describe_file(path: Path) -> FileEntry:
 
 def damage(folder: Path, name: str, entry: FileEntry) -> str:
     """What is wrong with one file of a checkpoint ("" when it is as it was written)."""
-    path = folder / name
+    try:
+        path = inside(folder, name, NAME)
+    except ConfigError as error:
+        return str(error)
+    if path.parent != folder:
+        return f"{folder / NAME} names {name!r}, and a checkpoint has no folders in it"
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size

@@ -6,13 +6,17 @@ several runs nor copies. Here the answer comes from ``distributed.shards``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from meshwright.core.errors import IntegrityError
 from meshwright.distributed.parts_tensor import chunk_of, write_item
 from meshwright.distributed.shards import pieces, with_local
 
@@ -42,3 +46,43 @@ class Writer(HuggingFaceStorageWriter):
             number = seen[item.index.fqn] = seen.get(item.index.fqn, 0) + 1
             files.setdefault(number, []).append(item)
         return files
+
+
+class WholePlanner(DefaultLoadPlanner):
+    """Plans what to read as torch does, and refuses what torch passes over: elements that no file holds, or holds in another dtype.
+
+    Args:
+        tensors: what is read, by key.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan this rank's reads. Raises IntegrityError where they leave a part of a tensor as it is."""
+        stored: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata else {}
+        if lacking := [key for key in self.tensors if key not in stored]:
+            raise IntegrityError(f"its files hold nothing of {lacking[0]} ({len(lacking)} in all)")
+        plan = super().create_local_plan()
+        found: dict[tuple[str, tuple[int, ...]], list[tuple[tuple[int, int], ...]]] = {}
+        for item in plan.items:
+            box = tuple((begin, begin + size) for begin, size in zip(item.dest_offsets, item.lengths, strict=True))
+            found.setdefault((item.dest_index.fqn, tuple(item.dest_index.offset or ())), []).append(box)
+        for key, tensor in self.tensors.items():
+            if (dtype := stored[key].properties.dtype) != tensor.dtype:
+                raise IntegrityError(f"its files hold {key} in {dtype}, and its manifest says {tensor.dtype}")
+            for piece in pieces(tensor):
+                if not covers(found.get((key, tuple(piece.offset)), ()), tuple(piece.local.shape)):
+                    raise IntegrityError(f"its files hold only a part of {key} of shape {list(tensor.shape)}")
+        return plan
+
+
+def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
+    """Whether boxes, each a (begin, end) for every dim, hold every element of a tensor of that shape."""
+    boxes = list(boxes)
+    cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
+    held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
+    for box in boxes:
+        held[tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))] = True
+    return bool(held.all())

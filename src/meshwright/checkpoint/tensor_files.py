@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+from meshwright.core.files import inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,7 +58,7 @@ class TensorFiles:
         bytes_read: of all slices that were asked for so far, at the dtype of the file.
 
     Raises:
-        ConfigError: there are no weights, or only pickled ones.
+        ConfigError: there are no weights, or only pickled ones; a name or a link leads out of the folder.
         IntegrityError: a file is truncated or damaged, or is not there although the index names it.
         UnsupportedError: a dtype that torch has no full arithmetic for.
     """
@@ -97,21 +98,24 @@ def holds_weights(folder: Path) -> bool:
 
 def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
     """Each file, and the names that the index says are in it."""
-    index = folder / INDEX
+    index = inside(folder, INDEX)
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             by_file: dict[str, set[str]] = {}
             for name, file in weight_map.items():
                 by_file.setdefault(file, set()).add(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            paths = {file: inside(folder, file, INDEX) for file in by_file}
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"{index} is damaged ({type(error).__name__}: {error})") from None
-        absent = [file for file in sorted(by_file) if not (folder / file).is_file()]
+        absent = [file for file in sorted(by_file) if not paths[file].is_file()]
         if absent:
             raise IntegrityError(f"{index} names {', '.join(absent)}, and {folder} has no such file: copy it again, whole")
-        yield from ((folder / file, names) for file, names in sorted(by_file.items()))
+        yield from ((paths[file], names) for file, names in sorted(by_file.items()))
     elif holds_weights(folder):
-        yield folder / SINGLE, None
+        yield inside(folder, SINGLE), None
     else:
         raise ConfigError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
 
@@ -128,19 +132,22 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
         said.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in said.values()]
         whole = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
     if size != whole:
         raise IntegrityError(f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again")
     if expected is not None and (lacking := expected - said.keys()):
         raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
-    for name, entry in said.items():
-        if expected is None or name in expected:
-            yield _stored(path, name, entry)
+    try:
+        yield from [_stored(path, name, entry) for name, entry in said.items() if expected is None or name in expected]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})") from None
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
     if entry["dtype"] not in DTYPES:
         raise UnsupportedError(
             f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize the model first"

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 
 from meshwright.core.config import from_dict, load_toml, parse_flags, public_keys
 from meshwright.core.errors import ConfigError
+from meshwright.core.files import refuse_links_out
 from meshwright.training.config import Config, check
 from meshwright.training.job_folder import FOLDER
 from meshwright.training.slurm_config import LaunchConfig, check_job
+from meshwright.training.trust import FLAG as TRUST
+from meshwright.training.trust import MODEL_CODE, refuse_code
 
 Value = TypeVar("Value")
 
@@ -31,29 +34,54 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
         ConfigError: the file cannot be read, or a key or value of it or of the flags is not legal.
         SystemExit: 0 after ``--help``; 2 for a flag whose value does not parse.
     """
+    trusted, argv = take_trust(argv)
     default = Config()
     if argv and not argv[0].startswith("-"):
-        default, argv = _from_path(Path(argv[0])).without_job(), argv[1:]
+        file, argv = argv[0], argv[1:]
+        default = _from_path(Path(file)).without_job()
+        _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(Config, argv)
     config = parse_flags(Config, argv, default=default, prog=prog, description=description)
     check(config)
+    _check_run(config.run)
     return config
 
 
 def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig:
     """The same with the job that is to train it: keys ``slurm.*``, which may also stand before the config file."""
+    trusted, argv = take_trust(argv)
     default = LaunchConfig()
     for place, word in enumerate(argv[1:], start=1):
         if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
             argv = [word, *argv[:place], *argv[place + 1 :]]
             break
     if argv and not argv[0].startswith("-"):
-        default, argv = _from_path(Path(argv[0])), argv[1:]
+        file, argv = argv[0], argv[1:]
+        default = _from_path(Path(file))
+        _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(LaunchConfig, argv)
     config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
     check(config)
     check_job(config)
+    _check_run(config.run)
     return config
+
+
+def take_trust(argv: list[str]) -> tuple[bool, list[str]]:
+    """Whether ``--trust`` is among the words, and the other words."""
+    return TRUST in argv, [word for word in argv if word != TRUST]
+
+
+def _refuse_code(config: Config, file: str, argv: list[str], trusted: bool) -> None:
+    if not trusted:
+        flags = (word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--"))
+        refuse_code(config, file, given={flag.replace("-", "_") for flag in flags})
+
+
+def _check_run(folder: str) -> None:
+    """Refuse the folder of a run with links out of it (wandb lays links of its own)."""
+    if folder:
+        refuse_links_out(Path(folder).expanduser(), but=("wandb",))
 
 
 def _refuse_unknown_flags(cls: type[Config], argv: list[str]) -> None:
@@ -74,6 +102,7 @@ def _from_path(path: Path) -> LaunchConfig:
         return load_toml(LaunchConfig, path)
     if not (path / "config.toml").is_file():
         raise ConfigError(f"{path} is a folder without a config.toml, so it is no run; give a config file or the folder of a run")
+    _check_run(str(path))
     config = replace(load_toml(LaunchConfig, path / "config.toml"), run=str(path))
     submitted = path / FOLDER / "config.toml"
     return replace(config, slurm=load_toml(LaunchConfig, submitted).slurm) if submitted.is_file() else config
@@ -112,9 +141,12 @@ def refuse_rest(argv: list[str], prog: str, legal: str) -> None:
         raise ConfigError(f"{prog} does not know '{argv[0]}'. Flags: {legal}.")
 
 
-def open_run(path: str) -> tuple[Path, Config]:
-    """The folder of a run and its config. Raises ConfigError where it is none."""
+def open_run(path: str, *, trusted: bool = True) -> tuple[Path, Config]:
+    """The folder of a run and its config. Raises ConfigError where it is none, or its model runs code and is not ``trusted``."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} does not exist or is no folder; give the folder of a run, like runs/demo-…")
-    return folder, _from_path(folder).without_job()
+    config = _from_path(folder).without_job()
+    if not trusted:
+        refuse_code(config, folder / "config.toml", keys=(MODEL_CODE,))
+    return folder, config

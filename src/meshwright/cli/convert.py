@@ -4,13 +4,14 @@
 --dtype bfloat16   of the weights (default: as the run keeps them)
 --like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It is proven by equal
                    logits before anything is written, or refused.
+--trust            run the model code that the run keeps
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.cli.arguments import open_run, refuse_rest, take_option
+from meshwright.cli.arguments import open_run, refuse_rest, take_option, take_trust
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.units import bytes_text
@@ -27,14 +28,15 @@ def run(argv: list[str]) -> int:
     step, argv = take_option(argv, "--step", int)
     dtype, argv = take_option(argv, "--dtype", str)
     like, argv = take_option(argv, "--like", str)
+    trusted, argv = take_trust(argv)
     if form not in FORMATS:
         what = "--to is missing." if form is None else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
         raise ConfigError(f"{what} Legal: {', '.join(FORMATS)}, as in: meshwright convert runs/demo-… --to hf FOLDER")
-    refuse_rest(argv[2:], "meshwright convert", "--to, --step, --dtype, --like")
+    refuse_rest(argv[2:], "meshwright convert", "--to, --step, --dtype, --like, --trust")
     if len(argv) < 2 or any(word.startswith("-") for word in argv):
         raise ConfigError("meshwright convert needs the folder of a run and a new folder: meshwright convert runs/demo-… --to hf FOLDER")
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
-    folder, config = open_run(argv[0])
+    folder, config = open_run(argv[0], trusted=trusted)
     from meshwright.training.convert import convert, of_hugging_face
 
     if like is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.cli.arguments import open_run, refuse_rest, take_option
+from meshwright.cli.arguments import open_run, refuse_rest, take_option, take_trust
 from meshwright.core.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def run(argv: list[str]) -> int:
     """Print prompt and continuation.
 
     Flags: ``--prompt``, ``--tokens``, ``--temperature``, ``--seed`` (each by default as the run's config says) and ``--step`` (a
-    checkpoint other than the latest).
+    checkpoint other than the latest); ``--trust`` runs the model code that the run keeps.
     """
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n{run.__doc__}")
@@ -22,11 +22,12 @@ def run(argv: list[str]) -> int:
     temperature, argv = take_option(argv, "--temperature", float)
     seed, argv = take_option(argv, "--seed", int)
     step, argv = take_option(argv, "--step", int)
+    trusted, argv = take_trust(argv)
     _check(tokens, temperature, seed)
     if not argv:
         raise ConfigError("meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '")
-    folder, config = open_run(argv[0])
-    refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step")
+    folder, config = open_run(argv[0], trusted=trusted)
+    refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step, --trust")
     from meshwright.training.sampling import Sampler
 
     sampler = Sampler(folder, config, step)

@@ -2,8 +2,8 @@
 ``meshwright inspect --schedule NAME|FILE.csv|RUN``: what the ranks of a pipeline do, and when.
 
 RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
-MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json), or "package.module:factory" for a
-function or class that returns your own nn.Module.
+MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json; ``--trust`` runs code that lies
+there), or "package.module:factory" for a function or class that returns your own nn.Module.
 DATA is a file or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
 --data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[ ]].
 ``--schedule`` takes --pp N (default 4), --microbatches N (default 8), --stages-per-rank N and --svg FILE; with a run it shows the run's
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.arguments import open_run, read_config, refuse_rest, take_option
+from meshwright.cli.arguments import open_run, read_config, refuse_rest, take_option, take_trust
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.imports import import_object
 from meshwright.models.decoder_config import SIZES
@@ -42,10 +42,11 @@ def run(argv: list[str]) -> int:
         print(describe_run(*open_run(name)))
         return 0
     if (path / "config.json").is_file() or path.name == "config.json":
-        refuse_rest(argv[1:], "meshwright inspect", "none")
+        trusted, words = take_trust(argv[1:])
+        refuse_rest(words, "meshwright inspect MODEL", "--trust")
         from meshwright.training.inspection import describe_hugging_face
 
-        print(describe_hugging_face(path))
+        print(describe_hugging_face(path, trusted=trusted))
         return 0
     if path.exists() or name == "stdlib":
         return _data(name, argv[1:])
@@ -85,12 +86,13 @@ def _schedule(argv: list[str]) -> int:
 
 
 def _model(model: Any) -> None:
-    from meshwright.introspection.explain import describe_model, describe_structure
+    from meshwright.introspection.explain import describe_model, describe_premises, describe_structure
     from meshwright.introspection.facts import model_facts
 
     facts = model_facts(model)
     print(describe_model(facts))
     print(describe_structure(facts))
+    print(describe_premises(facts))
 
 
 def _page(name: str, target: Path) -> int:

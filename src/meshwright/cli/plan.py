@@ -8,7 +8,7 @@ from meshwright.core.errors import ConfigError
 
 def run(argv: list[str]) -> int:
     """Print the plan, the bytes of a step and what it keeps. ``--world N`` ranks, ``--per-node N`` of them on a
-    host, ``--device``, ``--json``."""
+    host, ``--device``, ``--json``; ``--trust`` runs code that the config names."""
     world, argv = take_option(argv, "--world", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)

@@ -1,6 +1,7 @@
 """``meshwright train``: train a model from a config, or continue a run.
 
 ``--profile 10:13`` is short for --logging.profile, and ``--max-restarts N`` for --process.max-restarts.
+Values of the config that run code (a model's own, a function by its name) need ``--trust``, with each command anew.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ status 0: all equal within rounding; 1: a layout differs, and the first place wh
   --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it; with float8 that or fp32)
   --shrink                a small model of the same structure: head ratios, ties and norms stay
   --json                  everything, for machines
+  --trust                 run code that the config names
   --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own data, for
                           `meshwright train CONFIG --check-trace FILE` to compare a real run with; --steps is then the config's
   --trace-steps N         steps of the trace (default 3)

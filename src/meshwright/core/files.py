@@ -1,11 +1,19 @@
-"""Writing to disk so that a crash leaves the old or the new, and never a half."""
+"""Writing to disk so that a crash leaves the old or the new, and never a half; and reading no file outside the folder that was given."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import ConfigError, IntegrityError
+
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -41,3 +49,56 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def inside(folder: Path, name: str, by: str = "") -> Path:
+    """Locate a file by a name that was read, or found, in ``folder``.
+
+    A name that leaves the folder is refused, and so is a link to a place outside it, but for those of Hugging Face's cache, from a
+    snapshot to a blob of the same repository.
+
+    Args:
+        by: the file in ``folder`` that names it, for the error.
+
+    Raises:
+        ConfigError: the name or a link leads out of the folder.
+    """
+    path = folder / name
+    if not name or not name.isprintable() or os.path.isabs(name) or ".." in Path(name).parts:
+        raise ConfigError(f"{folder / by} names {name!r}, which is no file in {folder} and is not read: put the file there, and name it so")
+    try:
+        home, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise ConfigError(f"{path} cannot be found: {error}") from None
+    if real.is_relative_to(home) or _is_blob(home, real):
+        return path
+    raise ConfigError(f"{path} is a link to {real}, which is outside {folder} and is not read: copy the file to its place")
+
+
+def _is_blob(home: Path, real: Path) -> bool:
+    """Whether a file is a blob of the repository in Hugging Face's cache that ``home`` is, or lies in, a snapshot of."""
+    for place in (home, *home.parents):
+        if place.parent.name == "snapshots":
+            repository = place.parent.parent
+            return bool(_REPOSITORY.fullmatch(repository.name) and _BLOB.fullmatch(real.name)) and real.parent == repository / "blobs"
+    return False
+
+
+def refuse_links_out(folder: Path, but: Collection[str] = ()) -> None:
+    """Refuse a folder in which a link leads out of it. Raises ConfigError; ``but`` names folders that are not looked into."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if os.path.islink(path := os.path.join(place, name)):
+                inside(folder, os.path.relpath(path, folder))
+        folders[:] = [name for name in folders if name not in but]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object that meshwright wrote. Raises IntegrityError where it is none."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} is damaged: it is no JSON ({error})") from None
+    if not isinstance(said, dict):
+        raise IntegrityError(f"{path} is damaged: it holds a {type(said).__name__}, and an object was written")
+    return said

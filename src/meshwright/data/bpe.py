@@ -63,7 +63,7 @@ def trained_bpe(name: str, sources: Sequence[SourceOptions], cache_dir: str | Pa
         raise ConfigError(
             f"data.cache: cannot keep the tokenizer under {root}: {error}. Set data.cache to a folder that can be written"
         ) from error
-    return FileTokenizer(path)
+    return FileTokenizer(path, END)
 
 
 def _texts(sources: Sequence[SourceOptions], scans: Sequence[Scan]) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError
+from meshwright.data.tokenizer_settings import special_tokens, template_of
 
 Message = dict[str, Any]
 
@@ -50,13 +50,16 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
     Raises:
         ConfigError: there is none.
     """
-    tokens = _special_tokens(folder) if folder else {}
+    tokens = special_tokens(folder) if folder else {}
     if path:
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(f"data.template = {path!r} does not exist; it is a file that holds a Jinja template")
-        return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
-    text = _template_of(folder) if folder else None
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.template = {path!r} is no text ({error})") from None
+    text = template_of(folder) if folder else None
     if text is None:
         where = f"the tokenizer in {folder} has" if folder else "this tokenizer has"
         raise ConfigError(
@@ -64,27 +67,3 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
             f" cannot be written out. Save one with the tokenizer, name a file with data.template, or choose a tokenizer made for chat"
         )
     return ChatTemplate(text, tokens)
-
-
-def _template_of(folder: Path) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = _settings(folder).get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = next((row.get("template") for row in found if row.get("name") == "default"), None)
-    return found
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and the like; a token is a text, or a dict with its content."""
-    found = {name: value for name, value in _settings(folder).items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer: {file} is no JSON ({error})") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.files import inside
 
 Record = dict[str, Any]
 """A row: column names and values."""
@@ -103,7 +104,7 @@ class Parquet:
             raise MissingExtraError(f"the Parquet file {path}", "pyarrow", "hf") from error
         try:
             return pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}") from error
 
 
@@ -126,10 +127,28 @@ class SavedDataset:
         except ImportError as error:
             raise MissingExtraError(f"the dataset {path}", "datasets", "hf") from error
         try:
-            return datasets.load_from_disk(str(path))
+            for row in json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+                inside(path, row["filename"], "state.json")
+            found: Any = datasets.load_from_disk(str(path))
+            return found.remove_columns(
+                [name for name, feature in found.features.items() if _opens_files(feature, getattr(datasets, "Json", ()))]
+            )
+        except ConfigError:
+            raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"data.source: datasets {datasets.__version__} cannot read {path}: {why}") from error
+
+
+def _opens_files(feature: Any, harmless: Any) -> bool:
+    """Whether a column of a dataset is, or has in it, images and the like: a row may name any file, which would be opened to decode it."""
+    if isinstance(feature, dict):
+        feature = tuple(feature.values())
+    if isinstance(feature, list | tuple):
+        return any(_opens_files(part, harmless) for part in feature)
+    if isinstance(feature, harmless):
+        return False
+    return bool(getattr(feature, "decode", False)) or _opens_files(getattr(feature, "feature", ()), harmless)
 
 
 RECORD_FORMATS: dict[str, RecordFormat] = {"jsonl": JsonLines(), "parquet": Parquet(), "dataset": SavedDataset()}
@@ -158,7 +177,10 @@ def is_saved_dataset(path: Path) -> bool:
     """
     splits = path / "dataset_dict.json"
     if splits.is_file():
-        names = json.loads(splits.read_text()).get("splits", [])
+        try:
+            names = [str(name) for name in json.loads(inside(path, splits.name).read_text(encoding="utf-8"))["splits"]]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"data.source: {splits} does not list the splits of a dataset ({type(error).__name__}: {error})") from None
         raise ConfigError(
             f"data.source: {path} holds a dataset for each of {', '.join(names)}: name the one to train on, like"
             f" {path / (names or ['train'])[0]}"

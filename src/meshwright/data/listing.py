@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.files import inside, refuse_links_out
 from meshwright.data.formats import SUFFIXES, is_saved_dataset, suffix_of
 
 STDLIB = "stdlib"
@@ -93,6 +94,8 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
         files = [(path.relative_to(root).as_posix(), path) for path in _walk(root, _NOT_LIBRARY, source) if path.suffix == ".py"]
         return sorted(files), 0
     root = Path(source).expanduser().absolute()  # what is remembered of a file must hold in every working folder
+    if format == "dataset":
+        refuse_links_out(root)
     if not root.is_dir() or format == "dataset":
         return [(root.name, _index_of(root) if format == "megatron" else root)], 0
     every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]
@@ -112,7 +115,11 @@ def _index_of(path: Path) -> Path:
 
 
 def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
-    """Every file below ``root``; links to folders are followed, each real folder once (links can form a circle)."""
+    """Every file below ``root``; links to folders are followed, each real folder once (links can form a circle).
+
+    Raises:
+        ConfigError: a link leads out of ``root``.
+    """
 
     def fail(error: OSError):
         raise unreadable(source, error) from error
@@ -125,7 +132,18 @@ def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
             continue
         visited.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
-        yield from (Path(folder, name) for name in files if not name.startswith("."))
+        files = [name for name in files if not name.startswith(".")]
+        for path in (Path(folder, name) for name in (*subfolders, *files)):
+            if path.is_symlink() and source != STDLIB:
+                _inside_source(root, path, source)
+        yield from (Path(folder, name) for name in files)
+
+
+def _inside_source(root: Path, path: Path, source: str) -> None:
+    try:
+        inside(root, path.relative_to(root).as_posix())
+    except ConfigError as error:
+        raise ConfigError(f"data.source: {source!r}: {error}, or name it in data.source itself") from None
 
 
 def unreadable(source: str, error: OSError) -> ConfigError:

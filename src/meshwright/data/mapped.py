@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
+from meshwright.core.files import inside
 from meshwright.data.corpus import META, TRAINING, VALIDATION, Corpus, Part, array_file, write_meta
 from meshwright.data.options import SourceOptions
 from meshwright.data.packing import Joined, Stream
@@ -266,8 +267,8 @@ def _mapped(path: Path, dtype: str, begin: int, n_tokens: int) -> MappedFile:
 
 def _npy(path: Path) -> MappedFile:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
         raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(
@@ -291,8 +292,7 @@ def _flat(path: Path, dtype: str) -> MappedFile:
 
 def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     """The ids beside ``index``, and where each document begins (int64, and at the end the number of ids)."""
-    path = index.with_suffix(".bin")
-    data = index.read_bytes()
+    path, data = inside(index.parent, index.with_suffix(".bin").name), index.read_bytes()
     header = len(_MAGIC) + 25
     if len(data) < header or not data.startswith(_MAGIC):
         raise ConfigError(f"data.source: {index} is no index of Megatron's indexed datasets (it does not begin with MMIDIDX)")
@@ -307,9 +307,10 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
         raise ConfigError(f"data.source: {index} has no {path.name} beside it, which holds the ids")
     lengths = np.frombuffer(data, "<i4", n_sequences, header)
     documents = np.frombuffer(data, "<i8", n_documents, header + 12 * n_sequences)
+    if (lengths < 0).any() or (documents < 0).any() or (documents > n_sequences).any():
+        raise ConfigError(f"data.source: {index} is damaged: it tells of a sequence of less than 0 ids, or of a document that is not there")
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    dtype = np.dtype(_MEGATRON_DTYPES[code])
-    n_tokens = int(ends[-1])
+    dtype, n_tokens = np.dtype(_MEGATRON_DTYPES[code]), int(ends[-1])
     if path.stat().st_size != n_tokens * dtype.itemsize:
         raise ConfigError(
             f"data.source: {path} has {path.stat().st_size} bytes, and {index.name} tells of {n_tokens} ids of {dtype.itemsize} bytes:"

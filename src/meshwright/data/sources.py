@@ -115,7 +115,7 @@ def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
 def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Path | None = None) -> Scan:
     """Read every file of ``sources`` once: its size, its digest, its rows; and of text, whether it is UTF-8.
 
-    Each source is a file, a folder (searched recursively for files of the format, links followed; names that begin with a dot are
+    Each source is a file, a folder (searched recursively for files of the format, links inside it followed; names that begin with a dot are
     left out), or the word ``stdlib``: the ``*.py`` of the running Python's standard library without its tests and without
     installed packages (a folder of that name is ``./stdlib``).
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.files import inside
+from meshwright.data.tokenizer_settings import stated_end
+from meshwright.distributed.world import is_rank_zero
+
+log = logging.getLogger("meshwright")
 
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]")
-"""Special tokens that end a document, the best first: models that chat have another one that ends a turn, which is not meant here."""
+"""Special tokens that end a document, the best first: the last resort for a tokenizer.json beside which no file says which one does."""
 
 
 @runtime_checkable
@@ -99,7 +105,9 @@ class FileTokenizer:
 
     Args:
         path: the file, or a folder that holds a ``tokenizer.json``.
-        end_of_document: the special token that ends a document; by default the first of END_TOKENS that the file has.
+        end_of_document: the special token that ends a document; by default the one that the files beside it state, as models that
+            learnt from it end their texts (``eos_token``, else ``eos_token_id`` of the model). Where none does, the first of END_TOKENS
+            that the file has, and that is logged.
 
     Raises:
         MissingExtraError: the package ``tokenizers`` is not installed.
@@ -109,7 +117,7 @@ class FileTokenizer:
     def __init__(self, path: str | Path, end_of_document: str | None = None):
         self.path = Path(path).expanduser()
         if self.path.is_dir():
-            self.path = self.path / "tokenizer.json"
+            self.path = inside(self.path, "tokenizer.json")
         if not self.path.is_file():
             raise ConfigError(f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or '{BYTES}'")
         try:
@@ -119,7 +127,9 @@ class FileTokenizer:
         content = self.path.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the package raises bare Exception (or ValueError) for what it cannot parse
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exception for what it cannot parse; a panic of Rust is no Exception
             raise ConfigError(
                 f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
             ) from error
@@ -128,14 +138,20 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._with_special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         self._with_special.encode_special_tokens = False
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document: int = self._find_end(end_of_document)
         self.fingerprint: str = f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
 
     def _find_end(self, wanted: str | None) -> int:
+        if wanted is None and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token)) is not None:
+            self._tokenizer.add_special_tokens([stated])  # as transformers does: spelt out in a text it is text
+            self._with_special.add_special_tokens([stated])
+            wanted = stated
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         for candidate in END_TOKENS if wanted is None else (wanted,):
             if candidate in special:
+                if wanted is None and is_rank_zero():
+                    log.warning(f"{self.path}: no file beside it says which token ends a text, so {candidate} is taken to")
                 return special[candidate]
         held = ", ".join(sorted(special)) or "none"
         if wanted is not None:
@@ -162,6 +178,11 @@ class FileTokenizer:
             (np.array(encoding.ids, dtype=np.uint32), np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64))
             for encoding in found
         ]
+
+    @property
+    def end_token(self) -> str:
+        """The text of ``end_of_document``."""
+        return self._tokenizer.id_to_token(self.end_of_document) or ""
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,7 @@ from meshwright.core.errors import MeshwrightError
 Result = TypeVar("Result")
 
 
-def _word_device() -> torch.device:
+def word_device() -> torch.device:
     """Where small agreed values live: the CPU where a CPU back end exists (no device synchronisation), else the accelerator."""
     if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
         return torch.device("cpu")
@@ -37,7 +37,7 @@ def largest(value: int) -> int:
     """The largest of all ranks' values."""
     if alone():
         return value
-    word = torch.tensor(value, dtype=torch.int64, device=_word_device())
+    word = torch.tensor(value, dtype=torch.int64, device=word_device())
     dist.all_reduce(word, op=dist.ReduceOp.MAX)
     return int(word.item())
 
@@ -46,7 +46,7 @@ def largest_each(values: torch.Tensor) -> torch.Tensor:
     """Elementwise, the largest of all ranks' float64 values; on the CPU."""
     if alone():
         return values.cpu()
-    words = values.to(_word_device())
+    words = values.to(word_device())
     dist.all_reduce(words, op=dist.ReduceOp.MAX)
     return words.cpu()
 
@@ -56,7 +56,7 @@ def from_rank_zero(value: Any) -> Any:
     if alone():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_word_device())
+    dist.broadcast_object_list(box, src=0, device=word_device())
     return box[0]
 
 
@@ -97,7 +97,7 @@ def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
     """The largest norm of the ranks of some groups; NaN where one is not finite."""
     if not groups:
         return norm
-    word = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device=_word_device())
+    word = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device=word_device())
     for group in groups:
         dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
     found = float(word.item())
@@ -107,7 +107,7 @@ def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
     """Elementwise sum of numbers over the ranks of all groups (one small all-reduce per group). Returns them on the CPU."""
     if groups:
-        words = words.to(_word_device())
+        words = words.to(word_device())
         for group in groups:
             dist.all_reduce(words, group=group)
     return words.cpu()

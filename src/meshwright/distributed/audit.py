@@ -78,7 +78,7 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
             yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
         if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
             yield f"{fact.name} was never given values"
-        wish = planned.get((pattern(fact.name), fact.shape))
+        wish = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
         place = placement_of(parameter, plan)
         if wish is not None and place != wish.placements:
             yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(wish.placements)}"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -38,13 +39,13 @@ from .transform_options import (
     FullyShardTransformConfig,
     TensorParallelTransformConfig,
 )
-from .transform_registry import ModelTransform, equip, register_model_transform
+from .transform_registry import BaseDistributedTransform, DDPWrappedModel, equip, register_model_transform
 from .world import get_world_info, ranks_per_node
 
 log = logging.getLogger("meshwright")
 
 
-class _Planned(ModelTransform):
+class _Planned(BaseDistributedTransform):
     """A transform that makes a plan and applies some rows of the order."""
 
     rows: tuple[str, ...]
@@ -139,6 +140,8 @@ class DDPTransform(_Planned):
                 for group in groups:
                     dist.broadcast(getattr(tensor, "_local_tensor", tensor).detach(), group=group, group_src=0)
         audit.audit([Part(model, plan, facts)], groups)
+        if isinstance(model, DistributedDataParallel):
+            model.__class__ = DDPWrappedModel
         return model
 
 
@@ -159,7 +162,10 @@ class FullyShardTransform(_Planned):
         )
         plan = averaging_plan(facts, device_mesh, policy, wishes)
         pinned = c.offload is None or c.offload.pin_memory
-        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.device == "cuda"))
+        own = callable(getattr(facts.module, "fully_shard", None))
+        if own:
+            log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
+        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.device == "cuda", own_units=own))
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()

@@ -28,7 +28,15 @@ from meshwright.planning.plan import Plan
 
 from .kept import exchanged
 from .tensor.placement import distribute
-from .tensor.runtime import use_local_parameters, wrap
+from .tensor.runtime import LocalView, use_local_parameters, wrap
+
+
+def __getattr__(name: str) -> Any:
+    if name == "apply_expert_parallel":  # KempnerForge's path to it
+        from .functions import apply_expert_parallel
+
+        return apply_expert_parallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
@@ -42,7 +50,7 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
             module._parameters[name] = distribute(module.get_parameter(name), axis, Shard(0))
         for name in stack.counts:
             setattr(module, name, stack.experts // plan.experts.ranks)
-        use_local_parameters(module, gradient_factor=factor)
+        use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
         wrap(module, functools.partial(_dispatching, stack, axis.get_group()))
     model.__dict__[SHARED_OUT_BY] = plan.experts
     return model

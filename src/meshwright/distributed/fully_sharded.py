@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,11 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         if unit.experts:
             _check_shared_out(model, unit, plan)
             _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh, inner)
+    if plan.data.own_units:
+        reshard = next((unit.reshard_after_forward for unit in plan.units if unit.name), False)
+        cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=inner, **shared)
     for unit in plan.units:
-        if unit.name and not unit.experts:
+        if unit.name and not unit.experts and not plan.data.own_units:
             block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, mp_policy=inner, **shared)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches

@@ -119,11 +119,20 @@ def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes
     return plan
 
 
-def averaging_plan(facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques) -> Plan:
-    """A plan that shards over the data axes of a mesh, with torch's averaging and torch's policy."""
+def averaging_plan(
+    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques, *, cuts: bool = False
+) -> Plan:
+    """Make a plan that shards over the data axes of a mesh, with torch's averaging and torch's policy.
+
+    Args:
+        cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no matter of the plan's.
+    """
     _warn_of_routers(facts)
     wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
-    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
+    sizes = sizes_of_stage(device_mesh)
+    if not cuts and facts.tensor_plan is None and get_expert_mesh(device_mesh) is None:
+        sizes.pop(Axis.TP.value, None)
+    plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
     _warn_of_scaling(plan)
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
 
@@ -303,5 +312,5 @@ def build_parallel_model(
     facts = model_facts(module)
     mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
     wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
-    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes, cuts=True)
     return order.apply(module, plan, order.Site(device_mesh, facts, seed))

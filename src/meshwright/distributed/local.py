@@ -86,7 +86,8 @@ class WorkerPool:
         for rank in range(self.size):
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}")
-            process.start()
+            with _not_from_the_current_folder():
+                process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
@@ -189,6 +190,19 @@ def _keep_socket_paths_short() -> None:
     if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
         config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
         atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
+
+
+@contextmanager
+def _not_from_the_current_folder() -> Iterator[None]:
+    """Let the fork server, which Python starts by ``python -c``, import nothing from the current folder: it may be anybody's."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> WorkerFailed:

@@ -114,49 +114,52 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     """The data axes: 2-D (dp_replicate, dp_shard) where both are larger than 1, else the larger one.
 
     Raises:
-        ValueError: the mesh has no axis named dp_replicate or dp_shard (``has_dp_mesh`` asks first).
+        ValueError: neither dp_replicate nor dp_shard is larger than 1 (``has_dp_mesh`` asks first).
     """
-    names = _named(device_mesh, *DATA_AXES)
-    if not names:
-        raise ValueError(
-            f"the mesh has the axes {device_mesh.mesh_dim_names} and no data axis (dp_replicate, dp_shard); ask has_dp_mesh first"
-        )
-    sizes = axis_sizes(device_mesh)
-    large = [name for name in names if sizes[name] > 1] or names[-1:]
+    large = [axis.value for axis in DATA_AXES if _is_large(device_mesh, axis)]
+    if not large:
+        said = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
+        raise ValueError(f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first")
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 
 
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1."""
-    sizes = axis_sizes(device_mesh)
-    if Axis.DP_SHARD.value not in sizes:
-        return None
-    if sizes.get(Axis.CP.value, 1) > 1:
+    """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1; or None."""
+    if _is_large(device_mesh, Axis.CP) and _named(device_mesh, Axis.DP_SHARD):
         return device_mesh[Axis.DP_SHARD.value, Axis.CP.value]._flatten("dp_shard_cp")
-    return device_mesh[Axis.DP_SHARD.value]
+    return _one_axis(device_mesh, Axis.DP_SHARD)
 
 
 def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
-    return device_mesh[axis.value] if _named(device_mesh, axis) else None
+    return device_mesh[axis.value] if _is_large(device_mesh, axis) else None
+
+
+def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
+    """Whether the mesh has the axis, larger than 1. Raises ConfigError where another system's name stands in its place."""
+    sizes = axis_sizes(device_mesh)
+    other = next((name for name in sizes if OTHER_NAMES.get(name) == axis), None)
+    if axis.value not in sizes and other is not None:
+        raise ConfigError(f"the mesh has the axes {sorted(sizes)}: {other} is {axis.value} here; name it so")
+    return sizes.get(axis.value, 1) > 1
 
 
 def get_tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The tensor-parallel axis, or None where the mesh has none of that name."""
+    """The tensor-parallel axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.TP)
 
 
 def get_pp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The pipeline axis, or None where the mesh has none of that name."""
+    """The pipeline axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.PP)
 
 
 def get_cp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The context-parallel axis, or None where the mesh has none of that name."""
+    """The context-parallel axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.CP)
 
 
 def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The expert-parallel axis, or None where the mesh has none of that name and was not built for a layout with ep > 1."""
+    """The expert-parallel axis, or None where the mesh has none larger than 1 and was not built for a layout with ep > 1."""
     experts = get_expert_mesh(device_mesh)
     return experts[Axis.EP.value] if experts is not None else _one_axis(device_mesh, Axis.EP)
 

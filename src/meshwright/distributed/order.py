@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from . import compilation, expert_parallel, float8, freezing, fully_sharded, recompute, replicated
+from . import compilation, expert_parallel, float8, freezing, fully_sharded, idle_parameters, recompute, replicated
 from .audit import refuse_unequal
 from .mesh import get_expert_mesh, groups_of
 from .part import Part
@@ -48,6 +48,13 @@ class Technique:
     apply: Callable[[nn.Module, Plan, Site], nn.Module]
     shares: tuple[Axis, ...] = ()
     """Axes over whose ranks one model is shared out: they must bring the same weights."""
+
+
+def _fully_shard(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
+    sharded = fully_sharded.apply(model, plan, _mesh(site))
+    if plan.data.idle:
+        idle_parameters.fill(sharded, plan, _mesh(site))
+    return sharded
 
 
 def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
@@ -91,7 +98,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(
         "fully_shard",
         lambda plan, site: plan.data.technique == "fully_shard",
-        lambda model, plan, site: fully_sharded.apply(model, plan, _mesh(site)),
+        _fully_shard,
         shares=DATA_AXES,
     ),
     Technique("weights", lambda plan, site: True, _weights),

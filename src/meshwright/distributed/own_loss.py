@@ -1,4 +1,4 @@
-"""A loss of the user's: asked, before the first step, whether it is the sum that layouts can share out."""
+"""Losses of the user's: asked, before the first step, whether they are the sum that layouts can share out; and those of the model's own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.facts import ModelFacts, premises_of
 
 ROWS, SEQ, SOME_IDS = 2, 3, 11
 CLOSE = 1e-3
 """Relative; a loss in bfloat16 does not come nearer."""
+
+
+def refuse_dropped(facts: ModelFacts) -> None:
+    """Raise UnsupportedError for a model whose output carries a loss of its own, which a step that takes the logits would drop."""
+    if losses := premises_of(facts).losses:
+        raise UnsupportedError(
+            f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step would train the cross"
+            f" entropy of the logits alone. Return the logits only; or give loss_fn=, which says that logits and labels are all of it."
+        )
 
 
 def check(loss_fn: Callable[[Tensor, Tensor], Tensor], vocab_size: int | None, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from meshwright.planning.collectives import COPYING_AXES
 from meshwright.planning.plan import Plan
 from meshwright.planning.schedules.action import Action
 
-from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, optimizer_step, routing, step_batch
+from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, optimizer_step, replicated, routing, step_batch
 from .expert_load import ExpertLoad, LayerLoad
 from .grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .loss_scale import LossScale
@@ -214,11 +214,11 @@ class ParallelModel:
         padding: one small all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        tokens = routed = 0
-        weight = 0.0
+        tokens, weight, routed = 0, 0.0, 0
         try:
             if isinstance(batch, Exception):
                 raise batch
+            replicated.refuse_other_trained(self.module)
             pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
             for piece in pieces:
                 step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss)

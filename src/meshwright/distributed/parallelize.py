@@ -74,6 +74,8 @@ def parallelize(
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
+    if loss_fn is None:
+        own_loss.refuse_dropped(facts)
     wishes = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
         mesh = known_mesh(mesh)

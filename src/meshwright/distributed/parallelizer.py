@@ -27,10 +27,11 @@ from meshwright.planning.techniques import Techniques
 
 from . import order
 from .functions import averaging_plan, default_mp_policy
+from .given_styles import wishes_of
 from .megatron import HAVE_NVFSDP
 from .mesh import NEMO_NAMES, has_dp_mesh, known_mesh, sizes_of_stage
 from .tensor.rehearsal import prove
-from .tensor.styles import translate_to_torch_parallel_style, wishes_of
+from .tensor.styles import translate_to_torch_parallel_style
 from .wholes import whole_everywhere
 from .zero_strategy import nvfsdp_strategy_parallelize
 
@@ -85,7 +86,7 @@ def fsdp2_strategy_parallelize(
         return model
     facts = model_facts(model)
     if shards:
-        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), wishes)
+        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), wishes, cuts=True)
     else:
         plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
     if isinstance(offload_policy, CPUOffloadPolicy):

@@ -1,4 +1,12 @@
-"""What the fork server imports once, so that each worker starts with it: torch and our distributed floor. Starts no threads."""
+"""What the fork server imports once, so that each worker starts with it: torch and our distributed floor. Starts no threads.
+
+The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal that closes): it
+tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer them as it did before; one that comes while
+a worker is being forked waits until then.
+"""
+
+import os
+import signal
 
 import torch._dynamo  # fully_shard and the optimizers import it at first use
 import torch.distributed.checkpoint
@@ -7,3 +15,26 @@ import torch.distributed.tensor
 import torch.nn.parallel  # noqa: F401
 
 import meshwright.distributed.parallelize  # noqa: F401
+
+_SERVER = os.getpid()
+_BEFORE = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+
+
+def _hold_back() -> None:
+    if os.getpid() == _SERVER:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BEFORE)
+
+
+def _let_through() -> None:
+    if os.getpid() == _SERVER:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BEFORE)
+
+
+def _answer_again() -> None:
+    if os.getppid() == _SERVER:  # and not in what a worker forks
+        for number, disposition in _BEFORE.items():
+            signal.signal(number, disposition)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BEFORE)
+
+
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_answer_again)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.config import from_dict
-from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.planning.plan import Plan
 
 from . import accumulation, order
@@ -49,6 +49,22 @@ class ModelTransform(ABC):
     @abstractmethod
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Change the model, usually in place, and return what takes its place."""
+
+
+class BaseDistributedTransform(ModelTransform):
+    """A transform with Optimus-DL's arguments and attributes: ``cfg``, ``collective`` and ``device``."""
+
+    def __init__(self, cfg: Any, collective: Any = None, device: Any = None, **context: Any):
+        super().__init__(cfg, collective=collective, **({} if device is None else {"device": device}), **context)
+        self.cfg, self.collective, self.device = cfg, collective, device
+
+
+class DDPWrappedModel(DistributedDataParallel):
+    """torch's DDP with the methods that loops ask a model for; ``equip`` gives it ``accumulation_context`` and ``make_parameter_groups``."""
+
+    def fully_shard(self, **options: Any) -> Any:
+        """Pass the call on to the wrapped model's own ``fully_shard``."""
+        return self.module.fully_shard(**options)
 
 
 def _mesh_of(collective: Any) -> DeviceMesh:
@@ -124,20 +140,36 @@ def build_model_transform(name: str, config: Any = None, **context: Any) -> Mode
     return entry.transform(config, **context)
 
 
-def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any], **context: Any) -> nn.Module:
+def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **context: Any) -> nn.Module:
     """Build and apply several transforms, in the one order, whatever the order of ``configs``.
 
     What comes back has ``accumulation_context`` and ``make_parameter_groups`` in any case.
 
+    Args:
+        configs: name -> config, or a list of configs that have their name under ``_name``.
+
     Raises:
         ConfigError: an unknown name or key, or a wish that cannot be met; all configs are read before the model is touched.
     """
+    if not isinstance(configs, Mapping):
+        configs = _by_name(configs)
     for transform in [build_model_transform(name, configs[name], **context) for name in in_order(configs)]:
         before, model = model, transform.apply(model)
         for method in EQUIPMENT:  # a transform that wraps the model must not hide them
             if not hasattr(model, method) and hasattr(before, method):
                 object.__setattr__(model, method, getattr(before, method))
     return model if hasattr(model, "accumulation_context") else equip(model, None)
+
+
+def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for place, row in enumerate(rows):
+        if not isinstance(row, Mapping) or not isinstance(name := row.get("_name"), str):
+            raise ConfigError(f"transforms[{place}] = {row!r} has no _name: each is a mapping such as {{'_name': 'fully_shard', ...}}")
+        if name in found:
+            raise ConfigError(f"transforms[{place}]: {name} is in the list twice; a transform is applied once")
+        found[name] = {key: value for key, value in row.items() if key != "_name"}
+    return found
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -173,6 +205,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 def _known(name: str) -> _Entry:
     if name not in _REGISTRY and name in _ELSEWHERE:
         import_module(_ELSEWHERE[name])
+    if name == "context_parallel":
+        raise UnsupportedError("'context_parallel': there is no context parallelism in this version. Leave the transform out, with cp = 1.")
     if name not in _REGISTRY:
         known = sorted({*_REGISTRY, *_ELSEWHERE})
         raise ConfigError(f"'{name}' is not a registered model transform.{nearest(name, known)} Registered: {', '.join(known)}.")

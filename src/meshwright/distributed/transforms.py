@@ -3,6 +3,15 @@
 Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
 """
 
+from .builtin_transforms import (
+    ActivationCheckpointTransform,
+    CompileTransform,
+    DDPTransform,
+    ExpertParallelTransform,
+    Float8Transform,
+    FullyShardTransform,
+    TensorParallelTransform,
+)
 from .transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
@@ -15,19 +24,35 @@ from .transform_options import (
     OffloadConfig,
     TensorParallelTransformConfig,
 )
-from .transform_registry import ModelTransform, apply_model_transforms, build_model_transform, register_model_transform
+from .transform_registry import (
+    BaseDistributedTransform,
+    DDPWrappedModel,
+    ModelTransform,
+    apply_model_transforms,
+    build_model_transform,
+    register_model_transform,
+)
 
 __all__ = [
+    "ActivationCheckpointTransform",
     "ActivationCheckpointTransformConfig",
+    "BaseDistributedTransform",
+    "CompileTransform",
     "CompileTransformConfig",
+    "DDPTransform",
     "DDPTransformConfig",
+    "DDPWrappedModel",
+    "ExpertParallelTransform",
     "ExpertParallelTransformConfig",
+    "Float8Transform",
     "Float8TransformConfig",
+    "FullyShardTransform",
     "FullyShardTransformConfig",
     "LoadWeightsTransformConfig",
     "MixedPrecisionConfig",
     "ModelTransform",
     "OffloadConfig",
+    "TensorParallelTransform",
     "TensorParallelTransformConfig",
     "apply_model_transforms",
     "build_model_transform",

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from meshwright.introspection.outputs import logits_of
 from meshwright.planning.schedules.action import Action
 
 from . import accumulation, fully_sharded, step_batch
 from .part import Batch, Inputs, Part
 from .router_loss import SharedRouterLoss
-from .tensor.objective import LossFunction, Objective, logits_of
+from .tensor.objective import LossFunction, Objective
 from .tensor.parallel import sums_of
 from .tensor.runtime import runtime_of
 from .tensor.sums import summing

@@ -24,11 +24,11 @@ from meshwright.planning.techniques import Precision, Techniques
 
 from . import megatron, order
 from .fully_sharded import sharded_modules
+from .given_styles import wishes_of
 from .gradient_check import GradientCheck
 from .mesh import NEMO_NAMES, axis_sizes, get_expert_mesh, groups_of, known_mesh, sizes_of_stage
 from .optimizer_swap import OptimizerSwap
 from .tensor.rehearsal import prove
-from .tensor.styles import wishes_of
 from .transform_registry import equip
 from .zero_options import ZeroOptions
 from .zero_units import unit_classes, with_units

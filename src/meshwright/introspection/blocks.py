@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from meshwright.core.names import clean, is_within
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that only hold others and are never called."""
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """Paths of the repeated blocks, in registration (= forward) order.
 
     A block is a child of a ``ModuleList`` or ``ModuleDict`` (or of a ``Sequential`` whose children are all of one class) that
-    has parameters and submodules of its own; the outermost such containers count, so the experts inside a block do not.
+    has parameters and submodules of its own; the outermost such containers count, so the experts inside a block do not. A container
+    of containers only names what it holds: ``nn.ModuleDict(dict(wte=..., h=nn.ModuleList(...)))``.
     Blocks that share a parameter with the rest of the model, or appear twice, are left out: they cannot be units of their own.
     """
     found: dict[str, nn.Module] = {}
 
     def walk(path: str, module: nn.Module) -> None:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            children = {name: child for name, child in module.named_children() if _is_block(child)}
+        if isinstance(module, (*CONTAINERS, nn.Sequential)):
+            holds_containers = any(isinstance(child, CONTAINERS) for child in module.children())
+            children = {name: child for name, child in module.named_children() if _is_block(child) and not holds_containers}
             uniform = len({type(child) for child in children.values()}) == 1 and len(children) > 1
             if children and (uniform or not isinstance(module, nn.Sequential)):
                 found.update({f"{path}.{name}" if path else name: child for name, child in children.items()})
@@ -49,6 +55,8 @@ def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, .
 
 
 def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, ParametrizationList):  # how one weight is computed
+        return False
     return next(module.parameters(), None) is not None and next(module.children(), None) is not None
 
 

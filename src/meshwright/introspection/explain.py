@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import pattern
 from meshwright.core.units import count_text
 
-from .facts import ModelFacts, ParameterFact, measure_structure
+from .facts import ModelFacts, ParameterFact, measure_structure, premises_of
+from .hooks import hooks_of
 from .structure.describe import describe
 from .structure.structure import legal_degrees
 
@@ -35,6 +38,32 @@ def describe_structure(facts: ModelFacts) -> str:
     except UnsupportedError as error:
         return f"tensor parallelism: {error}"
     return describe(structure, legal_degrees(structure))
+
+
+def describe_premises(facts: ModelFacts) -> str:
+    """What a forward does besides giving each row's tokens their logits, and hooks; one line each."""
+    seen = premises_of(facts)
+    if seen.unknown:
+        return f"forward: could not be rehearsed ({seen.unknown})"
+    lines = [
+        ("rows depend on each other", seen.mixes_rows),
+        ("writes parameters", _names(w.name for w in seen.parameters)),
+        ("writes buffers, by what its rows are", _names(w.name for w in seen.buffers if w.by_data)),
+        ("writes buffers, whatever its rows are", _names(w.name for w in seen.buffers if not w.by_data)),
+        ("later calls compute otherwise", _names(seen.changes)),
+        ("an earlier batch changes a later one's results", "by state that is no buffer" if seen.remembers else ""),
+        ("only some rows use", _names(seen.conditional)),
+        ("no row that was tried uses", _names(seen.unused)),
+        ("sparse gradients", _names(seen.sparse)),
+        ("a loss of its own in the output", _names(seen.losses)),
+        ("hooks on parameters", _names(hook.parameter for hook in hooks_of(facts.module)) if facts.module is not None else ""),
+    ]
+    told = [f"  {what}: {names}" for what, names in lines if names]
+    return "\n".join(["forward, played on a small copy:", *(told or ["  a function of the weights and each row"])])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(pattern(name) for name in names))
 
 
 def _patterns(names: tuple[str, ...]) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.models.moe import Router
 
+from . import premises
 from .blocks import attention_modules, repeated_blocks
+from .hooks import lies_on_mesh
+from .premises import Premises
 from .signature import Signature
 from .structure import Measured, measured
 from .structure.experts import Stack, find_stacks, measure_stacks
@@ -73,7 +75,6 @@ class ModelFacts:
         buffers: all buffers.
         blocks: paths of the repeated blocks that can be units of their own, in forward order.
         attentions: paths of the attention modules inside those blocks.
-        running_statistics: paths of modules whose buffers change in forward (BatchNorm).
         max_seq_len: longest sequence that the model takes, where it says so.
         vocab_size: number of token ids that it takes, where it says so.
         on_meta: whether the weights do not exist yet.
@@ -84,7 +85,6 @@ class ModelFacts:
     buffers: tuple[BufferFact, ...]
     blocks: tuple[str, ...]
     attentions: tuple[str, ...]
-    running_statistics: tuple[str, ...] = ()
     max_seq_len: int | None = None
     vocab_size: int | None = None
     has_experts: bool = False
@@ -171,6 +171,22 @@ def router_loss_of(facts: ModelFacts) -> RouterLoss | None:
 _ROUTER_LOSSES: WeakKeyDictionary[nn.Module, RouterLoss | None] = WeakKeyDictionary()
 
 
+def premises_of(facts: ModelFacts) -> Premises:
+    """What the model's forward does besides giving each row's tokens their logits, seen on a small copy of it. Remembered as long as the
+    model is: one that was laid out in part is what it was before."""
+    model = facts.module
+    if model is None:
+        return Premises(unknown="the model itself is not at hand")
+    if model not in _PREMISES:
+        if lies_on_mesh(model):
+            return Premises(unknown="the model is laid out in part already")
+        _PREMISES[model] = premises.play(model)
+    return _PREMISES[model]
+
+
+_PREMISES: WeakKeyDictionary[nn.Module, Premises] = WeakKeyDictionary()
+
+
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the facts off a module (meta preferred: then it costs nothing but the walk).
 
@@ -195,7 +211,6 @@ def model_facts(model: nn.Module) -> ModelFacts:
         buffers=tuple(_buffer_facts(model)),
         blocks=blocks,
         attentions=attention_modules(model, blocks),
-        running_statistics=tuple(clean(n) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
         max_seq_len=_stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
         vocab_size=_stated(model, "vocab_size"),
         has_experts=bool(find_stacks(model)),

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
+from meshwright.core.files import inside
 
 CONFIG = "config.json"
 KEY = "model.hf"
 TRUST = "model.trust_remote_code"
+IMPLEMENTATION = "_implementation"
 ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
@@ -86,8 +89,9 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     file = place / CONFIG if place.is_dir() else place
     if not file.is_file():
         raise ConfigError(_absent(path, place))
-    said = _json(file)
+    said = _json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
+    _refuse_elsewhere(said, file)
     _check_type(said, file, transformers, trust_remote_code)
     if said.get("quantization_config"):
         raise UnsupportedError(
@@ -115,22 +119,55 @@ def _absent(path: str | Path, place: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{KEY}: {file} holds a {type(said).__name__}, not the keys of a model's config")
     return said
 
 
+def _refuse_elsewhere(said: dict[str, Any], file: Path) -> None:
+    """Refuse a config that takes a part of itself, or code, from another place than the folder. Raises ConfigError."""
+    named = said.get("configuration_files")
+    if named is not None:
+        raise ConfigError(
+            f"{KEY}: {file} names other files for itself (configuration_files = {named!r:.80}): give the one that is meant as {CONFIG}"
+        )
+    codes = said.get("auto_map")
+    for name in codes.values() if isinstance(codes, dict) else ():
+        if "--" in str(name):
+            raise ConfigError(
+                f"{KEY}: {file} names code in another repository (auto_map: {name}), and only code beside it can be allowed: copy it there"
+            )
+    for key, kernel in _implementations(said):
+        if "/" in kernel:
+            raise ConfigError(f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it")
+
+
+def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys of a config, and of configs inside it, that say which code computes attention or experts."""
+    for key, value in said.items():
+        if isinstance(value, dict):
+            values = {str(part): name for part, name in value.items()} if key.endswith(IMPLEMENTATION) else {}
+            yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
+            yield from _implementations(value)
+        elif key.endswith(IMPLEMENTATION) and isinstance(value, str):
+            yield key, value
+
+
 def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     kind = said.get("model_type")
+    codes = said.get("auto_map") or {}
+    if not isinstance(codes, dict) or not isinstance(kind, str | None):
+        raise ConfigError(f"{KEY}: {file} has model_type {kind!r} and auto_map {codes!r:.80}: a text and a table were expected")
     if kind in known or (said.get("auto_map") and trusted):
         return
     if said.get("auto_map"):
         raise ConfigError(
             f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, said['auto_map'].values()))}), and transformers"
-            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} = true"
+            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} = true, on the"
+            f" command line: --{TRUST}=true (of a model to inspect, --trust)"
         )
     if kind is None:
         raise ConfigError(f"{KEY}: {file} has no model_type, so it is not the config of a Hugging Face model")

@@ -30,7 +30,7 @@ class Signature:
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:
-        names = tuple(dict.fromkeys(name for layer in layers_of_wrapping(model) for name in _named(layer)))
+        names = tuple(dict.fromkeys(name for layer in layers_of_wrapping(model) for name in (*_named(layer), *_of_config(layer))))
         takes = {key: next((s for s in spellings if s in names), None) for key, spellings in SPELLINGS.items()}
         if takes["tokens"] is None and names:
             takes["tokens"] = names[0]
@@ -46,6 +46,13 @@ class Signature:
             if name is not None:
                 found[name] = value.to(device, non_blocking=True)
         return found
+
+
+def _of_config(model: nn.Module) -> list[str]:
+    """What a forward that takes any keyword reads from its config where it is not told."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    config = getattr(model, "config", None)
+    return [name for name in SWITCHED_OFF if takes_any and isinstance(getattr(config, name, None), bool)]
 
 
 def _named(model: nn.Module) -> list[str]:

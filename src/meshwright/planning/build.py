@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import matching, owner, pattern
-from meshwright.core.units import bytes_text
+from meshwright.core.names import matching, pattern
 from meshwright.introspection.cluster import Cluster, local_device
-from meshwright.introspection.facts import ModelFacts, ParameterFact, measure_experts, measure_structure, model_facts, router_loss_of
-from meshwright.introspection.huggingface import brings_initialiser
-from meshwright.introspection.recording import STREAM_ELEMENTS
-from meshwright.introspection.source import as_module, builder_of
+from meshwright.introspection.facts import (
+    ModelFacts,
+    ParameterFact,
+    measure_experts,
+    measure_structure,
+    model_facts,
+    premises_of,
+    router_loss_of,
+)
+from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import find_stacks
 
+from . import notes
 from .batch import Batch
 from .case import Case
 from .checkpointing import checkpointed_modules, sent_again
@@ -116,7 +120,7 @@ def _assemble(
     names = [p.name for p in facts.parameters]
     chosen = matching(wishes.freeze, names, "techniques.freeze") if wishes.freeze else set()
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
-    data = _data_plan(wishes, layout, technique, device, reduction)
+    data = _data_plan(facts, wishes, layout, technique, device, reduction)
     tensor, said = _tensor_plan(facts, layout, wishes)
     float8, about_float8 = make_float8_plan(facts, wishes, device)
     check_parts(float8, tensor, facts)
@@ -129,7 +133,9 @@ def _assemble(
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
     optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer")
-    units = units_of(facts, layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8, optimizer)
+    units = units_of(
+        _without_skipped(facts, layout), layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8, optimizer
+    )
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
@@ -149,6 +155,7 @@ def _assemble(
                 f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
             )
         activations += tuple(expert_collectives(facts, experts, precision, recomputed))
+    trained = sum(p.trainable for p in facts.parameters)
     made = Plan(
         model=facts.kind,
         device=device,
@@ -165,7 +172,7 @@ def _assemble(
         activation_memory_budget=wishes.activation_memory_budget if mode == "memory_budget" else None,
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
-        collectives=step_collectives(mesh, units, data, precision, activations, trained_cuts(dense, tensor), experts),
+        collectives=step_collectives(mesh, units, data, precision, activations, trained_cuts(dense, tensor), experts, trained),
         tensor=tensor,
         pipeline=pipeline,
         experts=experts,
@@ -176,15 +183,14 @@ def _assemble(
         notes=(
             *said,
             *about_float8,
-            *_uncompiled(wishes, tensor),
-            *_notes(facts, layout, technique, parameters),
+            *notes.of(facts, layout, wishes, technique, parameters, tensor),
             *zero_notes(wishes, layout, technique),
         ),
     )
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 
 
-def _data_plan(wishes: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
+def _data_plan(facts: ModelFacts, wishes: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
     return DataParallel(
         technique,  # type: ignore[arg-type]
         reduction,  # type: ignore[arg-type]
@@ -192,7 +198,22 @@ def _data_plan(wishes: Techniques, layout: Layout, technique: str, device: str, 
         wishes.cpu_offload is True,
         pin_memory=device == "cuda",
         gathers_per_step=technique == "fully_shard" and gathers_per_step(wishes, layout),
+        idle=_idle(facts) if layout.dp_replicate * layout.dp_shard > 1 and layout.pp == 1 else (),
     )
+
+
+def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
+    """Without the blocks that some batches pass over: their weights are gathered with those outside, since all ranks gather or none."""
+    if layout.dp_replicate * layout.dp_shard == 1:
+        return facts
+    idle = set(premises_of(facts).idle)
+    skipped = {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}
+    return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
+
+
+def _idle(facts: ModelFacts) -> tuple[str, ...]:
+    found = set(premises_of(facts).idle)
+    return tuple(p.name for p in facts.parameters if p.trainable and p.name in found)
 
 
 def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:
@@ -240,6 +261,7 @@ def _parameters(
 ) -> tuple[ParameterPlan, ...]:
     sharded = {Axis.DP_SHARD: "Shard(0)"} if technique == "fully_shard" else {}
     rows: dict[tuple, ParameterPlan] = {}
+    places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
     for p in parameters:
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
         places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
@@ -249,57 +271,12 @@ def _parameters(
         if experts is not None and experts.has(p.name):
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
-        key = (pattern(p.name), p.shape, p.trainable, placements, summed)
+        is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else it has a row of its own
+        key = (pattern(p.name) if is_alike else p.name, p.shape, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
         rows[key] = ParameterPlan(key[0], count, p.shape, precision.master, p.trainable, placements, summed)
     return tuple(rows.values())
-
-
-def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
-    if tensor is not None and wishes.compile and wishes.activation_checkpointing != "none":
-        what = {"selective": "attentions", "modules": "modules"}.get(wishes.activation_checkpointing, "blocks")
-        yield f"{what} that are recomputed run uncompiled on the tensor axis: torch finds no graph for them"
-
-
-def _notes(facts: ModelFacts, layout: Layout, technique: str, parameters: tuple[ParameterPlan, ...]):
-    yield from _whole_on_tensor_ranks(facts, layout, parameters)
-    yield from _initial_weights(facts)
-    for p in facts.parameters:
-        if p.aliases:
-            yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
-    if technique == "fully_shard" and layout.dp_shard == 1:
-        yield "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only"
-    if technique == "fully_shard" and not facts.blocks:
-        yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"
-
-
-def _initial_weights(facts: ModelFacts):
-    """Where they are not to the last bit those that the constructor gives in one process."""
-    if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
-        return
-    if builder_of(facts.module) is None and not brings_initialiser(facts.module):
-        told = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
-        yield f"{told}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that builds it"
-    elif facts.numel > STREAM_ELEMENTS:
-        told = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
-        yield f"{told}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
-
-
-def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
-    """Matrices that the tensor axis does not cut."""
-    whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
-    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
-    sizes: dict[str, int] = {}
-    for p in whole:
-        size = p.count * math.prod(p.shape) * dtype_bytes(p.dtype)
-        if owner(p.pattern) in stacks:
-            sizes[owner(p.pattern)] = sizes.get(owner(p.pattern), 0) + size
-        else:
-            yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
-    for path, size in sizes.items():
-        told = f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them, {bytes_text(size)}"
-        yield f"{told}. layout.ep = {layout.tp} would share them out over its ranks"
 
 
 def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:

@@ -40,21 +40,27 @@ def step_collectives(
     activations: tuple[Collective, ...] = (),
     trained_cuts: tuple[bool, ...] = (False,),
     experts: ExpertPlan | None = None,
+    trained: int = 0,
 ) -> tuple[Collective, ...]:
     """All collectives of one ``forward_backward`` and ``optimizer_step``, by what they serve.
 
     Args:
         activations: those of the tensor and the expert axis, and of routers.
         trained_cuts: whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts.
+        trained: how many parameters are.
     """
     replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
     found = [*over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")]
     if data.technique == "fully_shard":
         found += sharded_units(units, data, precision, shards, replicas, experts)
+        per = "microbatch" if data.sync_grad_accum is True else "step"
+        found += [replace(c, per=per) for c in over_data_axes(mesh, "parameters used", len(data.idle), "int64")]
     elif data.technique == "ddp":
         total = sum(unit.trainable_elements for unit in units)
         per = "microbatch" if data.sync_grad_accum else "step"
         found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "gradients", total, precision.master, per, calls=None))
+        if data.idle:
+            found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "parameters used", trained, "int32", per))
     found += activations
     found += over_data_axes(mesh, "loss", 1, "float64")
     own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None

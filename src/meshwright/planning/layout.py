@@ -91,17 +91,20 @@ class Layout:
         open_axes = [axis for axis in WORLD_AXES if self.wish(axis) == -1]
         fixed = math.prod(self.wish(axis) for axis in WORLD_AXES if self.wish(axis) > 0)
         if world % fixed or (not open_axes and world != fixed):
-            sizes = " * ".join(f"{axis}={self.wish(axis)}" for axis in WORLD_AXES if self.wish(axis) > 1) or "1"
+            larger = [axis for axis in WORLD_AXES if self.wish(axis) > 1]
+            product = f"{' * '.join(f'{axis}={self.wish(axis)}' for axis in larger)} = {fixed}"
+            if len(larger) < 2:
+                product = f"{larger[0]} = {fixed}" if larger else "the product = 1"
             relation = "does not divide" if world % fixed else "is not"
             legal = f"a multiple of {fixed}" if open_axes else str(fixed)
             if not open_axes and self.ep > 1 and fixed * self.ep == world:
                 raise ConfigError(
-                    f"layout: {sizes} = {fixed} and ep = {self.ep} for {world} processes: ep never multiplies the world, since experts are"
+                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world, since experts are"
                     f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set layout.dp_shard ="
                     f" {self.dp_shard * self.ep}."
                 )
             raise ConfigError(
-                f"layout: {sizes} = {fixed} {relation} the world size {world}. Start {legal} processes, or change the layout"
+                f"layout: {product} {relation} the world size {world}. Start {legal} processes, or change the layout"
                 f" (layout.dp_shard = -1 takes what is left)."
             )
         left = world // fixed

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.imports import import_object
@@ -55,7 +56,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
             found = getattr(found, part)
     except (AttributeError, RuntimeError):
         found = None
-    if found is None or len(parts) not in (2, 3):
+    if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
         raise ConfigError(
             f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an operator of torch"
             f" such as aten.mm.default; or module:function, a policy."
@@ -64,7 +65,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
         raise UnsupportedError(
             f"{where}: '{name}' sends into a buffer that it is given. Say collectives, which keeps all that is received."
         )
-    forms = [getattr(found, form) for form in found.overloads()] if len(parts) == 2 else [found]
+    forms = [getattr(found, form) for form in found.overloads()] if isinstance(found, OpOverloadPacket) else [found]
     fresh = tuple(form for form in forms if is_fresh(form))
     if not fresh:
         raise UnsupportedError(

@@ -85,6 +85,8 @@ class DataParallel:
 
     ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that keep
     torch's averaging). ``gathers_per_step``: what is kept gathered after a forward stays through all microbatches of a step.
+    ``idle``: trained parameters that some ranks may leave without a gradient, of which the ranks say after a backward who has one.
+    ``own_units``: the model's own ``fully_shard(**options)`` says what travels together.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -94,6 +96,8 @@ class DataParallel:
     pin_memory: bool = False
     ddp_options: tuple[tuple[str, bool], ...] = ()
     gathers_per_step: bool = False
+    idle: tuple[str, ...] = ()
+    own_units: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ from .float8_rules import float8_companions, float8_gathering, float8_wishes
 from .optimizer_rules import optimizer_fits
 from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .plan import Plan, PrecisionPlan
+from .premise_rules import (
+    gradients_are_dense,
+    hooks_are_called,
+    parameters_are_reached,
+    rows_stand_alone,
+    state_stays,
+    weights_are_read_only,
+)
 from .techniques import Precision, Techniques
 from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 from .zero import zero_fits
@@ -141,14 +149,6 @@ def shardable_parameters(case: Case) -> Found:
             )
 
 
-def running_statistics(case: Case) -> Found:
-    if case.data_ranks > 1 and case.facts.running_statistics:
-        yield UnsupportedError(
-            f"module '{case.facts.running_statistics[0]}' (BatchNorm) keeps running statistics, which would differ on each of the"
-            f" {case.data_ranks} data ranks. Use a norm without them (LayerNorm, RMSNorm, GroupNorm) or track_running_stats=False."
-        )
-
-
 def compile_matches(case: Case) -> Found:
     if case.techniques.compile and not case.facts.blocks:
         yield ConfigError(no_blocks("techniques.compile = true", case.facts))
@@ -183,7 +183,12 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     resharding,
     postponed_all_reduce,
     shardable_parameters,
-    running_statistics,
+    rows_stand_alone,
+    state_stays,
+    weights_are_read_only,
+    parameters_are_reached,
+    gradients_are_dense,
+    hooks_are_called,
     checkpointing_keys,
     checkpointing_matches,
     checkpointing_companions,

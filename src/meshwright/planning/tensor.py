@@ -54,6 +54,7 @@ def make_tensor_plan(
         gathers_after_blocks=structure.counts_tokens_behind or not head,
         before=structure.before,
         head=head,
+        tied=_other_names(measured, (embedding, head)),
         alike_behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
         tail=structure.tail,
     )
@@ -102,6 +103,13 @@ def _outside(measured: Measured) -> list[str]:
     sample = measured.sample
     names = (clean(name) for name, _ in sample.model.named_parameters(remove_duplicate=False))
     return [name for name in names if not any(is_within(name, block) for block in sample.blocks)]
+
+
+def _other_names(measured: Measured, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Names under which other modules have parameters of the modules at ``paths``."""
+    named = [(clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)]
+    of_paths = {id(parameter) for name, parameter in named if owner(name) in paths and owner(name)}
+    return tuple(name for name, parameter in named if id(parameter) in of_paths and owner(name) not in paths)
 
 
 def _bytes_of(measured: Measured, paths: tuple[str, ...]) -> str:

@@ -87,6 +87,7 @@ class TensorPlan:
         gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its tokens; else at the head.
         before: whole parameters that the first block's input follows from: all ranks compute them alike.
         head: the layer that gives the logits, its rows shared out; "": it stays whole.
+        tied: other names of what embedding and head have.
         alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them where the head is
             whole.
         tail: what the model does to the logits.
@@ -105,6 +106,7 @@ class TensorPlan:
     gathers_after_blocks: bool = False
     before: tuple[str, ...] = ()
     head: str = ""
+    tied: tuple[str, ...] = ()
     alike_behind: tuple[str, ...] = ()
     tail: Tail = field(default_factory=Tail)
     async_tensor_parallel: bool = False
@@ -134,7 +136,7 @@ class TensorPlan:
     def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[Part, ...]] | None:
         """(dim, parts) of a parameter of that shape, if it is cut; None of one that stays whole."""
         path = owner(name)
-        if path and path in (self.embedding, self.head):
+        if name in self.tied or (path and path in (self.embedding, self.head)):
             return 0, (Part(shape[0], shape[0]),)
         for kind in self.kinds:
             block = next((block for block in kind.blocks if is_within(name, block)), None)

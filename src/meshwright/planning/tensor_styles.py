@@ -64,7 +64,10 @@ STYLES: dict[str, StyleMeaning] = {
 WHOLE = tuple(word for word, meaning in STYLES.items() if meaning.kind in ("whole", "mla"))
 LEGAL_ON: dict[ModuleKind, tuple[str, ...]] = {
     "linear layer": tuple(word for word, meaning in STYLES.items() if meaning.kind in ("column", "row")) + WHOLE,
-    "embedding": ("embedding_rowwise", "embedding_colwise", "rowwise", "rowwise_rep", "colwise_rep", "colwise_gather_output", *WHOLE),
+    "embedding": (
+        *("embedding_rowwise", "embedding_colwise", "rowwise", "rowwise_rep", "rowwise_split_input"),
+        *("colwise_rep", "colwise_gather_output", *WHOLE),
+    ),
 }
 """Styles that fit what a module is; any other is for whole modules only."""
 
@@ -262,7 +265,7 @@ def _check_kind(wish: TensorStyleWish, path: str, kind: ModuleKind) -> None:
         raise UnsupportedError(f"{where}: the row-wise layer that ends a region sums by itself. Leave it out.")
     legal = LEGAL_ON.get(kind, WHOLE)
     if wish.style not in legal:
-        raise ConfigError(f"{where}: this is a {kind}. Legal here: {', '.join(legal)}.")
+        raise ConfigError(f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}.")
 
 
 def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]) -> Iterator[str]:

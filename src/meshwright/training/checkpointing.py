@@ -80,9 +80,12 @@ class Checkpointing:
             return False
         with timeline.phase("checkpoint"):
             extra = checkpoint.load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
-        state = extra["state"]
-        self.at.step, self.at.tokens, self.at.skipped = state["step"], state["tokens"], state["skipped"]
-        self.r.feed.loader.seek(state["consumed"])
+        try:
+            *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one") from None
+        self.at.step, self.at.tokens, self.at.skipped = at
+        self.r.feed.loader.seek(consumed)
         self.latest = latest
-        self.say(f"continuing from {latest} (step {self.at.step}, sample {state['consumed']:,})")
+        self.say(f"continuing from {latest} (step {self.at.step}, sample {consumed:,})")
         return True

@@ -14,7 +14,7 @@ from meshwright.checkpoint.huggingface import pretrained
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.replacing import PARTIAL, beside
 from meshwright.core.errors import ConfigError
-from meshwright.core.files import sync_folder
+from meshwright.core.files import inside, sync_folder
 from meshwright.introspection.huggingface import CONFIG, CausalLM
 from meshwright.introspection.source import as_module
 
@@ -119,7 +119,7 @@ def _copy_small_files(run: Path, out: Path) -> bool:
             kept = {name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)}
         kept |= {path.name: path for path in own.iterdir()}
     for name, path in kept.items():
-        shutil.copyfile(path, out / name)
+        shutil.copyfile(inside(path.parent, name), out / name)
     return "tokenizer.json" in kept
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.errors import IntegrityError
+from meshwright.core.files import read_object
 from meshwright.core.units import bytes_text, count_text
-from meshwright.introspection.explain import describe_model, describe_structure
+from meshwright.introspection.explain import describe_model, describe_premises, describe_structure
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import read_causal_lm
 from meshwright.introspection.source import as_module
@@ -25,7 +25,7 @@ from .run_folder import RunFolder
 def describe_run(path: Path, config: Config) -> str:
     """Model, data, how far it came, its checkpoints, its plan."""
     folder = RunFolder(path)
-    identity = json.loads((path / "identity.json").read_text()) if (path / "identity.json").is_file() else {}
+    identity = read_object(path / "identity.json") if (path / "identity.json").is_file() else {}
     lines = [
         f"run {path}",
         f"  name        {config.name}",
@@ -43,10 +43,10 @@ def describe_run(path: Path, config: Config) -> str:
     return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
 
 
-def describe_hugging_face(path: Path) -> str:
+def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
     """Facts of a Hugging Face model, and what weights lie beside its config."""
-    facts = model_facts(as_module(read_causal_lm(path)))
-    lines = [describe_model(facts), describe_structure(facts)]
+    facts = model_facts(as_module(read_causal_lm(path, trust_remote_code=trusted)))
+    lines = [describe_model(facts), describe_structure(facts), describe_premises(facts)]
     if path.is_dir() and holds_weights(path):
         files = TensorFiles(path)
         dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()}))

@@ -17,7 +17,7 @@ from meshwright.distributed.world import get_world_info
 
 from .config import Config
 from .monitoring.peers import latest_checkpoint, read_all_records, run_folder
-from .stopping import INTERRUPT
+from .stopping import INTERRUPT, answered, leave_terminal
 
 CPU_PROCESSES = 4
 
@@ -159,7 +159,7 @@ class _Signals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self._answer) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        self._before = {number: signal.signal(number, self._answer) for number in answered()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,6 +182,7 @@ class _Signals:
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or number
+        leave_terminal(number)
         if not self.reach_workers:
             raise Stopped(number)
         if number != signal.SIGINT:

@@ -14,6 +14,7 @@ from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.files import inside
 from meshwright.data import Tokenizer
 from meshwright.distributed.weights import Weights
 from meshwright.introspection.facts import ModelFacts
@@ -68,9 +69,19 @@ def causal_lm(config: Config) -> CausalLM:
 
 
 def with_kept_model(config: Config, run: Path) -> Config:
-    """The config with the Hugging Face model that the run kept, whatever became of the folder that it began from."""
+    """The config with the Hugging Face model that the run kept, whatever became of the folder that it began from.
+
+    Raises:
+        ConfigError: it kept none, and what its config names may be anything on this machine.
+    """
     kept = run / FOLDER
-    return replace(config, model=replace(config.model, hf=str(kept))) if config.model.hf and (kept / CONFIG).is_file() else config
+    if not config.model.hf:
+        return config
+    if not (kept / CONFIG).is_file():
+        raise ConfigError(
+            f"{run} keeps no {FOLDER}/{CONFIG}, and what its config.toml names (model.hf = {config.model.hf}) is not its own: copy it there"
+        )
+    return replace(config, model=replace(config.model, hf=str(kept)))
 
 
 def file_weights(config: Config) -> Pretrained | None:
@@ -110,7 +121,7 @@ def keep_model(config: Config, run: Path) -> None:
     found = {path.name: path for pattern in KEPT for path in place.glob(pattern) if not any(path.match(left) for left in LEFT)}
     config_file = found.pop(CONFIG, place)
     for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it says that all are there
-        shutil.copyfile(path, kept / f"{name}.new")
+        shutil.copyfile(path if path == place else inside(place, name), kept / f"{name}.new")
         (kept / f"{name}.new").replace(kept / name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
-from meshwright.core.files import replace_text
+from meshwright.core.files import read_object, replace_text
 from meshwright.data import Tokenizer
 
 from .config import Config
@@ -90,7 +90,7 @@ class RunFolder:
             if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
                 raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
             return
-        before = json.loads(stored.read_text())
+        before = read_object(stored)
         changed = list(changes(before, json.loads(json.dumps(identity))))
         if changed:
             raise ConfigError(

@@ -14,7 +14,7 @@ from meshwright.planning.techniques import Precision, Techniques
 from .config import Config
 from .model_source import model_source, with_kept_model
 from .run_folder import RunFolder
-from .tokenizer import kept_tokenizer, run_tokenizer
+from .tokenizer import own_tokenizer
 
 
 class Sampler:
@@ -27,8 +27,9 @@ class Sampler:
 
     def __init__(self, folder: Path, config: Config, step: int | None = None):
         path = RunFolder(folder).checkpoint(step)
-        self.tokenizer = kept_tokenizer(folder) or run_tokenizer(config)
-        source = model_source(with_kept_model(config, folder), self.tokenizer)
+        config = with_kept_model(config, folder)
+        self.tokenizer = own_tokenizer(config, folder)
+        source = model_source(config, self.tokenizer)
         master = config.techniques.precision.master
         wishes = Techniques(precision=Precision(master, master, master))
         plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=wishes)

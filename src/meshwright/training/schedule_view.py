@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from meshwright.core.errors import ConfigError
-from meshwright.core.files import replace_text
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import inside, read_object, replace_text
 from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.world import is_rank_zero
@@ -63,17 +64,25 @@ def drawn_run(folder: Path) -> tuple[str, str]:
     Raises:
         ConfigError: the run had no pipeline, or has not ended yet.
     """
-    file = folder / TIMES
+    file = inside(folder, TIMES)
     if not file.is_file():
         raise ConfigError(f"{folder} holds no {TIMES}: it is written at the end of a run with layout.pp > 1")
-    said = json.loads(file.read_text(encoding="utf-8"))
-    ranks: list[list[Span]] = [[(actions_in(word)[0], begin, end) for word, begin, end in spans] for spans in said["ranks"]]
-    first, last = min(s[1] for spans in ranks for s in spans), max(s[2] for spans in ranks for s in spans)
-    lines = [f"  the last step of {folder}: {said['schedule']}, {len(ranks)} ranks, {(last - first) * 1e3:.1f} ms"]
+    try:
+        name, ranks = _measured(read_object(file))
+        first, last = min(s[1] for spans in ranks for s in spans), max(s[2] for spans in ranks for s in spans)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise IntegrityError(f"{file} is damaged: it holds no times of a schedule ({type(error).__name__}: {error})") from None
+    lines = [f"  the last step of {folder}: {name}, {len(ranks)} ranks, {(last - first) * 1e3:.1f} ms"]
     for rank, spans in enumerate(ranks):
         busy = sum(end - begin for _, begin, end in spans)
         lines.append(f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}  ({_means(spans)})")
-    return "\n".join(lines), svg_of(f"{folder}: {said['schedule']}, measured", ranks)
+    return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
+
+
+def _measured(said: dict[str, Any]) -> tuple[str, list[list[Span]]]:
+    """The name of a schedule, and of each rank what it did and when."""
+    times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in said["ranks"]]
+    return str(said["schedule"]), times
 
 
 def _means(spans: list[tuple[Action, float, float]]) -> str:

@@ -19,6 +19,8 @@ from meshwright.core.files import replace_text
 
 from .job_folder import FOLDER
 from .slurm_config import LaunchConfig
+from .trust import FLAG as TRUST
+from .trust import code_in
 
 
 def folder_of(config: LaunchConfig) -> Path:
@@ -36,7 +38,7 @@ def folder_of(config: LaunchConfig) -> Path:
 
 def batch_script(config: LaunchConfig, run: Path) -> str:
     """The text that is given to sbatch. Raises MissingExtraError without submitit."""
-    return _executor(config, run)._make_submission_file_text(_command(run), "")
+    return _executor(config, run)._make_submission_file_text(_command(config, run), "")
 
 
 def submit(config: LaunchConfig, run: Path) -> str:
@@ -63,15 +65,16 @@ def submit(config: LaunchConfig, run: Path) -> str:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):  # the refusal is in the error, too
-            return executor._submit_command(_command(run)).job_id
+            return executor._submit_command(_command(config, run)).job_id
     except (FailedJobError, FailedSubmissionError) as error:
         if made:
             shutil.rmtree(run)
         raise ConfigError(f"sbatch did not take the job: {str(error).strip()}. Add --dry-run to see the script.") from None
 
 
-def _command(run: Path) -> str:
-    return shlex.join([sys.executable, "-u", "-m", "meshwright", "train", str(run / FOLDER / "config.toml"), f"--run={run}"])
+def _command(config: LaunchConfig, run: Path) -> str:
+    words = [sys.executable, "-u", "-P", "-m", "meshwright", "train", str(run / FOLDER / "config.toml"), f"--run={run}"]
+    return shlex.join([*words, TRUST] if code_in(config.without_job()) else words)
 
 
 def _executor(config: LaunchConfig, run: Path) -> Any:

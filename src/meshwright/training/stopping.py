@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from meshwright.distributed.local import meeting_place
 
 from .monitoring.progress import Progress
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2
 """By this our launcher tells its workers of an INT. An INT of its own would be the second one where a terminal sent it to all."""
 
@@ -27,8 +29,22 @@ class Interrupted(MeshwrightError):
         self.number = number
 
 
+def answered() -> tuple[int, ...]:
+    """The signals that end a run cleanly, but for a hang-up that ``nohup`` has the process ignore."""
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
+
+
+def leave_terminal(number: int) -> None:
+    """Write to nowhere from now on where a hang-up closed the terminal: the first word to it would break the saving off."""
+    if number != signal.SIGHUP:
+        return
+    for out in (1, 2):
+        if stat.S_ISCHR(os.fstat(out).st_mode) and not os.isatty(out):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+
+
 class StopRequest:
-    """Notes the first of INT, TERM and USR1; a second INT interrupts at once. Use it as a context.
+    """Notes the first of INT, TERM, HUP and USR1; a second INT interrupts at once. Use it as a context.
 
     In a worker of our launcher USR2 is its word for INT.
     """
@@ -39,7 +55,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            numbers = SIGNALS if meeting_place() is None else (*SIGNALS, INTERRUPT)
+            numbers = answered() if meeting_place() is None else (*answered(), INTERRUPT)
             self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -66,6 +82,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
+        leave_terminal(number)
         self.signal = self.signal or (signal.SIGINT if number == INTERRUPT else number)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError
+from meshwright.core.files import inside, replace_text
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.bpe import PREFIX, trained_bpe, vocabulary_of
+from meshwright.data.tokenizer_settings import EOS, SETTINGS, TEMPLATE, read_settings, special_tokens
 from meshwright.data.tokenizers import BYTES, FileTokenizer, IdTokenizer
 
 from .config import Config
@@ -18,7 +21,7 @@ FOLDER = "tokenizer"
 """Where a run keeps a copy of its tokenizer's files."""
 
 AUTO = "auto"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = ("tokenizer.json", SETTINGS, TEMPLATE)
 
 
 def tokenizer_name(config: Config) -> str:
@@ -69,13 +72,33 @@ def kept_tokenizer(run: Path) -> FileTokenizer | None:
     return FileTokenizer(run / FOLDER) if (run / FOLDER / _FILES[0]).is_file() else None
 
 
+def own_tokenizer(config: Config, run: Path) -> Tokenizer:
+    """The tokenizer that a run's folder needs nobody else for: the one that it keeps, bytes, or ids.
+
+    Raises:
+        ConfigError: it keeps none, and what its config names may be anything on this machine.
+    """
+    name = tokenizer_name(config)
+    if (kept := kept_tokenizer(run)) is not None:
+        return kept
+    if name == BYTES or name.startswith("ids:"):
+        return load_tokenizer(name)
+    raise ConfigError(
+        f"{run} keeps no {FOLDER}/{_FILES[0]}, and what its config.toml names (data.tokenizer = {name}) is not its own: copy it there"
+    )
+
+
 def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copy a tokenizer's files into the folder of a run, once."""
     if not isinstance(tokenizer, FileTokenizer) or (run / FOLDER / _FILES[0]).is_file():
         return
     (run / FOLDER).mkdir(exist_ok=True)
     for name in reversed(_FILES):  # tokenizer.json last: it says that all are there
-        file = tokenizer.path if name == _FILES[0] else tokenizer.folder / name
+        if name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token:  # a file elsewhere, or nobody, stated it
+            said = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
+            replace_text(run / FOLDER / name, json.dumps(said, indent=2) + "\n")
+            continue
+        file = tokenizer.path if name == _FILES[0] else inside(tokenizer.folder, name)
         if file.is_file():
             shutil.copyfile(file, run / FOLDER / f"{name}.new")
             (run / FOLDER / f"{name}.new").replace(run / FOLDER / name)

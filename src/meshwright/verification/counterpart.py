@@ -25,7 +25,7 @@ from meshwright.models.moe import Router
 from meshwright.training.config import Config
 from meshwright.training.convert import Counterpart
 from meshwright.training.model_source import decoder_config
-from meshwright.training.tokenizer import kept_tokenizer, run_tokenizer
+from meshwright.training.tokenizer import own_tokenizer
 
 from .counterpart_config import counterpart, unsaid
 from .shrink import shrunk
@@ -69,7 +69,7 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
     """
     if config.model.hf:
         raise ConfigError(f"--like = {kind}: the model of {folder} is a Hugging Face model already; leave --like out")
-    tokenizer = kept_tokenizer(folder) or run_tokenizer(config)
+    tokenizer = own_tokenizer(config, folder)
     ours = decoder_config(config, tokenizer)
     if ours.moe is not None and ours.moe.capacity_factor:
         raise UnsupportedError(

@@ -28,7 +28,7 @@ from meshwright.introspection.structure.router_loss import RouterLogits, RouterL
 from meshwright.models.moe import Router
 
 from .float8 import converted
-from .problem import Batch, Problem, count, labels_of, without_dropout
+from .problem import Batch, Problem, divisors, labels_of, without_dropout
 from .routes import Replay, Routes, noting
 
 
@@ -86,16 +86,17 @@ class OneProcess:
         return Replay(self._computing, routes)
 
     def forward_backward(
-        self, batch: Batch, *, observe: bool = True, replay: Replay | None = None, microbatches: Sequence[int] = ()
+        self, batch: Batch, *, observe: bool = True, replay: Replay | None = None, microbatches: Sequence[int] = (), means: int = 0
     ) -> OneStep:
         """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``.
 
         Args:
             replay: tokens go to the experts that it says.
             microbatches: for each row, the one whose tokens a router's loss per microbatch counts; none: all rows are one.
+            means: the loss is the mean of the means of so many ranks' rows instead.
         """
         self._round_weights()
-        tokens, routed = count(batch), max(count_routed([batch]), 1)
+        tokens, routed = divisors(batch, means).to(self._device), max(count_routed([batch]), 1)
         losses: list[Tensor] = []
         needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
         loads, shares = self._loads(batch, replay, microbatches) if needs_loads else ({}, torch.zeros(0))
@@ -108,7 +109,8 @@ class OneProcess:
                 with replay.at(first, rows) if replay is not None else nullcontext():
                     if self._router_loss is not None:
                         self._logits.begin()
-                    loss = row_losses(self._computing, self._signature, piece, self._device) / tokens
+                    loss = row_losses(self._computing, self._signature, piece, self._device)
+                    loss = loss / tokens[first : first + rows].to(loss.dtype)
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 if self._router_loss is not None:
                     auxiliary.append(_balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed)

@@ -164,7 +164,8 @@ def reference(
         batch = problem.batch(step - 1)
         replay = one.replay(routes[step - 1]) if routes else None
         with counting(seen.products, problem, step):
-            computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, microbatches=problem.microbatches)
+            options = {"microbatches": problem.microbatches, "means": problem.means}
+            computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, **options)
         outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape, nowhere=nowhere))
         if replay is not None:
             outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}

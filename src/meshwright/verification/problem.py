@@ -85,6 +85,7 @@ class Problem:
         microbatch_rows: rows per forward on each rank; 0: all at once.
         evaluating: compute in evaluation mode, since the model draws random numbers in training that no dropout layer owns.
         microbatches: for each row of a batch, the number of the microbatch that a layout computes it in, where a loss depends on that.
+        means: data ranks whose mean losses are averaged, as torch's wrappers do; 0: the loss is the mean over all tokens.
     """
 
     model: Any
@@ -98,6 +99,7 @@ class Problem:
     microbatch_rows: int = 0
     evaluating: bool = False
     microbatches: tuple[int, ...] = ()
+    means: int = 0
 
     @property
     def master(self) -> str:
@@ -172,6 +174,16 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def count(batch: Batch) -> int:
     """Tokens that have a loss, at least 1."""
     return max(int((labels_of(batch) != -100).sum()), 1)
+
+
+def divisors(batch: Batch, means: int) -> Tensor:
+    """(rows,) float64: what the sum of each row's losses is divided by."""
+    ranks = max(means, 1)
+    return (
+        torch.tensor([ranks * count(share(batch, rank, ranks)) for rank in range(ranks)])
+        .double()
+        .repeat_interleave(len(batch["tokens"]) // ranks)
+    )
 
 
 def labels_of(batch: Batch) -> Tensor:

@@ -16,6 +16,8 @@ class Report:
     layout: Layout
     comparisons: tuple[Comparison, ...]
     seconds: float
+    coverage: str = ""
+    """What was tried, and what of the model's structure that does not reach."""
 
     @property
     def is_equal(self) -> bool:
@@ -28,9 +30,19 @@ class Report:
         lines = [f"{self.layout}: {'equal within rounding' if self.is_equal else 'DIFFERS'} ({self.seconds:.1f} s)"]
         for comparison in self.comparisons:
             lines += comparison.lines()
+        lines += [f"  {self.coverage}"] if self.coverage else []
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """Everything, as JSON."""
         rows = [comparison.plain() for comparison in self.comparisons]
-        return json.dumps({"layout": asdict(self.layout), "equal": self.is_equal, "seconds": self.seconds, "comparisons": rows}, indent=1)
+        return json.dumps(
+            {
+                "layout": asdict(self.layout),
+                "equal": self.is_equal,
+                "seconds": self.seconds,
+                "comparisons": rows,
+                "coverage": self.coverage,
+            },
+            indent=1,
+        )

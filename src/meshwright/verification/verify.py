@@ -24,6 +24,7 @@ from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
+from . import coverage
 from .compare import differences, notes
 from .float8 import refuse_unseen
 from .floors import Floors, references
@@ -75,8 +76,8 @@ def verify(
         batch_factory: step → global batch; by default random tokens with padding, documents and masked labels.
         steps: optimizer steps.
         parallelize_fn: (module, DeviceMesh) → a module, laid out by somebody else; it is stepped as its users do, with the mean loss
-            of each rank. Ranks along dp_replicate and dp_shard are given different rows, those along other axes (tp) the same. By
-            default meshwright lays the model out.
+            of each rank, and compared with the mean of those means. Ranks along dp_replicate and dp_shard are given different rows, those
+            along other axes (tp) the same. By default meshwright lays the model out.
         dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights); by default the first two,
             and with float8 among the techniques float32 around its products. In all but float64 the optimizer is SGD: AdamW amplifies
             rounding without bound.
@@ -104,7 +105,10 @@ def verify(
             model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
         )
         refuse_unseen(problem)
-        problem = replace(problem, microbatches=_microbatches(problem, layout) if parallelize_fn is None else ())
+        if parallelize_fn is None:
+            problem = replace(problem, microbatches=_microbatches(problem, layout))
+        else:
+            problem = replace(problem, means=layout.dp_replicate * layout.dp_shard)
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
@@ -114,7 +118,7 @@ def verify(
     finally:
         if own:
             pool.close()
-    return Report(layout, tuple(comparisons), time.monotonic() - begun)
+    return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage.of(problem))
 
 
 def _refuse_rounded_optimizer(techniques: dict[str, Any]) -> None:
@@ -128,7 +132,8 @@ def _refuse_rounded_optimizer(techniques: dict[str, Any]) -> None:
 
 
 def default_batches(model: Any, world: int) -> RandomBatches:
-    """Random batches that fit a model: its vocabulary, its longest sequence, documents where it takes them; two rows for each rank.
+    """Random batches that fit a model: its vocabulary, its longest sequence, rows that reach beyond its windows, documents where it takes
+    them; two rows for each rank.
 
     Raises:
         ConfigError: the model does not say how many token ids it takes.
@@ -138,7 +143,8 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     if facts.vocab_size is None:
         raise ConfigError(f"{facts.kind} says nowhere how many token ids it takes (vocab_size): give a batch_factory")
     takes = Signature.of(module).takes
-    room = 16 if facts.max_seq_len is None else min(16, facts.max_seq_len - GAP - 3)
+    wanted = coverage.tokens_wanted(module)
+    room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
     return RandomBatches(facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key]))
 
 
@@ -159,7 +165,8 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
             problem = replace(problem, evaluating=False)
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
-        yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *filter(None, (said,))))
+        told = filter(None, (said, coverage.of_means(problem)))
+        yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *told))
 
 
 def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:

@@ -188,5 +188,5 @@ def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
             here = path == prefix
             is_table = section_of(annotation) is not None
             scored.append((ratio + 0.1 * here - 0.05 * is_table, here, join(path, choice)))
-    score, _, best = max(scored, key=lambda entry: entry[:2])
-    return f" Did you mean '{best}'?" if score >= 0.6 else ""
+    score, here, best = max(scored, key=lambda entry: entry[:2])
+    return f" Did you mean '{best}'?" if score >= (0.6 if here else 0.75) else ""

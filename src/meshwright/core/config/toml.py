@@ -38,6 +38,8 @@ def load_toml(cls: type[T], path: str | Path) -> T:
         found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line = found.group(1) if found else max(1, len(text.rstrip().split("\n")))
         raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: its lists or tables lie too deep in each other") from None
     return from_dict(cls, data, where=str(path), lines=line_index(text))
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.deferred import DeferredGradients, defer_linear
-from meshwright.distributed.tensor.objective import logits_of
 from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.outputs import logits_of
 from meshwright.planning.pipeline_plan import PipelinePlan, StagePlan
 
 from .absent import Passage

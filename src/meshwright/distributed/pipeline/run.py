@@ -19,10 +19,11 @@ from meshwright.distributed import fully_sharded, step_batch
 from meshwright.distributed.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.part import Batch, Inputs
 from meshwright.distributed.tensor.group import share_of_sequence
-from meshwright.distributed.tensor.objective import LossFunction, Objective, logits_of
+from meshwright.distributed.tensor.objective import LossFunction, Objective
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing
+from meshwright.introspection.outputs import logits_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.schedules.action import Action, Work
 from meshwright.planning.schedules.orders import forwards

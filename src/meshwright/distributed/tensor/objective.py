@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.core.losses import cross_entropy_sum
+from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.plan import Plan
 
@@ -76,8 +77,3 @@ def _asking(site: LossSite, request: LossRequest) -> Iterator[None]:
         yield
     finally:
         site.request = None
-
-
-def logits_of(output: Any) -> Tensor:
-    """A model returns logits, or an object that has them."""
-    return output if isinstance(output, Tensor) else output.logits

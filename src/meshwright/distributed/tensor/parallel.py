@@ -19,10 +19,12 @@ from .group import ProcessGroupRanks, TensorGroup
 from .overlap import Overlap
 from .placement import distribute, placement_of_cut
 from .routers import routers_of_parts
-from .runtime import Runtime, use_local_parameters
+from .runtime import LocalView, Runtime, use_local_parameters
 from .sequence import Sequence
 from .streams import separate_streams
 from .sums import Sums
+
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
@@ -103,10 +105,10 @@ def wrap_modules(
         ends.vocabulary_head(module, runtime, weight.shape[0], takes_whole=takes_whole)
         done.add(module)
     for path, module in model.named_modules():
-        if module not in done and any(parameter is not None for parameter in module._parameters.values()):
-            summing = _summed(plan, path, module) if sums_at_once else ()
+        if module not in done and module._parameters:
             layers.shared_linear(module, plan.parts_of(clean(path)), runtime)
-            use_local_parameters(_called_with(model, path), module, summing=summing, group=group)
+    runtime.own = done
+    _use_local_parameters(model, plan, done, group if sums_at_once else None)
     if plan.kinds:
         first = model.get_submodule(plan.blocks[0])
         if plan.begins:
@@ -118,11 +120,24 @@ def wrap_modules(
     return runtime
 
 
-def _called_with(model: nn.Module, path: str) -> nn.Module:
-    """The module while whose forward the one at ``path`` is used: itself, or around a container that is never called."""
-    while isinstance(model.get_submodule(path), (nn.ParameterDict, nn.ParameterList)):
-        path = owner(path)
-    return model.get_submodule(path)
+def _use_local_parameters(model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: TensorGroup | None) -> None:
+    """Let every forward see plain tensors, its module's and those of all modules inside: many a block reads the weights of its children.
+
+    A block is given its own by its own forward, which may be compiled, recomputed, and what FSDP gathers for.
+    """
+    modules, blocks = dict(model.named_modules()), set(plan.blocks)
+    inside: dict[str, list[LocalView]] = {}
+    for path, module in modules.items():
+        views = LocalView.of(module, summing=_summed(plan, path, module), group=summing_over) if module not in done else []
+        around = path
+        while views:
+            inside.setdefault(around, []).extend(views)
+            if not around or clean(around) in blocks:
+                break
+            around = owner(around)
+    for path, views in inside.items():
+        if modules[path] not in done and not isinstance(modules[path], NEVER_CALLED):
+            use_local_parameters(modules[path], views)
 
 
 def _summed(plan: TensorPlan, path: str, module: nn.Module) -> tuple[str, ...]:

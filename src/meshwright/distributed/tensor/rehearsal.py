@@ -20,12 +20,12 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
 from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.structure.sample import Sample
 from meshwright.planning.tensor_plan import TensorPlan
 
 from .group import by_rank, joined
 from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
-from .objective import logits_of
 from .parallel import wrap_modules
 from .runtime import LossRequest, Runtime
 
@@ -161,9 +161,11 @@ def rehearse(
         logits: how the loss is computed, where the plan has the head cut.
     """
     reference = copy.deepcopy(model)
-    expected_loss = _loss(reference, inputs)
+    expected_logits = logits_of(reference(**inputs))
+    expected_loss = _loss_of(expected_logits)
     expected_loss.backward()
-    logits = logits if plan.head and not plan.tail.obstacle else "whole"
+    by_token = expected_logits.dim() == 3  # a classifier of whole rows has no loss of tokens
+    logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
     errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
@@ -176,6 +178,20 @@ def rehearse(
     return errors
 
 
+class Resting:
+    """What code finds that reads a parameter of ``Runtime.own``: no tensor, as the DTensor is none that lies there in the real model."""
+
+    def __init__(self, parameter: Tensor):
+        self.dtype, self.device, self.requires_grad = parameter.dtype, parameter.device, parameter.requires_grad
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a weight that is cut is read ({name}) outside of its own module")
+
+    @classmethod
+    def __torch_function__(cls, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise RuntimeError(f"a weight that is cut is read ({operation.__name__}) outside of its own module")
+
+
 def _on_rank(
     model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, logits: Logits, sums_at_once: bool
 ) -> tuple[float, dict[str, Tensor]]:
@@ -186,8 +202,10 @@ def _on_rank(
         cut = cuts[clean(name)]
         if cut is not None:
             parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
+    for module in runtime.own:
+        module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})  # found before the parameter
     if logits == "whole":
-        loss = _loss(model, inputs)
+        loss = _loss_of(logits_of(model(**inputs)))
     else:
         labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
         loss = _loss_of_parts(model, plan, inputs, runtime, labels, VocabularyShard.of(vocabulary, group), logits) / labels.numel()
@@ -239,12 +257,10 @@ def _wholes(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.S
     return [whole]
 
 
-def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    logits = logits_of(model(**inputs))
+def _loss_of(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), _labels(logits.shape))
 
 
 def _labels(shape: Sequence[int]) -> Tensor:
-    """For logits of this (rows, seq, vocabulary): flat, spread over the vocabulary."""
-    rows, seq, vocabulary = shape
-    return torch.arange(rows * seq) * 7 % vocabulary
+    """For logits of this (rows, seq, vocabulary), or (rows, classes) of a whole row: flat, spread over the last dim."""
+    return torch.arange(math.prod(shape[:-1])) * 7 % shape[-1]

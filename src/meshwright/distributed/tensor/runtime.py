@@ -62,12 +62,14 @@ class Runtime(LossSite):
         logits: "whole": the model returns all logits on every rank; "own": those of this rank's part of the vocabulary.
         arriving: this rank's part of the embedding's output, on its way to the first block.
         deferred: summands that wait for the row-parallel layer that reduces them.
+        own: modules whose parameters nobody sees as plain tensors, since what is wrapped around their forward computes with them.
     """
 
     sequence: Sequence = field(kw_only=True)
     logits: Literal["whole", "own"] = "whole"
     arriving: Tensor | None = None
     deferred: Tensor | None = None
+    own: set[nn.Module] = field(default_factory=set)
     _standing_for: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
@@ -153,38 +155,69 @@ class holding:
             self._held.pop(name, None)
 
 
-def use_local_parameters(
-    module: nn.Module,
-    holder: nn.Module | None = None,
-    *,
-    summing: tuple[str, ...] = (),
-    group: TensorGroup | None = None,
-    gradient_factor: float = 1.0,
-) -> None:
-    """While its forward runs, the module sees this rank's parts of its own parameters as plain tensors.
+@dataclass(frozen=True)
+class LocalView:
+    """A parameter that is a plain tensor, this rank's part, while a forward runs.
+
+    Attributes:
+        home: the module that has it.
+        summed_over: the group over which its gradient is summed as soon as it is there.
+        gradient_factor: on its gradient.
+    """
+
+    home: nn.Module
+    name: str
+    summed_over: TensorGroup | None = None
+    gradient_factor: float = 1.0
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, *, summing: Iterable[str] = (), group: TensorGroup | None = None, gradient_factor: float = 1.0
+    ) -> list[LocalView]:
+        """All parameters of the module itself; the gradients of those in ``summing`` are summed over ``group``."""
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
+
+    def part(self, parameter: Tensor | None) -> Tensor | None:
+        part = local(parameter)
+        if part is not None and self.gradient_factor != 1.0:
+            part = functions.scaled_gradient(part, self.gradient_factor)
+        return part if part is None or self.summed_over is None else functions.summing_gradients(part, self.summed_over)
+
+
+def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = None) -> None:
+    """While its forward runs, every module sees this rank's parts of some parameters as plain tensors.
+
+    Those that a forward around this one has in place stay. Those that FSDP has not gathered are left to the unit that gathers them: its
+    forward runs inside this one.
 
     Args:
-        holder: has the parameters; by default the module itself.
-        summing: parameters whose gradients are summed over ``group`` as soon as they are there.
-        gradient_factor: on the gradients of all of them.
+        views: of which parameters, of this module or of any inside; by default the module's own.
     """
-    home = holder if holder is not None else module
-    names = [name for name, parameter in home._parameters.items() if parameter is not None]
+    found = tuple(LocalView.of(module) if views is None else views)
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            parts = {name: local(home._parameters[name]) for name in names}
-            if gradient_factor != 1.0:
-                parts = {name: None if part is None else functions.scaled_gradient(part, gradient_factor) for name, part in parts.items()}
-            for name in summing:
-                if (part := parts[name]) is not None and group is not None:
-                    parts[name] = functions.summing_gradients(part, group)
-            with holding(home, parts):
+            held: list[tuple[dict[str, Any], str]] = []
+            try:
+                for view in found:
+                    place, parameter = view.home.__dict__, view.home._parameters[view.name]
+                    if view.name not in place and (view.home is module or _is_gathered(parameter)):
+                        place[view.name] = view.part(parameter)
+                        held.append((place, view.name))
                 return forward(*args, **kwargs)
+            finally:
+                for place, name in held:
+                    place.pop(name, None)
 
         return run
 
     wrap(module, make)
+
+
+def _is_gathered(parameter: Tensor | None) -> bool:
+    """Whether it lies in parts over no axis but the tensor axis."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
 
 
 def argument(args: tuple, kwargs: dict[str, Any], key: int | str) -> Any:

@@ -7,25 +7,24 @@ whole model is better cut by regions (``apply_tensor_parallel``), which know wha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
 from meshwright.planning.operand_parts import ROW
-from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES, unknown_style
 
 from . import ends, functions, layers
 from .group import ProcessGroupRanks
 from .placement import distribute, placement_of_cut
-from .runtime import Runtime, use_local_parameters, wrap
+from .runtime import LocalView, Runtime, use_local_parameters, wrap
 from .sequence import Sequence
 
 
@@ -161,7 +160,7 @@ class WholeStyle(Style):
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
         is_summed = self.word in ("replicated_with_grad_allreduce", "sequence_parallel")
         own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-        use_local_parameters(module, summing=own if is_summed else (), group=runtime.group)
+        use_local_parameters(module, LocalView.of(module, summing=own if is_summed else (), group=runtime.group))
         return None if self.word.startswith("local") else {}
 
 
@@ -238,36 +237,6 @@ def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelSty
     if style not in STYLES:
         raise ConfigError(unknown_style(f"style {style!r}", style))
     return _CLASSES[STYLES[style].kind](style)
-
-
-def wishes_of(plan: Mapping[str, str | ParallelStyle] | None) -> tuple[TensorStyleWish, ...]:
-    """A plan that was given to a function (``tp_shard_plan``), as rows of ours. Raises ConfigError for an empty one."""
-    if plan is not None and not plan:
-        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
-    return tuple(TensorStyleWish(pattern, word_of(style, f"tp_shard_plan['{pattern}']")) for pattern, style in (plan or {}).items())
-
-
-def word_of(style: str | ParallelStyle, where: str) -> str:
-    """The word for a style, torch's own ones too.
-
-    Raises:
-        ConfigError: a word that is none.
-        UnsupportedError: an object that only its author knows.
-    """
-    if isinstance(style, Style):
-        return style.word
-    if isinstance(style, str):
-        return translate_to_torch_parallel_style(style).word  # type: ignore[attr-defined]
-    if type(style) is ColwiseParallel:
-        return "colwise_gather_output" if style.output_layouts == (Replicate(),) else "colwise"
-    if type(style) is RowwiseParallel:
-        return "rowwise_split_input" if style.input_layouts == (Replicate(),) else "rowwise"
-    if type(style) is SequenceParallel:
-        return "sequence_parallel"
-    raise UnsupportedError(
-        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or leave the pattern out and"
-        f" apply this style yourself with torch's parallelize_module"
-    )
 
 
 def is_transposed(module: nn.Module) -> bool | None:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import Adapted, find_adapted
+from meshwright.core.errors import UnsupportedError
 
-PUSHED = 1
-"""The token that is pushed. Not the first: it attends to nothing but itself, whatever its query."""
+from .adapters import Adapted, find_adapted
+from .held import PUSHED, Held
 
 
 @dataclass
@@ -74,10 +74,12 @@ class Probe:
         linears: path -> whether its weight is stored (in, out); those of adapters are not among them.
         adapted: linear layers with adapters, by path. Their calls are those of the modules around them.
         beside: those of adapters, as ``linears``.
+        wide: of the same block, called with the same rows many times over, so that many features are pushed in one run.
     """
 
     block: nn.Module
     calls: dict[str, list[Call]]
+    wide: Probe | None = None
     linears: dict[str, bool] = field(init=False)
     adapted: dict[str, Adapted] = field(init=False)
     beside: dict[str, bool] = field(init=False)
@@ -95,8 +97,19 @@ class Probe:
 
     @property
     def hidden(self) -> int | str:
-        """Which argument of the block is the residual stream."""
-        return next(key for key, value in self.call.tensors.items() if value.is_floating_point() and value.dim() == 3)
+        """Which argument of the block is the residual stream.
+
+        Raises:
+            UnsupportedError: it is given none.
+        """
+        for key, value in self.call.tensors.items():
+            if value.is_floating_point() and value.dim() == 3:
+                return key
+        given = ", ".join(str(tuple(value.shape)) for value in self.call.tensors.values()) or "no tensors"
+        raise UnsupportedError(
+            f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what flows between them"
+            " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
+        )
 
     def module(self, path: str) -> nn.Module:
         return self.block.get_submodule(path)
@@ -138,43 +151,67 @@ class Probe:
 
     def influence(self, producers: list[str], held: list[str]) -> Influence:
         """Of each output feature of ``producers`` on the inputs of ``held``, all of whose outputs are kept at their recorded values."""
+        if self.wide is not None:
+            return self.wide.influence(producers, held)
         found: Influence = {}
         with self._holding(held) as state:
+            at_once = state.pairs if producers and state.keeps_pairs_apart(producers[0]) else 1
             for producer in producers:
                 features = self.output_of(producer).shape[-1]
-                for feature in range(features):
-                    state.push(producer, feature)
-                    self._note(found, producer, features, feature, state.moved())
+                for start in range(0, features, at_once):
+                    pushed = range(start, min(start + at_once, features))
+                    state.push(producer, *pushed)
+                    moved = state.moved()
+                    for pair, feature in enumerate(pushed):
+                        of_pair = {path: places[2 * pair : 2 * pair + 2] for path, places in moved.items()}
+                        self._note(found, producer, features, feature, of_pair if at_once > 1 else moved)
         return found
 
-    def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> Influence:
-        """Of each element of a parameter or buffer of the block on the inputs of ``held``; the producer is called ``name``."""
-        found: Influence = {}
-        flat = tensor.detach().view(-1)
+    def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
+        """Along each dim of a parameter or buffer of the block, of its slices on the inputs of ``held``; the producer is called ``name``.
+
+        Nothing where the tensor as a whole moves nothing.
+        """
+        values = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+        drawn = torch.rand(values.shape, generator=torch.Generator().manual_seed(0), dtype=values.dtype)
+        amounts = drawn + 0.37  # each another, so that no sum of theirs is zero
+        found: list[Influence] = []
         with self._holding(held) as state:
-            for element in range(flat.numel()):
-                before = flat[element].clone()
-                flat[element] = before + 0.37
-                self._note(found, name, flat.numel(), element, state.moved())
-                flat[element] = before
+            if not any(places.any() for places in self._moved_by(state, values, amounts).values()):
+                return []
+            for dim, size in enumerate(values.shape):
+                found.append({})
+                for index in range(size):
+                    moved = self._moved_by(state, values.select(dim, index), amounts.select(dim, index))
+                    self._note(found[-1], name, size, index, moved)
         return found
+
+    def _moved_by(self, state: Held, values: Tensor, amounts: Tensor) -> dict[str, Tensor]:
+        before = values.clone()
+        values.add_(amounts)
+        try:
+            return state.moved()
+        finally:
+            values.copy_(before)
 
     def _note(self, found: Influence, producer: str, features: int, feature: int, moved: dict[str, Tensor]) -> None:
+        """Args:
+        moved: (rows, seq, features) of each consumer's input.
+        """
         for consumer, places in moved.items():
-            by_token = self._by_token(places)
-            columns = places.flatten(0, -2).any(0)
+            columns = places.flatten(0, 1).any(0)
             if consumer != producer and columns.any():
                 blank = Reach(torch.zeros((features, len(columns)), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
                 reach = found.setdefault((producer, consumer), blank)
                 reach.places[feature] = columns
-                reach.later[feature] = by_token[:, PUSHED + 1 :].any()
+                reach.later[feature] = places[:, PUSHED + 1 :].any()
 
     def is_linear(self, producer: str, feature: int, consumer: str, held: list[str]) -> bool:
         """Whether twice the push moves the consumer's input twice as far."""
         far = []
         with self._holding(held) as state:
             for times in (1.0, 2.0):
-                state.push(producer, feature, times)
+                state.push(producer, *[feature] * state.pairs, times=times)
                 far.append(state.inputs()[consumer] - state.rest[consumer])
         return torch.allclose(far[1], 2 * far[0], rtol=1e-4, atol=1e-6)
 
@@ -195,9 +232,9 @@ class Probe:
                 handle.remove()
 
     @contextmanager
-    def _holding(self, held: list[str]) -> Iterator[_Held]:
+    def _holding(self, held: list[str]) -> Iterator[Held]:
         """Keep the outputs of ``held`` at what was recorded."""
-        state = _Held(self, held)
+        state = Held(self, held)
         handles = [self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
         try:
             with torch.no_grad():
@@ -208,51 +245,10 @@ class Probe:
                 handle.remove()
 
 
-class _Held:
-    """Modules of a block whose outputs are kept; one feature of one of them may be pushed."""
-
-    def __init__(self, probe: Probe, held: list[str]):
-        self.probe = probe
-        self.rest: dict[str, Tensor] = {}
-        self._pushed: tuple[str, int, float] | None = None
-        self._seen: dict[str, Tensor] = {}
-
-    def push(self, path: str, feature: int, times: float = 1.0) -> None:
-        """Until the next is pushed."""
-        self._pushed = (path, feature, times)
-
-    def inputs(self) -> dict[str, Tensor]:
-        """Run the block: what each of the modules is given."""
-        self._seen.clear()
-        self.probe.rerun()
-        return dict(self._seen)
-
-    def moved(self) -> dict[str, Tensor]:
-        """Run the block: where each module's input is another than without a push."""
-        return {path: value != self.rest[path] for path, value in self.inputs().items() if value.shape == self.rest[path].shape}
-
-    def hook(self, path: str) -> Callable[..., Tensor]:
-        recorded = self.probe.output_of(path)
-        amount = 2 * recorded.abs().max() + 0.37  # past every kink, up in one row and down in the next
-        push = self.probe._by_token(torch.zeros_like(recorded[..., 0]).unsqueeze(-1))
-        push[0::2, PUSHED], push[1::2, PUSHED] = amount, -amount
-        push = push.reshape(recorded.shape[:-1])
-
-        def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
-            entered = Call.of(args, kwargs, output).entered
-            if entered is not None:
-                self._seen[path] = entered
-            kept = recorded.clone()
-            if self._pushed is not None and self._pushed[0] == path:
-                _, feature, times = self._pushed
-                kept[..., feature] += times * push
-            return kept
-
-        return hold
-
-
-def record(model: nn.Module, inputs: dict[str, Any], blocks: list[str]) -> tuple[dict[str, Probe], dict[str, list[Call]]]:
-    """Run the model once: a Probe for each block, and the calls of the modules outside them, in order."""
+def record(
+    model: nn.Module, inputs: dict[str, Any], blocks: list[str], wide: dict[str, Probe] | None = None
+) -> tuple[dict[str, Probe], dict[str, list[Call]]]:
+    """Run the model once: a Probe for each block (with its wide one), and the calls of the modules outside them, in order."""
     inside: dict[str, dict[str, list[Call]]] = {block: {} for block in blocks}
     outside: dict[str, list[Call]] = {}
     handles = []
@@ -275,5 +271,5 @@ def record(model: nn.Module, inputs: dict[str, Any], blocks: list[str]) -> tuple
     finally:
         for handle in handles:
             handle.remove()
-    probes = {block: Probe(model.get_submodule(block), calls) for block, calls in inside.items() if "" in calls}
+    probes = {block: Probe(model.get_submodule(block), calls, (wide or {}).get(block)) for block, calls in inside.items() if "" in calls}
     return probes, outside

@@ -287,13 +287,12 @@ def _other_tensors(
         name = name.removeprefix(".")
         if name in known or not tensor.is_floating_point() or owner(name) in (*probe.linears, *probe.beside, *idle):
             continue
-        influence = probe.influence_of_tensor(name, tensor, held)
-        reach = influence.get((name, consumer))
-        inside = any((name, path) in influence for path in fed)
-        if reach is None and not inside:
+        along = probe.influence_of_tensor(name, tensor, held)
+        inside = any((name, path) in influence for influence in along for path in fed)
+        reached = [influence[name, consumer].places for influence in along if (name, consumer) in influence]
+        if not reached and not inside:
             continue
-        places = None if reach is None or inside else reach.places
-        cut = None if places is None else next((found for columns in partitions if (found := _cut_of(name, tensor, places, columns))), None)
+        cut = None if inside else next((found for columns in partitions if (found := _cut_of(name, reached, columns))), None)
         if cut is not None:
             cuts.append(cut)
         elif isinstance(tensor, torch.nn.Parameter):
@@ -301,17 +300,15 @@ def _other_tensors(
     return cuts, tuple(shared)
 
 
-def _cut_of(name: str, tensor: Tensor, places: Tensor, columns: list[list[int]]) -> Cut | None:
-    """Along the first dim whose slices belong to single groups in order."""
-    if len(columns) < 2:
-        return None
-    of_column = _labels(columns, places.shape[1])
-    reached = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
-    if any(len(groups) != 1 for groups in reached):
-        return None
-    grid = torch.tensor([next(iter(groups)) for groups in reached]).view(tensor.shape)
-    for dim in range(tensor.dim()):
-        lines = grid.movedim(dim, 0).reshape(grid.shape[dim], -1)
-        if (lines == lines[:, :1]).all() and (parts := _parts(lines[:, 0].tolist(), len(columns))) is not None:
+def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut | None:
+    """Along the first dim whose slices belong to single groups in order.
+
+    Args:
+        reached: of each dim (slices, columns) bool.
+    """
+    for dim, places in enumerate(reached if len(columns) > 1 else ()):
+        of_column = _labels(columns, places.shape[1])
+        groups = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
+        if all(len(found) == 1 for found in groups) and (parts := _parts([*itertools.chain(*groups)], len(columns))) is not None:
             return Cut(name, dim, parts)
     return None

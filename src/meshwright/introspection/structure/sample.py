@@ -22,6 +22,8 @@ from .grafted import grafted
 from .small import small_configs
 
 ROWS, SEQ = 2, 6
+REPEATED = 16
+"""How often the rows of a sample are repeated where many features are pushed in one run, each in rows of its own."""
 LARGEST = 20_000_000
 """Parameters beyond which a model is not measured."""
 
@@ -41,6 +43,11 @@ class Sample:
     blocks: tuple[str, ...]
     inputs: tuple[dict[str, Any], ...]
     heads: int = 1
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The plain inputs, each row many times."""
+        return {key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value for key, value in self.inputs[0].items()}
 
 
 def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
@@ -69,20 +76,21 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(_random(parameter, generator))
+            parameter.copy_(random_like(parameter, generator))
             parameter.requires_grad_()  # what the model freezes is rehearsed too
-    tokens = torch.randint(0, _ids(made), (ROWS, SEQ), generator=generator)
+    tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
+    tokens[:, -1] = tokens[0, 0]  # what a gradient makes of an id that stands there more than once shows
     return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
 
 
-def _ids(model: nn.Module) -> int:
+def ids_of(model: nn.Module) -> int:
     """How many token ids the smallest of its tables of that kind takes."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     stated = getattr(getattr(model, "config", None), "vocab_size", None)
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
     """Values of an order at which nothing saturates: matrices keep the size of what they multiply, vectors are around one."""
     drawn = torch.randn(like.shape, dtype=like.dtype, generator=generator)
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
@@ -101,17 +109,32 @@ def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[E
     needed = max(2, 1 + max((index for index, _ in kinds_of(model).values()), default=1))
     for small in small_configs(config, needed, ranks, few_experts=few_experts):
         try:
+            config = small.config
             with torch.device("meta"):
-                is_like = _names(grafted(model, kind(small.config))) == names
-            if not is_like or not _is_small(kind, small.config):
+                is_like = _names(grafted(model, kind(config))) == names
+            if not is_like or not _is_small(kind, config):
                 continue
             with torch.device("cpu"), torch.no_grad():
-                made = grafted(model, kind(small.config))
+                made = grafted(model, kind(config))
+                before = {path: type(module) for path, module in made.named_modules()}
                 made.eval()(torch.zeros((1, 2), dtype=torch.int64))
         except Exception as error:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
             failed.append(error)
             continue
+        _refuse_replaced(kind, before, made)
         yield made, small.heads
+
+
+def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
+    """Raises UnsupportedError where a forward put other modules in the place of some: they would be measured, and others cut."""
+    path = next((path for path, module in model.named_modules() if before.get(path) is not type(module)), None)
+    if path is not None:
+        was = before[path].__name__ if path in before else "nothing"
+        raise UnsupportedError(
+            f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
+            f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the model so that it is"
+            " built with the modules that it uses."
+        )
 
 
 def _names(model: nn.Module) -> set[tuple]:
@@ -135,7 +158,7 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
-    """A copy of the module itself; one on meta is given memory, its modules' own initial values, and the constructor's tables."""
+    """A copy of the module itself; one on meta is built once more with weights, or given memory and its modules' own initial values."""
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
         name = type(model).__name__
         if failed:
@@ -148,17 +171,14 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     made = copy.deepcopy(model)
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
+    if (build := builder_of(model)) is not None:
+        return built(build, 0)
     made.to_empty(device="cpu")
-    build = builder_of(model)
-    tables = {} if build is None or not any(True for _ in model.buffers()) else dict(built(build, 0).named_buffers())
-    for name, buffer in made.named_buffers():
-        if name in tables:
-            buffer.copy_(tables[name])
     for module in reversed(list(made.modules())):
         reset: Callable[[], object] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
-        elif module._buffers and not tables:
+        elif module._buffers:
             raise UnsupportedError(
                 f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them, so the structure"
                 f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the model, or build it on"

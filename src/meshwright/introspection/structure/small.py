@@ -17,7 +17,7 @@ LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
-HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "n_inner", "ffn_hidden_size", "dff")
+HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "n_inner", "ffn_hidden_size", "dff", "dim_ff")
 EXPERT_HIDDEN = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_k")
@@ -26,6 +26,9 @@ LATENT = ("q_lora_rank", "kv_lora_rank")
 ROTATED = "qk_rope_head_dim"
 HEAD_PARTS = ("qk_nope_head_dim", ROTATED, "v_head_dim")
 """Of latent attention: features of a head's query and key, those of them that are rotated, and of its value."""
+CHUNKS = ("chunk_size", "mamba_chunk_size")
+"""Tokens that linear recurrences take at once: shorter sequences are filled up to as many."""
+FEW_TOKENS = 8
 VOCABULARY = 307
 HEAD_SIZES = (8, 64)
 """Features of a head that are tried; then the model's own."""
@@ -33,10 +36,16 @@ HEAD_SIZES = (8, 64)
 
 @dataclass(frozen=True)
 class Small:
-    """A config, and how many times more heads than its model the large one has."""
+    """A config with changes, and how many times more heads than its model the large one has."""
 
-    config: Any
+    source: Any
+    changes: dict[str, Any]
     heads: int = 1
+
+    @property
+    def config(self) -> Any:
+        """Made anew; raises whatever the config's class raises of values that do not go together."""
+        return _replaced(self.source, self.changes)
 
 
 def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) -> Iterator[Small]:
@@ -46,11 +55,11 @@ def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = F
         ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config can.
         few_experts: of many experts in a layer a few do.
     """
-    layers = _fewer_layers(config, blocks)
+    layers = _fewer_layers(config, blocks) | {name: FEW_TOKENS for name in CHUNKS if (_get(config, (name,)) or 0) > FEW_TOKENS}
     fewer = _fewer_experts(config) if few_experts else {}
     for experts in (fewer, {}) if fewer else ({},):
         yield from _narrow_configs(config, layers | experts, ranks)
-    yield Small(_replaced(config, layers))
+    yield Small(config, layers)
 
 
 def _narrow_configs(config: Any, layers: dict[str, Any], ranks: int) -> Iterator[Small]:
@@ -59,10 +68,11 @@ def _narrow_configs(config: Any, layers: dict[str, Any], ranks: int) -> Iterator
         key_heads = _get(config, KEY_HEADS) or heads
         key_heads = heads if heads % key_heads else key_heads  # a key that its model does not know
         for kept in dict.fromkeys(filter(None, (_kept(key_heads, ranks), key_heads))):
-            if width > HEAD_SIZES[0] * (heads // key_heads) * kept:
-                for size in (*HEAD_SIZES, _head_size(config, heads, width)):
-                    changes = _narrow(config, heads // key_heads * kept, kept, size, ranks)
-                    yield Small(_replaced(config, layers | changes), key_heads // kept)
+            shared = heads // key_heads * kept
+            sizes = dict.fromkeys((*HEAD_SIZES, _head_size(config, heads, width)))
+            for size in sizes if width > shared * HEAD_SIZES[0] else ():
+                if width >= shared * size:
+                    yield Small(config, layers | _narrow(config, shared, kept, size, ranks), key_heads // kept)
 
 
 def _kept(key_heads: int, ranks: int) -> int | None:
@@ -110,10 +120,11 @@ def _head_size(config: Any, heads: int, width: int) -> int:
 
 
 def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
+    """Fewer, and as many entries of lists that have one for each layer (their kinds, under whatever name)."""
     for name in LAYERS:
         if isinstance(found := _own(config, name), int) and blocks < found:
-            kinds = _own(config, "layer_types")
-            return {name: blocks} | ({"layer_types": list(kinds)[:blocks]} if isinstance(kinds, (list, tuple)) else {})
+            lists = {key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == found}
+            return {name: blocks} | {key: list(value)[:blocks] for key, value in lists.items()}
     return {}
 
 
@@ -127,7 +138,15 @@ def _fewer_experts(config: Any) -> dict[str, Any]:
 
 
 def _get(config: Any, names: tuple[str, ...]) -> int | None:
-    return next((found for name in names if isinstance(found := getattr(config, name, None), int) and found > 0), None)
+    return next((found for name in names if isinstance(found := _value(config, name), int) and found > 0), None)
+
+
+def _value(config: Any, name: str) -> Any:
+    """None also where the config refuses to say: layers may have values of their own."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001  (whatever a config's class raises)
+        return None
 
 
 def stated_width(model: Any) -> int | None:
@@ -139,7 +158,7 @@ def stated_width(model: Any) -> int | None:
 def _own(config: Any, name: str) -> Any:
     """A value that can be set: a property cannot."""
     is_property = isinstance(getattr(type(config), name, None), property)
-    return None if is_property else getattr(config, name, None)
+    return None if is_property else _value(config, name)
 
 
 def _replaced(config: Any, changes: dict[str, Any]) -> Any:

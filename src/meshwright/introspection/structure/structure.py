@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.names import clean, is_within
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.outputs import logits_of
 
 from .adapters import find_others
+from .held import PUSHED, ROUNDING
 from .local_form import LocalForm, local_form
 from .normed import side_by_side
-from .probe import PUSHED, Call, Probe, record
+from .probe import Call, Probe, record
 from .region import Region, resized, shapes_of
 from .regions import find_regions
 from .sample import SEQ, Sample, kinds_of
 from .tail import Tail, find_tail
-
-ROUNDING = 1e-9
-"""Relative; in fp64. What is less is no influence: experts add up their tokens in another order when one is routed elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,19 @@ Tried = list[tuple[list[Probe], tuple[Region, ...]]]
 
 def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     """The structure of ``model``, measured on a sample of it; and what was measured."""
-    runs = [record(sample.model, inputs, list(sample.blocks)) for inputs in sample.inputs]
+    wide, _ = record(sample.model, sample.repeated, list(sample.blocks))
+    runs = [record(sample.model, inputs, list(sample.blocks), wide) for inputs in sample.inputs]
     first_probes, outside = runs[0]
     paths = {key: paths for key, (_, paths) in _by_layout(model).items()}
     kinds: list[BlockKind] = []
     tried: Tried = []
     for key, (_, here) in _by_layout(sample.model).items():
+        if here[0] not in first_probes:
+            raise UnsupportedError(
+                f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids alone: they seem to"
+                " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set layout.tp = 1 and"
+                " layout.pp = 1."
+            )
         kind = _kind(first_probes[here[0]], tuple(paths[key]))
         tried.append(([run[0][here[0]] for run in runs], kind.regions))
         sizes = shapes_of(first_probes[here[0]].block), shapes_of(model.get_submodule(paths[key][0]))
@@ -193,7 +200,7 @@ def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
     """The last linear layer outside the blocks, if the logits have as many features as it gives."""
     with torch.no_grad():
         output = sample.model(**sample.inputs[0])
-    logits = output if isinstance(output, Tensor) else output.logits
+    logits = logits_of(output)
     probe = Probe(sample.model, {path: calls for path, calls in outside.items() if path})
     last = [path for path, transposed in probe.linears.items() if not transposed and probe.output_of(path).shape == logits.shape]
     return last[-1] if last and last[-1] not in probe.adapted else None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.introspection.outputs import logits_of
+
 SHAPELESS = ("aten.slice.Tensor", "aten.alias.default", "aten.detach.default", "aten.clone.default", "aten.view.default")
 """Operations that may stand in a tail as long as they leave the shape as it is: then they do nothing that a piece would miss."""
 
@@ -53,8 +55,7 @@ def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
             output = model(**inputs)
     finally:
         handle.remove()
-    logits = output if isinstance(output, Tensor) else output.logits
-    return watch.tail(logits)
+    return watch.tail(logits_of(output))
 
 
 class _Watch(TorchDispatchMode):

@@ -1,0 +1,90 @@
+"""What lies beside a tokenizer.json and says more of it: names of special tokens, a chat template, the token that ends a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.files import inside
+
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+WITH_TOKENS = (SETTINGS, "special_tokens_map.json")
+"""Files that name special tokens by their texts, the one that counts first."""
+WITH_IDS = ("generation_config.json", "config.json")
+"""Files of a model that name them by their ids."""
+EOS = "eos_token"
+
+
+def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
+    """The JSON object in a file beside a tokenizer; empty where there is no such file.
+
+    Raises:
+        ConfigError: it is no JSON object, or a link to a place outside the folder.
+    """
+    file = inside(folder, name)
+    try:
+        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConfigError(f"data.tokenizer: {file} is no JSON ({error})") from error
+    if not isinstance(said, dict):
+        raise ConfigError(f"data.tokenizer: {file} holds a {type(said).__name__}, and settings by name were expected")
+    return said
+
+
+def special_tokens(folder: Path, name: str = SETTINGS) -> dict[str, str]:
+    """bos_token, eos_token and the like; a token is a text, or a dict with its content."""
+    found = {key: value for key, value in read_settings(folder, name).items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def template_of(folder: Path) -> str | None:
+    """The chat template of a tokenizer, by default the one called "default" of several.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    file = inside(folder, TEMPLATE)
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"data.tokenizer: {file} is no text ({error})") from None
+    found = read_settings(folder).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((row.get("template") for row in found if isinstance(row, dict) and row.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(
+            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}, and text was expected"
+        )
+    return found
+
+
+def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Callable[[int], str | None]) -> str | None:
+    """The token that the files beside a tokenizer.json say a text ends with; None where they say nothing.
+
+    Raises:
+        ConfigError: they name one that the tokenizer lacks.
+    """
+    for name in WITH_TOKENS:
+        if (text := special_tokens(folder, name).get(EOS)) is not None:
+            if id_of(text) is None:
+                raise ConfigError(
+                    f"data.tokenizer: {folder / name} has {EOS} = {text!r}, which tokenizer.json lacks: correct one of the two"
+                )
+            return text
+    for name in WITH_IDS:
+        said = read_settings(folder, name).get("eos_token_id")
+        first = said[0] if isinstance(said, list) and said else said  # a model may stop at several; the first is the end of a text
+        if type(first) is int:
+            token = token_of(first) if 0 <= first < 2**32 else None
+            if token is None:
+                raise ConfigError(
+                    f"data.tokenizer: {folder / name} has eos_token_id = {first}, and tokenizer.json has no such id: correct one of the two"
+                )
+            return token
+    return None

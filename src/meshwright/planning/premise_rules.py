@@ -1,0 +1,161 @@
+"""The rules about models whose forward is more than a function of weights and rows; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import is_within
+from meshwright.introspection.facts import premises_of
+from meshwright.introspection.hooks import hooks_of
+from meshwright.introspection.premises import GRADIENT
+
+from .case import Case, Found
+from .checkpointing import checkpointed_modules
+
+
+def calls_differ(case: Case) -> bool:
+    """Whether ranks have other rows, other parameters or other calls of the forward than one process."""
+    layout, wishes = case.layout, case.techniques
+    return layout.world > 1 or case.technique == "fully_shard" or wishes.activation_checkpointing not in ("none", "offload")
+
+
+def rows_stand_alone(case: Case) -> Found:
+    if not calls_differ(case):
+        return
+    where = premises_of(case.facts).mixes_rows
+    if case.layout.tp > 1 and where.startswith(GRADIENT):
+        yield UnsupportedError(
+            f"{where} is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch), which a cut table does"
+            f" not know. Leave it out, or set layout.tp = 1."
+        )
+    elif case.data_ranks * case.layout.pp > 1 and where:
+        yield UnsupportedError(
+            f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result would be another one"
+            f" than that of one process. Compute over the features or the tokens of one row (such as LayerNorm, RMSNorm, GroupNorm),"
+            f" or set layout.dp_replicate = layout.dp_shard = layout.pp = 1."
+        )
+
+
+def _others(case: Case) -> str:
+    return (
+        f"The {case.data_ranks} data ranks have other rows each" if case.data_ranks > 1 else "A pipeline cuts the batch into microbatches"
+    )
+
+
+def state_stays(case: Case) -> Found:
+    """A forward that writes buffers, remembers its batches or counts its calls."""
+    if not calls_differ(case):
+        return
+    seen, kind = premises_of(case.facts), case.facts.kind
+    written = _some(w.name for w in seen.buffers)
+    by_data = _some(w.name for w in seen.buffers if w.by_data) or ("what an earlier batch was" if seen.remembers else "")
+    state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
+    if case.data_ranks > 1 and by_data:
+        yield UnsupportedError(
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.data_ranks} data ranks have other rows each,"
+            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use one data rank."
+        )
+    if case.layout.pp > 1 and state:
+        yield UnsupportedError(
+            f"a forward of {kind} keeps state: {state}. A pipeline calls its parts once per microbatch and for rows that only fill up, and"
+            f" each stage keeps its own. Set layout.pp = 1."
+        )
+    if case.layout.tp > 1 and by_data:
+        yield UnsupportedError(
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. Ranks of the tensor axis have parts of them. Set"
+            f" layout.tp = 1."
+        )
+    if case.layout.tp > 1 and case.techniques.sequence_parallel and seen.changes:
+        yield UnsupportedError(
+            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does then could not be"
+            f" rehearsed with cut sequences. Set techniques.sequence_parallel = false."
+        )
+    mode = case.techniques.activation_checkpointing
+    again = _recomputed(case, [w.name for w in seen.buffers]) or (state if not written and mode not in ("none", "offload") else "")
+    if again:
+        yield UnsupportedError(
+            f"techniques.activation_checkpointing = {mode} calls forwards of {kind} a second time, and they keep state: {again}, which"
+            f" would be written twice. Set it to none, or to a mode that leaves those modules out (modules)."
+        )
+
+
+def _recomputed(case: Case, names: list[str]) -> str:
+    mode = case.techniques.activation_checkpointing
+    if mode == "memory_budget":
+        return _some(names)
+    paths = checkpointed_modules(case.facts, case.techniques) if mode not in ("none", "offload") else ()
+    return _some(name for name in names if any(is_within(name, path) for path in paths))
+
+
+def weights_are_read_only(case: Case) -> Found:
+    if case.layout.world == 1 and case.technique != "fully_shard":
+        return
+    written = premises_of(case.facts).parameters
+    if case.technique == "ddp":  # whole on each rank, written by each
+        written = tuple(w for w in written if w.by_data)
+    if written:
+        yield UnsupportedError(
+            f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where parameters are cut, a forward"
+            f" writes a copy that is thrown away, and replicas write what their own rows say. Write them behind the optimizer's step, on"
+            f" the local tensors (Embedding: leave max_norm out)."
+        )
+
+
+def parameters_are_reached(case: Case) -> Found:
+    """Parameters that some rows use and others do not."""
+    layout = case.layout
+    if layout.world == 1:
+        return
+    trained = {p.name for p in case.facts.parameters if p.trainable}
+    conditional = [name for name in premises_of(case.facts).conditional if name in trained]
+    if not conditional:
+        return
+    if layout.ep > 1:
+        yield UnsupportedError(
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which nobody tried beside experts"
+            f" that are shared out. Set layout.ep = 1."
+        )
+    if layout.pp > 1:
+        yield UnsupportedError(
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, and stages of a pipeline are cut by"
+            f" what a batch without it computes. Set layout.pp = 1."
+        )
+    if layout.tp > 1 and case.techniques.sequence_parallel:
+        yield UnsupportedError(
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which ranks of the tensor axis"
+            f" would see on parts of the sequence. Set techniques.sequence_parallel = false."
+        )
+
+
+def gradients_are_dense(case: Case) -> Found:
+    if calls_differ(case) and (names := premises_of(case.facts).sparse):
+        yield UnsupportedError(
+            f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or clip. Leave sparse"
+            f" out: the values are the same."
+        )
+
+
+def hooks_are_called(case: Case) -> Found:
+    """Hooks on parameters: a layout makes new parameters, or calls them with a summand of the gradient."""
+    if (case.layout.world == 1 and case.technique != "fully_shard") or case.facts.module is None:
+        return
+    keeps = case.technique in ("ddp", "none") and case.layout.tp == 1  # the module's own parameters
+    for hook in hooks_of(case.facts.module):
+        if hook.kind == "accumulated" and (case.data_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
+            yield UnsupportedError(
+                f"{hook.parameter} has a hook that is called once its gradient is there (register_post_accumulate_grad_hook): each rank"
+                f" would call it with its own summand, or never. Do it between the backward and the optimizer's step."
+            )
+        elif hook.kind == "gradient" and not (keeps and hook.adds_up):
+            why = "it does not add up over ranks" if keeps else "the parameters of this layout are others, and would lose it"
+            yield UnsupportedError(
+                f"{hook.parameter} has a hook on its gradient (register_hook), and {why}. Change the gradient between the backward and the"
+                f" optimizer's step, or in forward (such as weight * mask)."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    known = list(dict.fromkeys(names))
+    more = f" and {len(known) - 3} more" if len(known) > 3 else ""
+    return ", ".join(known[:3]) + more

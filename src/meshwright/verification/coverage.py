@@ -1,0 +1,51 @@
+"""How far the batches of a verification reach into what a model's structure has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from meshwright.introspection.source import as_module
+
+from .problem import Problem, count, share
+
+TOKENS = 16
+"""Of a row, where nothing asks for more."""
+LARGEST = 256
+"""Tokens of a row to which a window may bring it."""
+REACHES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window", "local_window_size", "chunk_size")
+"""Keys of configs that say beyond how many tokens a layer computes otherwise."""
+
+
+def tokens_wanted(model: nn.Module) -> int:
+    """Tokens of a row that reach beyond the model's windows and chunks, as far as those are not too large."""
+    return max([TOKENS, *(size + TOKENS // 2 for size in _reaches(model).values() if size + TOKENS // 2 <= LARGEST)])
+
+
+def of(problem: Problem) -> str:
+    """Say what was tried, and what was not reached."""
+    batch = problem.batch(0)
+    rows, tokens = batch["tokens"].shape
+    beside = sorted(set(batch) - {"tokens", "labels"})
+    covered = f"covered: {problem.steps} steps of {rows} rows of {tokens} tokens" + (f", with {', '.join(beside)}" if beside else "")
+    beyond = [f"{key} = {size}" for key, size in _reaches(as_module(problem.source())).items() if size >= tokens]
+    return covered + (f"; not reached: {', '.join(beyond)} (give a batch_factory with longer rows)" if beyond else "")
+
+
+def of_means(problem: Problem) -> str:
+    """Say which loss is compared, where that is not the mean over all tokens."""
+    batch = problem.batch(0)
+    counts = [count(share(batch, rank, max(problem.means, 1))) for rank in range(problem.means)]
+    if len(set(counts)) < 2:
+        return ""
+    uneven = f"ranks had {min(counts)} to {max(counts)} tokens, so that is not the mean over all tokens, which meshwright's own step takes"
+    return f"compared with the mean of the {len(counts)} ranks' mean losses, as wrappers average gradients; {uneven}"
+
+
+def _reaches(model: nn.Module) -> dict[str, int]:
+    config: Any = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):
+        config = of_text()
+    found = {key: getattr(config, key, None) for key in REACHES}
+    return {key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0}

@@ -1,0 +1,432 @@
+"""Small language models that each do one thing beyond giving a row's tokens their logits, and sound ones that look as if they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IDS, WIDTH = 48, 16
+RARE = 41
+"""A token id that batches of these tests have on one rank alone."""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (4, 4)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.second, self.feed_forward = nn.LayerNorm(WIDTH), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.feed_forward(self.second(x))
+
+
+class Sound(nn.Module):
+    """The model that the others are; ``add`` is called behind the constructor, ``between`` behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Any = SimpleNamespace(vocab_size=IDS)
+        self.embedding = nn.Embedding(IDS, WIDTH)
+        self.layers = nn.ModuleList(self.block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, IDS)
+        self.add()
+
+    def block(self) -> nn.Module:
+        return Block()
+
+    def add(self) -> None:
+        """Nothing."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.between(x, tokens)))
+
+
+# --- rows that depend on each other
+
+
+class BatchNorm(Sound):
+    def add(self) -> None:
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class BatchNormOfNow(BatchNorm):
+    def add(self) -> None:
+        self.batch_norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+
+
+class FrozenBatchNorm(BatchNorm):
+    """Sound: it is in evaluation mode."""
+
+    def add(self) -> None:
+        super().add()
+        self.batch_norm.eval()
+
+
+class Centred(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class SortedByBatch(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.sort(dim=0).values
+
+
+class Contrastive(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        last = F.normalize(x[:, -1], dim=-1)
+        return x * (last @ last.T).softmax(-1).sum(0).view(-1, 1, 1) + self.embedding(tokens)
+
+
+class Shared(Sound):
+    """A row's values come from the row before."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.roll(1, 0)
+
+
+class ByFrequency(Sound):
+    def add(self) -> None:
+        self.embedding = nn.Embedding(IDS, WIDTH, scale_grad_by_freq=True)
+
+
+class ChoosesByFirstRow(Sound):
+    def add(self) -> None:
+        self.even, self.odd = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return (self.even if int(tokens[0, 0]) % 2 == 0 else self.odd)(x)
+
+
+class GroupNormed(Sound):
+    """Sound: over the features of a row."""
+
+    def add(self) -> None:
+        self.group_norm = nn.GroupNorm(4, WIDTH)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.group_norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+# --- state
+
+
+class RunningMean(Sound):
+    def add(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        centred = x - self.mean
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return centred
+
+
+class CountsIds(Sound):
+    def add(self) -> None:
+        self.register_buffer("seen", torch.zeros(IDS))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.seen += torch.bincount(tokens.flatten(), minlength=IDS)
+        return x
+
+
+class Warm(Sound):
+    """Counts its calls in a buffer; so it is equal where ranks call it equally often."""
+
+    def add(self) -> None:
+        self.register_buffer("calls", torch.zeros(()))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x * (1 + 1 / (1 + self.calls))
+
+
+class BlockThatCounts(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x) / self.calls.clamp(min=1)
+
+
+class WarmBlocks(Sound):
+    def block(self) -> nn.Module:
+        return BlockThatCounts()
+
+
+class ShiftsLater(Sound):
+    def add(self) -> None:
+        self.calls = 0
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return x.roll(1, 1) if self.calls > 2 else x
+
+
+class Counting(Sound):
+    """Sound: nobody reads the number."""
+
+    def add(self) -> None:
+        self.calls = 0
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Carries(Sound):
+    def add(self) -> None:
+        self.before: Any = 0.0
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        found = x + self.before * self.embedding(tokens)
+        self.before = x.detach().mean()
+        return found
+
+
+class Table(Sound):
+    """Sound: a table that grows with the longest row, as rotary embeddings keep it."""
+
+    def add(self) -> None:
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if len(self.table) < tokens.shape[1]:
+            self.table = torch.arange(tokens.shape[1], dtype=x.dtype) / 10
+        return x + self.table[: tokens.shape[1], None]
+
+
+class Spectral(Sound):
+    def add(self) -> None:
+        self.mix = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+# --- parameters that a forward writes
+
+
+class Clipped(Sound):
+    def add(self) -> None:
+        self.embedding = nn.Embedding(IDS, WIDTH, max_norm=1.0)
+
+
+class OnTheSphere(Sound):
+    def forward(self, tokens: Tensor) -> Any:
+        with torch.no_grad():
+            self.head.weight.div_(self.head.weight.norm(dim=1, keepdim=True))
+        return super().forward(tokens)
+
+
+# --- parameters that some rows use
+
+
+class ForOneToken(Sound):
+    def add(self) -> None:
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        rare = tokens == RARE
+        return torch.where(rare[..., None], self.adapter(x), x) if rare.any() else x
+
+
+class ExpertList(Sound):
+    def add(self) -> None:
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        best, out = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = best == number
+            if chosen.sum() == 0:
+                continue
+            out[chosen] = expert(x[chosen]) * weights[chosen][:, number : number + 1]
+        return x + out
+
+
+class ExpertsByShape(ExpertList):
+    """Asks Python for a length, which no operator sees."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        best, out = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(best == number)
+            if len(rows):
+                out[rows, places] = expert(x[rows, places]) * weights[rows, places, number, None]
+        return x + out
+
+
+class LayerDrop(Sound):
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            if torch.rand(()) < 0.3:
+                continue
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class EarlyExit(Sound):
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.layers[0](self.embedding(tokens))
+        if (x.abs().mean() > 1e-3).item():
+            x = self.layers[1](x)
+        return self.head(self.norm(x))
+
+
+class Spare(Sound):
+    """Has a layer that nobody calls."""
+
+    def add(self) -> None:
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Detached(Sound):
+    """Has a layer in front of a detach."""
+
+    def add(self) -> None:
+        self.probe = nn.Linear(WIDTH, WIDTH)
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.probe(x).detach()
+
+
+# --- losses, outputs, gradients
+
+
+class WithAuxiliaryLoss(Sound):
+    def forward(self, tokens: Tensor) -> Any:
+        logits = super().forward(tokens)
+        return SimpleNamespace(logits=logits, aux_loss=logits.square().mean())
+
+
+class WithLoss(Sound):
+    def forward(self, tokens: Tensor) -> Any:
+        logits = super().forward(tokens)
+        return {"logits": logits, "loss": logits.logsumexp(-1).mean()}
+
+
+class SparseGradient(Sound):
+    def add(self) -> None:
+        self.embedding = nn.Embedding(IDS, WIDTH, sparse=True)
+
+
+class Masked(Sound):
+    """A hook on a gradient that adds up over ranks."""
+
+    def add(self) -> None:
+        kept = (torch.arange(IDS) % 3 > 0).unsqueeze(1)
+        self.embedding.weight.register_hook(lambda gradient: gradient * kept)
+
+
+class ClippedByHook(Sound):
+    def add(self) -> None:
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class StepsByHook(Sound):
+    def add(self) -> None:
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+
+
+# --- chance
+
+
+class Dropping(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.dropout(x, 0.2, self.training)
+
+
+class Noisy(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+# --- sound, and odd
+
+
+class Reads(Sound):
+    """Asks whether something holds that always does."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if bool((tokens >= 0).all()):
+            return x
+        raise ValueError("ids are not negative")
+
+
+class Pads(Sound):
+    """Rows are filled up to a multiple of 4, and cut again."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        short = -x.shape[1] % 4
+        return F.pad(x, (0, 0, 0, short))[:, : x.shape[1]]
+
+
+class Flattens(Sound):
+    """Tokens of all rows in one dim."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.gelu(x.flatten(0, 1)).view_as(x)
+
+
+class Tied(Sound):
+    def add(self) -> None:
+        self.head.weight = self.embedding.weight
+
+
+class WeightNormed(Sound):
+    def add(self) -> None:
+        self.mix = torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, Sound)
+}

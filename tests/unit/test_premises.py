@@ -1,0 +1,173 @@
+"""What a model's forward does beyond giving a row's tokens their logits is seen on a small copy, and named; of sound models nothing is."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from support import families
+from support.premises import MODELS
+
+from meshwright import Layout, UnsupportedError, plan
+from meshwright.introspection import playing, premises
+from meshwright.introspection.hooks import hooks_of
+from meshwright.introspection.premises import Premises, play
+
+SEEN: dict[str, dict[str, str]] = {
+    "BatchNorm": {"mixes_rows": "batch_norm (BatchNorm1d)", "buffers": "batch_norm.running_mean"},
+    "BatchNormOfNow": {"mixes_rows": "batch_norm (BatchNorm1d)"},
+    "ByFrequency": {"mixes_rows": "the gradient of embedding.weight"},
+    "Carries": {"changes": "outputs", "remembers": "True"},
+    "Centred": {"mixes_rows": "Centred itself"},
+    "ChoosesByFirstRow": {"mixes_rows": "ChoosesByFirstRow itself", "conditional": "even.weight"},
+    "Clipped": {"parameters": "embedding.weight"},
+    "Contrastive": {"mixes_rows": "Contrastive itself"},
+    "CountsIds": {"buffers": "seen"},
+    "Detached": {"unused": "probe.weight"},
+    "EarlyExit": {"conditional": "layers.1.first.weight"},
+    "ExpertList": {"conditional": "experts.0.up.weight"},
+    "ExpertsByShape": {"conditional": "experts.1.up.weight"},
+    "ForOneToken": {"conditional": "adapter.weight"},
+    "LayerDrop": {"conditional": "layers.1.first.weight"},
+    "OnTheSphere": {"parameters": "head.weight"},
+    "RunningMean": {"buffers": "mean"},
+    "Shared": {"mixes_rows": "Shared itself"},
+    "ShiftsLater": {"changes": "calls"},
+    "SortedByBatch": {"mixes_rows": "SortedByBatch itself"},
+    "Spare": {"unused": "spare.weight"},
+    "SparseGradient": {"sparse": "embedding.weight"},
+    "Spectral": {"buffers": "mix.parametrizations.weight.0._u"},
+    "Warm": {"buffers": "calls"},
+    "WarmBlocks": {"buffers": "layers.0.calls"},
+    "WithAuxiliaryLoss": {"losses": "aux_loss"},
+    "WithLoss": {"losses": "loss"},
+}
+"""By model: attributes of its premises and a name in each; of models that do not stand here nothing is seen."""
+
+
+def seen(model: torch.nn.Module) -> dict[str, str]:
+    found = {key: value for key, value in vars(play(model)).items() if value}
+    return {key: str(value) for key, value in found.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_forward_does_is_seen(name):
+    found, wanted = seen(MODELS[name]()), SEEN.get(name, {})
+    assert wanted.keys() <= found.keys() and all(word in found[key] for key, word in wanted.items()), found
+    assert found.keys() - wanted.keys() <= ({"unused", "conditional"} if "conditional" in wanted else set()), found
+
+
+@pytest.mark.parametrize("family", ["bloom", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "mpt", "olmo2"])
+def test_of_a_family_nothing_is_seen(family):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(families.config_of(family))
+    assert play(model) == Premises()
+
+
+def test_what_depends_on_the_rows_is_told_from_what_does_not():
+    by_data = {name: {w.name: w.by_data for w in play(MODELS[name]()).buffers} for name in ("RunningMean", "Spectral", "Warm")}
+    assert by_data["RunningMean"] == {"mean": True} and by_data["Warm"] == {"calls": False}
+    assert not any(by_data["Spectral"].values())
+
+
+def test_a_model_stays_as_it_was_and_so_does_chance():
+    model = MODELS["RunningMean"]()
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    play(model)
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_cannot_be_played_is_said_to_be_unknown():
+    class TakesImages(MODELS["Sound"]):  # type: ignore[misc]
+        def forward(self, tokens):
+            raise ValueError("pixels, please")
+
+    assert play(TakesImages()).unknown == "ValueError: pixels, please"
+    notes = plan(TakesImages(), Layout(dp_shard=2)).notes
+    assert any("could not be rehearsed (ValueError: pixels, please)" in note for note in notes)
+
+
+@pytest.mark.parametrize(("name", "adds_up"), [("Masked", True), ("ClippedByHook", False)])
+def test_hooks_are_tried_whether_they_add_up(name, adds_up):
+    (hook,) = hooks_of(MODELS[name]())
+    assert (hook.kind, hook.adds_up) == ("gradient", adds_up)
+
+
+DDP2, FSDP2, PP2 = Layout(dp_shard=1, dp_replicate=2), Layout(dp_shard=2), Layout(dp_shard=1, pp=2)
+TP2 = Layout(dp_shard=1, tp=2)
+LAYOUTS = {
+    "ddp": (DDP2, {}),
+    "fsdp": (FSDP2, {}),
+    "pp": (PP2, {}),
+    "tp": (TP2, {}),
+    "recomputed": (Layout(dp_shard=1), {"activation_checkpointing": "full"}),
+}
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("BatchNormOfNow", "Centred", "Contrastive", "Shared", "SortedByBatch"), "ddp fsdp pp"),
+    **dict.fromkeys(("BatchNorm", "CountsIds", "RunningMean"), "ddp fsdp pp tp"),
+    "ByFrequency": "ddp fsdp pp tp",
+    "Carries": "ddp fsdp pp tp recomputed",
+    "ChoosesByFirstRow": "ddp fsdp pp tp",
+    "Clipped": "ddp fsdp pp tp",
+    "ClippedByHook": "ddp fsdp pp tp",
+    "EarlyExit": "pp tp",
+    **dict.fromkeys(("ExpertList", "ExpertsByShape", "ForOneToken"), "pp tp"),
+    "LayerDrop": "pp tp",
+    "Masked": "fsdp tp",
+    "OnTheSphere": "fsdp pp tp",
+    "ShiftsLater": "pp tp recomputed",
+    "SparseGradient": "ddp fsdp pp tp recomputed",
+    "Spectral": "pp",
+    "StepsByHook": "ddp fsdp pp tp",
+    "Warm": "pp",
+    "WarmBlocks": "pp recomputed",
+}
+"""The layouts that the rules of premises refuse; all others are planned."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
+    from meshwright.introspection.facts import model_facts
+    from meshwright.planning import premise_rules
+    from meshwright.planning.case import Case
+    from meshwright.planning.techniques import Techniques
+
+    facts, refused = model_facts(MODELS[name]()), []
+    for key, (layout, wishes) in LAYOUTS.items():
+        technique = {"ddp": "ddp", "fsdp": "fully_shard"}.get(key, "none")
+        case = Case(facts, layout, Techniques(**wishes), None, technique, "cpu")  # type: ignore[arg-type]
+        rules = [rule for rule in vars(premise_rules).values() if getattr(rule, "__annotations__", {}).get("return") == "Found"]
+        errors = [error for rule in rules for error in rule(case)]
+        assert all(isinstance(error, UnsupportedError) for error in errors)
+        refused += [key] if errors else []
+    assert " ".join(refused) == REFUSED.get(name, "")
+
+
+# --- faults
+
+
+def random_draws_run_on():
+    return patch.object(playing, "_still", lambda func, args, out: out)
+
+
+def conditions_as_they_are():
+    return patch.object(playing.Held, "_read", lambda self, value: value)
+
+
+def rows_are_never_compared():
+    return patch.object(premises, "_mixing", lambda together, halves: "")
+
+
+FAULTS = {"random_draws_run_on": "Dropping", "conditions_as_they_are": "ForOneToken", "rows_are_never_compared": "Centred"}
+
+
+@pytest.mark.kills("premises", "fault")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_rehearsal_is_caught(fault):
+    name = FAULTS[fault]
+    with globals()[fault](), pytest.raises(AssertionError):
+        test_what_a_forward_does_is_seen(name)
