@@ -27,6 +27,7 @@ from meshwright.distributed.local import WorkerFailed
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.tensor.runtime import LocalView
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.distributed.world import get_world_info
@@ -612,7 +613,11 @@ def test_a_checkpoint_with_fewer_experts_is_not_read(spmd, tmp_path):
 def gradients_times_ranks() -> Iterator[None]:
     """Experts' gradients are as many times too large as ranks share them out."""
     share_out = expert_parallel.use_local_parameters
-    with patch.object(expert_parallel, "use_local_parameters", lambda module, **_: share_out(module, gradient_factor=2.0)):
+
+    def twice(module: torch.nn.Module, views: list[LocalView]) -> None:
+        share_out(module, [replace(view, gradient_factor=2.0) for view in views])
+
+    with patch.object(expert_parallel, "use_local_parameters", twice):
         yield
 
 

@@ -118,30 +118,34 @@ def test_ranks_of_the_tensor_axis_must_bring_one_model(spmd):
 
 
 class Counting(nn.Module):
-    """Keeps a running mean of what it saw, as batch norm does."""
+    """Keeps a number of what it saw: its calls, or its tokens."""
 
-    def __init__(self):
+    def __init__(self, *, tokens: bool):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 4)
+        self.by_tokens = tokens
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, tokens):
-        self.seen += tokens.sum()
+        self.seen += tokens.sum() if self.by_tokens else 1
         return self.embed(tokens)
 
 
 def buffers_of_ddp():
     mesh = init_distributed(Layout(dp_replicate=4, dp_shard=1))
     torch.manual_seed(0)
-    model = transformed("ddp", mesh, Counting())
-    for _ in range(2):
+    model = Counting(tokens=False)
+    model.seen += dist.get_rank()  # type: ignore[operator]
+    model = transformed("ddp", mesh, model)
+    for _ in range(3):
         model(torch.full((1, 2), dist.get_rank())).sum().backward()
-    model(torch.zeros(1, 2, dtype=torch.int64))
-    return float(model.module.seen)
+    return float(model.module.seen), said(lambda: transformed("ddp", mesh, Counting(tokens=True)))
 
 
-def test_ddp_keeps_buffers_as_torch_does(spmd):
-    assert len(set(spmd(4, buffers_of_ddp))) == 1
+def test_ddp_keeps_buffers_alike_and_refuses_those_that_follow_a_ranks_rows(spmd):
+    for seen, refused in spmd(4, buffers_of_ddp):
+        assert seen == 3.0
+        assert refused.startswith("UnsupportedError: a forward of Counting keeps state that depends on its rows: seen.")
 
 
 # --- axes and options

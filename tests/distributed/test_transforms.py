@@ -418,6 +418,7 @@ def chain_job(layout: str, configs: dict) -> dict:
     try:
         Mix.forward = lambda self, x: (calls.update(["mix"]), forward(self, x))[1]  # type: ignore[method-assign]
         model = apply_model_transforms(model, configs, layout=up(layout))
+        calls.clear()  # of the small copy, on which the layout was tried
         accumulate(model, microbatches(*position(LAYOUTS[layout][1])))
     finally:
         Mix.forward = forward  # type: ignore[method-assign]

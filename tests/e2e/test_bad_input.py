@@ -96,7 +96,7 @@ SUMS = "techniques.precision.reduce"
         (CONFIG, {"model.size": "debugg"}, ["model.size = 'debugg'", "Did you mean 'debug'?"]),
         (CONFIG, {"model.dim": 65}, ["model.dim = 65", "model.n_heads = 4"]),
         (CONFIG, {"data.seq_len": 512}, ["data.seq_len = 512", "model.max_seq_len = 256"]),
-        (CONFIG, {"layout.dp_shard": 3, "process.count": 4}, ["dp_shard=3", "world size 4", "layout"]),
+        (CONFIG, {"layout.dp_shard": 3, "process.count": 4}, ["dp_shard = 3", "world size 4", "layout"]),
         (CONFIG, {"layout.tp": -1}, ["dp_shard, tp", "open (-1)"]),
         (CONFIG, {"batch.global_batch": 6, "process.count": 4}, ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"]),
         (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),

@@ -495,6 +495,43 @@ class OneBlock(User):
         return self.logits(self.only(self.embedded(tokens)))
 
 
+class MixedBetween(User):
+    """Between its blocks the stream is mixed with what the embedding gave, by learnt numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixes = nn.Parameter(torch.tensor([[1.0, 0.1], [0.9, 0.2]]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = x = self.embedded(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(self.mixes[number, 0] * x + self.mixes[number, 1] * first)
+        return self.logits(x)
+
+
+class Hourglass(User):
+    """The later blocks are given what the earlier ones gave, too."""
+
+    def __init__(self):
+        super().__init__(blocks=4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, kept = self.embedded(tokens), []
+        for number, layer in enumerate(self.layers):
+            x = layer(x if number < 2 else x + kept.pop())
+            kept += [x] * (number < 2)
+        return self.logits(x)
+
+
+class OneNorm(User):
+    """All blocks have one norm."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers[1:]:
+            layer.norm_1 = self.layers[0].norm_1
+
+
 class Pooled(User):
     """The last token alone has logits that all get."""
 
@@ -551,6 +588,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "skipping": Skipping,
     "one block": OneBlock,
     "pooled": Pooled,
+    "mixed between": MixedBetween,
+    "hourglass": Hourglass,
+    "one norm": OneNorm,
 }
 
 

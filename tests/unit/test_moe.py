@@ -474,12 +474,12 @@ class ByHeads(torch.nn.Module):
 
 def test_what_only_looks_like_experts_is_not_counted():
     model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attention": ByHeads(), "up": torch.nn.Linear(8, 8)}) for _ in range(2))
-    assert stacks.find_stacks(model).keys() == {"blocks.0.attention", "blocks.1.attention"}
+    model.blocks = torch.nn.ModuleList(torch.nn.Sequential(ByHeads(), torch.nn.Linear(8, 8)) for _ in range(2))
+    assert stacks.find_stacks(model).keys() == {"blocks.0.0", "blocks.1.0"}
     load = ExpertLoad([model])
     x, positions = torch.randn(2, 9, 8), torch.arange(9).expand(2, 9)
     for mask in (None, torch.zeros(2, 9, 9)):
-        model.blocks[0]["attention"](x, positions, mask)  # type: ignore[index]
+        model.blocks[0][0](x, positions, mask)  # type: ignore[index]
     assert load.take([], []) == []
 
 

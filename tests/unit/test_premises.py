@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from support import families
 from support.premises import MODELS
 
 from meshwright import Layout, UnsupportedError, plan
+from meshwright.distributed import recompute
 from meshwright.introspection import playing, premises
 from meshwright.introspection.hooks import hooks_of
 from meshwright.introspection.premises import Premises, play
@@ -171,3 +175,76 @@ def test_a_fault_of_the_rehearsal_is_caught(fault):
     name = FAULTS[fault]
     with globals()[fault](), pytest.raises(AssertionError):
         test_what_a_forward_does_is_seen(name)
+
+
+# --- the model that is looked at stays as it is
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
+        self.head = torch.nn.Linear(8, 32)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def recomputed(model: torch.nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        recompute.recompute(layer)
+
+
+def closed_over(model: torch.nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = (lambda forward: lambda x: x + forward(x))(layer.forward)
+
+
+def hooked(model: torch.nn.Module) -> None:
+    model.layers.register_module("scale", scale := torch.nn.Linear(8, 8))  # type: ignore[union-attr]
+    model.head.register_forward_pre_hook(lambda _module, args: (scale(args[0]),))  # type: ignore[union-attr]
+
+
+def partly(model: torch.nn.Module) -> None:
+    layer = model.layers[0]  # type: ignore[index]
+    layer.forward = functools.partial(lambda inner, x: x + inner(x), layer[1])
+
+
+@pytest.mark.parametrize("change", [recomputed, closed_over, hooked, partly])
+def test_a_forward_that_was_replaced_is_played_on_the_copy(change):
+    torch.manual_seed(0)
+    model = Two()
+    change(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    found = play(model)
+    assert not found.unknown and all(bool((p.grad == 3.0).all()) for p in model.parameters())  # type: ignore[union-attr]
+    assert found.unused == (("layers.0.0.weight", "layers.0.0.bias") if change is partly else ())
+
+
+HELD = torch.nn.Linear(8, 8, dtype=torch.float64)
+
+
+def test_a_copy_that_reaches_the_model_itself_says_nothing_and_leaves_no_gradient():
+    model = Two()
+    model.layers[0][0] = HELD
+    model.layers[0].forward = reaching_it
+    assert play(model) == Premises(unknown="a copy of it computes with the model's own parameters")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def reaching_it(x):
+    return HELD(x)
+
+
+def test_planning_leaves_the_random_streams_where_they_were():
+    model = Two()
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    plan(model, Layout(dp_shard=2))
+    plan(model, Layout(dp_shard=1, tp=2))
+    after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]

@@ -68,6 +68,8 @@ REFUSED = {
     "skipping": r"the loss is wrong \(relative error nan\)",
     "one block": "none was found in OneBlock",
     "repeated": "no layers of this model were found that could be cut",
+    "mixed between": "The size of tensor a",
+    "one norm": "layers.0.norm_1.weight is one parameter with layers.1.norm_1.weight",
 }
 """With sequences cut, where the plan cuts them."""
 REFUSED_WHOLE = {
@@ -75,6 +77,7 @@ REFUSED_WHOLE = {
     "one block": REFUSED["one block"],
     "repeated": REFUSED["repeated"],
     "shared bias": "the gradient of bias.weight is wrong",
+    "one norm": REFUSED["one norm"],
 }
 
 

@@ -48,5 +48,6 @@ def nearest(word: str, choices) -> str:
     """A clause naming the valid spelling closest to ``word`` (empty when none is close)."""
     import difflib
 
-    found = difflib.get_close_matches(word, [str(c) for c in choices], n=1, cutoff=0.6)
-    return f" Did you mean '{found[0]}'?" if found else ""
+    spellings = {str(choice).lower(): str(choice) for choice in choices}
+    found = difflib.get_close_matches(word.lower(), spellings, n=1, cutoff=0.6)
+    return f" Did you mean '{spellings[found[0]]}'?" if found else ""

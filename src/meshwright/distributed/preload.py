@@ -1,8 +1,8 @@
 """What the fork server imports once, so that each worker starts with it: torch and our distributed floor. Starts no threads.
 
 The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal that closes): it
-tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer them as it did before; one that comes while
-a worker is being forked waits until then.
+tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer them as it did before; a signal that
+comes while a worker is being forked waits until then.
 """
 
 import os

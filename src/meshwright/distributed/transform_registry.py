@@ -60,7 +60,7 @@ class BaseDistributedTransform(ModelTransform):
 
 
 class DDPWrappedModel(DistributedDataParallel):
-    """torch's DDP with the methods that loops ask a model for; ``equip`` gives it ``accumulation_context`` and ``make_parameter_groups``."""
+    """torch's DDP with the methods that loops ask for; ``equip`` gives it ``accumulation_context`` and ``make_parameter_groups``."""
 
     def fully_shard(self, **options: Any) -> Any:
         """Pass the call on to the wrapped model's own ``fully_shard``."""

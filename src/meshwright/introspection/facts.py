@@ -17,6 +17,7 @@ from . import premises
 from .blocks import attention_modules, repeated_blocks
 from .hooks import lies_on_mesh
 from .premises import Premises
+from .recording import seeded
 from .signature import Signature
 from .structure import Measured, measured
 from .structure.experts import Stack, find_stacks, measure_stacks
@@ -126,12 +127,17 @@ def measure_structure(facts: ModelFacts, ranks: int) -> Measured:
         UnsupportedError: it cannot be measured.
     """
     model = facts.module
-    if model is None or facts.vocab_size is None:
-        lacking = "the model itself is not at hand" if model is None else "it says nowhere how many token ids it takes (config.vocab_size)"
-        raise UnsupportedError(f"{facts.kind} cannot be cut for tensor parallelism: {lacking}")
+    if model is None:
+        raise UnsupportedError(f"{facts.kind} cannot be cut inside its blocks or between them: the model itself is not at hand")
+    if facts.vocab_size is None and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise UnsupportedError(
+            f"{facts.kind} cannot be cut inside its blocks or between them: it has no nn.Embedding and says nowhere how many token ids it"
+            f" takes (config.vocab_size)"
+        )
     known = _MEASURED.setdefault(model, {})
     if ranks not in known:
-        known[ranks] = measured(model, Signature.of(model).takes, ranks)
+        with seeded(0):
+            known[ranks] = measured(model, Signature.of(model).takes, ranks)
     return known[ranks]
 
 
@@ -147,7 +153,8 @@ def measure_experts(facts: ModelFacts, ranks: int) -> tuple[Stack, ...]:
     assert facts.module is not None
     known = _STACKS.setdefault(facts.module, {})
     if ranks not in known:
-        known[ranks] = measure_stacks(facts.module, Signature.of(facts.module).takes, ranks)
+        with seeded(0):
+            known[ranks] = measure_stacks(facts.module, Signature.of(facts.module).takes, ranks)
     return known[ranks]
 
 
@@ -164,7 +171,8 @@ def router_loss_of(facts: ModelFacts) -> RouterLoss | None:
     if not facts.asks_for_router_loss or facts.module is None:
         return None
     if facts.module not in _ROUTER_LOSSES:
-        _ROUTER_LOSSES[facts.module] = measure_router_loss(facts.module, Signature.of(facts.module).takes)
+        with seeded(0):
+            _ROUTER_LOSSES[facts.module] = measure_router_loss(facts.module, Signature.of(facts.module).takes)
     return _ROUTER_LOSSES[facts.module]
 
 
@@ -180,7 +188,8 @@ def premises_of(facts: ModelFacts) -> Premises:
     if model not in _PREMISES:
         if lies_on_mesh(model):
             return Premises(unknown="the model is laid out in part already")
-        _PREMISES[model] = premises.play(model)
+        with seeded(0):
+            _PREMISES[model] = premises.play(model)
     return _PREMISES[model]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.names import clean
 
+from .copies import copy_of
 from .recording import READING, seeded
 from .signature import Signature
 from .structure.experts import find_stacks
@@ -49,7 +49,7 @@ def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turne
         offset: number of the first of the rows among all; None: they are all.
         turned: the place in the code whose numbers are turned round.
     """
-    made = copy.deepcopy(model)
+    made = copy_of(model)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     held = Held(tokens, turned, {clean(path) for path in find_stacks(made)})
     hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]

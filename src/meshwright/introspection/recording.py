@@ -46,11 +46,11 @@ class NotRecordedError(Exception):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's stream on the CPU, numpy's and Python's begin at a seed, and go on afterwards where they were."""
+    """Begin torch's stream on the CPU, numpy's and Python's at a seed; they go on afterwards where they were."""
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds other devices too, whose streams are not kept
             np.random.seed(seed % 2**32)
             random.seed(seed)
             yield

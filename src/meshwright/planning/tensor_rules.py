@@ -80,7 +80,12 @@ def async_tensor_fits(case: Case) -> Found:
 
 def no_blocks(wish: str, facts: ModelFacts) -> str:
     """What a wish lacks that acts on repeated blocks."""
-    return (
-        f"{wish} acts on repeated blocks, and none was found in {facts.kind}: put them into an nn.ModuleList or nn.ModuleDict,"
-        f" each with parameters of its own"
-    )
+    lacks = f"{wish} acts on repeated blocks, and none was found in {facts.kind}: "
+    for parameter in facts.parameters:
+        alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
+        if alike:  # one weight in modules that stand side by side
+            return (
+                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their own. Give each"
+                f" block a copy, or use the shared module outside the blocks"
+            )
+    return f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own"

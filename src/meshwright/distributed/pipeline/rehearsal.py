@@ -5,7 +5,6 @@ The stages are made by the very code that makes those of the real model; only wh
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.deferred import DeferredGradients, defer_linear
+from meshwright.introspection.between_blocks import read_outside
+from meshwright.introspection.copies import copy_of
 from meshwright.introspection.facts import ModelFacts, measure_structure
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.pipeline_plan import PipelinePlan, StagePlan
@@ -51,11 +52,15 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
         try:
             errors = rehearse(sample.model, small, inputs)
         except Exception as error:
-            raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
+            outside = read_outside(sample.model, sample.blocks, inputs)
+            why = outside or f"its forward or backward fails: {type(error).__name__}: {error}"
+            raise UnsupportedError(_refused(facts, plan, why)) from error
         worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
         if not errors[worst] <= LARGEST_ERROR:
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
-            raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
+            wrong = f"{what} is wrong (relative error {errors[worst]:.1e})"
+            outside = read_outside(sample.model, sample.blocks, inputs)
+            raise UnsupportedError(_refused(facts, plan, f"{wrong}: {outside}" if outside else wrong))
     known.add(small)
 
 
@@ -74,10 +79,10 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
         plan: of its stages.
         inputs: of its forward.
     """
-    reference = copy.deepcopy(model)
+    reference = copy_of(model)
     expected_loss = _loss(reference, inputs)
     expected_loss.backward()
-    loss, found = _through_stages(copy.deepcopy(model), plan, inputs)
+    loss, found = _through_stages(copy_of(model), plan, inputs)
     errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
     expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
     scale = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())

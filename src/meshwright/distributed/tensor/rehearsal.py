@@ -5,7 +5,6 @@ The modules are wrapped by the very code that lays out the real model; only what
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
+from meshwright.introspection.copies import copy_of
 from meshwright.introspection.facts import ModelFacts, measure_structure
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.structure.sample import Sample
@@ -160,13 +160,13 @@ def rehearse(
         sums_at_once: gradients that are sums over the ranks are summed in the backward itself.
         logits: how the loss is computed, where the plan has the head cut.
     """
-    reference = copy.deepcopy(model)
+    reference = copy_of(model)
     expected_logits = logits_of(reference(**inputs))
     expected_loss = _loss_of(expected_logits)
     expected_loss.backward()
     by_token = expected_logits.dim() == 3  # a classifier of whole rows has no loss of tokens
     logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy.deepcopy(model), plan, inputs, group, logits, sums_at_once))
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
     errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
     expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.copies import copy_of
 from meshwright.introspection.recording import built
 from meshwright.introspection.signature import SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
@@ -168,7 +168,7 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
         else:
             why = "none could be built: let its class take a config that it keeps as .config"
         raise UnsupportedError(f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}")
-    made = copy.deepcopy(model)
+    made = copy_of(model)
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
     if (build := builder_of(model)) is not None:

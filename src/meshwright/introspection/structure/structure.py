@@ -92,19 +92,20 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     kinds: list[BlockKind] = []
     tried: Tried = []
     for key, (_, here) in _by_layout(sample.model).items():
-        if here[0] not in first_probes:
+        called = next((path for path in here if all(path in probes for probes, _ in runs)), None)
+        if called is None:
             raise UnsupportedError(
                 f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids alone: they seem to"
                 " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set layout.tp = 1 and"
                 " layout.pp = 1."
             )
-        kind = _kind(first_probes[here[0]], tuple(paths[key]))
-        tried.append(([run[0][here[0]] for run in runs], kind.regions))
-        sizes = shapes_of(first_probes[here[0]].block), shapes_of(model.get_submodule(paths[key][0]))
+        kind = _kind(first_probes[called], tuple(paths[key]))
+        tried.append(([run[0][called] for run in runs], kind.regions))
+        sizes = shapes_of(first_probes[called].block), shapes_of(model.get_submodule(paths[key][0]))
         kinds.append(replace(kind, regions=tuple(resized(region, *sizes, Fraction(sample.heads)) for region in kind.regions)))
     embedding = _embedding(sample, outside)
     head = _head(sample, outside)
-    entry = first_probes[sample.blocks[0]].call
+    entry = next(iter(first_probes.values())).call
     hidden = entry.tensors[kinds[0].hidden]
     structure = Structure(
         blocks=repeated_blocks(model),

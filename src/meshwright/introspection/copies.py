@@ -1,0 +1,50 @@
+"""Copies of models, also of those whose forward was replaced by a function that holds on to the model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
+"""What a function holds on to that is copied with the model."""
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Copy a model deeply; functions that stand in for a module's forward, and hooks, hold on to the copy.
+
+    ``copy.deepcopy`` leaves functions as they are: a copy of a model whose forward is a closure would go through the original.
+    """
+    memo: dict[int, Any] = {}
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        if isinstance(forward := vars(module).get("forward"), FunctionType):
+            module.forward = _rebound(forward, memo)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.update({key: _rebound(hook, memo) for key, hook in hooks.items() if isinstance(hook, FunctionType)})
+    return made
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    if id(function) in memo or not function.__closure__:
+        return memo.get(id(function), function)
+    cells = tuple(CellType() for _ in function.__closure__)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made  # it may hold on to itself
+    for cell, before in zip(cells, function.__closure__, strict=True):
+        try:
+            cell.cell_contents = _carried(before.cell_contents, memo)
+        except ValueError:  # an empty cell
+            continue
+    made.__dict__.update({name: _carried(value, memo) for name, value in vars(function).items()})
+    return made
+
+
+def _carried(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, FunctionType):
+        return _rebound(value, memo)
+    return copy.deepcopy(value, memo) if isinstance(value, CARRIED) else value
