@@ -194,24 +194,24 @@ class Two(torch.nn.Module):
         return self.head(x)
 
 
-def recomputed(model: torch.nn.Module) -> None:
-    for layer in model.layers:  # type: ignore[union-attr]
+def recomputed(model: Two) -> None:
+    for layer in model.layers:
         recompute.recompute(layer)
 
 
-def closed_over(model: torch.nn.Module) -> None:
-    for layer in model.layers:  # type: ignore[union-attr]
+def closed_over(model: Two) -> None:
+    for layer in model.layers:
         layer.forward = (lambda forward: lambda x: x + forward(x))(layer.forward)
 
 
-def hooked(model: torch.nn.Module) -> None:
-    model.layers.register_module("scale", scale := torch.nn.Linear(8, 8))  # type: ignore[union-attr]
-    model.head.register_forward_pre_hook(lambda _module, args: (scale(args[0]),))  # type: ignore[union-attr]
+def hooked(model: Two) -> None:
+    model.register_module("scale", scale := torch.nn.Linear(8, 8))
+    model.head.register_forward_pre_hook(lambda _module, args: (scale(args[0]),))
 
 
-def partly(model: torch.nn.Module) -> None:
-    layer = model.layers[0]  # type: ignore[index]
-    layer.forward = functools.partial(lambda inner, x: x + inner(x), layer[1])
+def partly(model: Two) -> None:
+    layer = model.layers[0]
+    layer.forward = functools.partial(lambda inner, x: x + inner(x), layer.get_submodule("1"))
 
 
 @pytest.mark.parametrize("change", [recomputed, closed_over, hooked, partly])
@@ -231,7 +231,7 @@ HELD = torch.nn.Linear(8, 8, dtype=torch.float64)
 
 def test_a_copy_that_reaches_the_model_itself_says_nothing_and_leaves_no_gradient():
     model = Two()
-    model.layers[0][0] = HELD
+    setattr(model.layers[0], "0", HELD)
     model.layers[0].forward = reaching_it
     assert play(model) == Premises(unknown="a copy of it computes with the model's own parameters")
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -243,8 +243,8 @@ def reaching_it(x):
 
 def test_planning_leaves_the_random_streams_where_they_were():
     model = Two()
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
     plan(model, Layout(dp_shard=2))
     plan(model, Layout(dp_shard=1, tp=2))
-    after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
-    assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
+    after = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]

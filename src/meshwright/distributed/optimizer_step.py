@@ -7,7 +7,7 @@ import torch
 from meshwright.core.errors import ConfigError
 from meshwright.planning.optimizer_plan import OptimizerPlan
 
-from . import host_states
+from . import host_states, optimizer_rehearsal
 from .torchao_adamw import TorchaoAdamW
 
 
@@ -16,9 +16,11 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
 
     Raises:
         ConfigError: it is not what the plan says.
-        UnsupportedError: its state cannot come by portions.
+        UnsupportedError: its state cannot come by portions, or it does not update parameters that are cut as it does whole ones.
     """
     check(optimizer, plan)
+    if not isinstance(optimizer, TorchaoAdamW):
+        optimizer_rehearsal.refuse_unequal(optimizer)
     if plan.in_host_memory:
         host_states.step(optimizer, device)
     else:

@@ -1,0 +1,84 @@
+"""An optimizer that is not known, tried out on small parameters that lie as the model's do, before it changes a weight."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from meshwright.core.errors import UnsupportedError
+
+ELEMENT_BY_ELEMENT = frozenset(
+    (optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD)
+)
+"""Of torch: an element's update depends on its own gradients alone, so a share is updated as the whole is."""
+
+STEPS, ROWS, COLUMNS = 2, 4, 6
+LARGEST_ERROR = 0.05
+"""Of the update, in norm: Muon (of torch) iterates in bfloat16, and one that takes a share for the whole is off by its own size."""
+
+_KNOWN: WeakSet[optim.Optimizer] = WeakSet()
+
+
+def refuse_unequal(optimizer: optim.Optimizer) -> None:
+    """Raise UnsupportedError where an optimizer fails on parameters that are cut over ranks, or updates them otherwise than whole ones.
+
+    Each way in which its parameters lie is tried on a small one: a few collectives, once for each optimizer. One whose class does not take
+    its own settings as arguments cannot be tried, and passes.
+    """
+    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
+        return
+    _KNOWN.add(optimizer)
+    for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
+        kind = type(optimizer).__name__
+        begin = f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over {mesh.mesh_dim_names}, and"
+        remedy = (
+            "Use one that updates element by element (AdamW), or a layout in which parameters are whole (layout.dp_replicate with"
+            " dp_shard = tp = 1)."
+        )
+        try:
+            error = _error(optimizer, mesh, placements, dims)
+        except Exception as failed:
+            raise UnsupportedError(f"{begin} its step fails: {type(failed).__name__}: {str(failed).splitlines()[0]} {remedy}") from failed
+        if not error <= LARGEST_ERROR:
+            raise UnsupportedError(f"{begin} its update is not that of the whole parameter (relative error {error:.1e}). {remedy}")
+
+
+def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
+                yield parameter.device_mesh, parameter.placements, parameter.dim()
+
+
+def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
+    """Of the update of a cut parameter against that of a whole one, relative."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
+    values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]
+    whole = _updated(optimizer, values, lambda tensor: tensor)
+    if whole is None:
+        return 0.0
+    cut = _updated(optimizer, values, lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+    assert isinstance(cut, DTensor)
+    return float((cut.full_tensor() - whole).norm() / (whole - values[0]).norm())
+
+
+def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Tensor | None:
+    """A parameter after some steps of another optimizer of this kind; None where none can be made."""
+    parameter = nn.Parameter(laid(values[0].clone()))
+    takes = inspect.signature(type(optimizer)).parameters
+    try:
+        other = type(optimizer)([parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes})
+    except Exception:  # noqa: BLE001  (whatever its class wants besides)
+        return None
+    for gradient in values[1:]:
+        parameter.grad = laid(gradient)
+        other.step()
+    return parameter.detach()

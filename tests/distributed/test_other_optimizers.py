@@ -1,0 +1,97 @@
+"""Optimizers that nobody planned for: updated as in one process, or refused before they change a weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.odd import LAYOUTS, odd, own_rows
+
+from meshwright import UnsupportedError
+from meshwright.distributed.wholes import whole_on_first
+
+
+class Signed(torch.optim.Optimizer):
+    """Steps by the sign of the gradient."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
+class ByOwnShare(Signed):
+    """Divides each gradient by the norm of the share that this rank has."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                share = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                parameter.sub_(parameter.grad / share.norm(), alpha=group["lr"])
+
+
+class ByTheWhole(Signed):
+    """Divides each gradient by its norm, as LARS does."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norm = parameter.grad.norm()
+                parameter.sub_(parameter.grad / getattr(norm, "full_tensor", lambda norm=norm: norm)(), alpha=group["lr"])
+
+
+class TakesMore(Signed):
+    """Its class wants what its settings do not say, so it cannot be tried out."""
+
+    def __init__(self, params, lr, more):
+        super().__init__(params, lr)
+
+
+def made(name: str, parameters: list) -> torch.optim.Optimizer:
+    if name == "Muon":
+        return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=0.01)
+    if name == "TakesMore":
+        return TakesMore(parameters, 0.01, more=True)
+    return {"Adafactor": torch.optim.Adafactor, "Signed": Signed, "ByOwnShare": ByOwnShare, "ByTheWhole": ByTheWhole}[name](
+        parameters, lr=0.01
+    )
+
+
+def stepped(name: str, layout: str) -> str | dict[str, torch.Tensor]:
+    model = odd(layout)
+    optimizer = made(name, list(model.parameters()))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for step in range(2):
+        model.forward_backward(own_rows(model, step))
+        try:
+            model.optimizer_step(optimizer)
+        except UnsupportedError as error:
+            assert all(torch.equal(_local(p), _local(before[n])) for n, p in model.named_parameters()), "a weight changed"
+            return str(error)
+    return whole_on_first({name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+REFUSED = {"Adafactor": "its step fails: RuntimeError: aten.pow_", "ByOwnShare": "its update is not that of the whole parameter"}
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"])
+def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
+    wanted = spmd(1, stepped, name, "one")[0]
+    for layout in ("ddp2", "fsdp2"):
+        found = spmd(LAYOUTS[layout][0], stepped, name, layout)[0]
+        if layout == "fsdp2" and name in REFUSED:
+            assert isinstance(found, str) and found.startswith(f"{name} was tried on a small parameter that lies as S(0) over")
+            assert REFUSED[name] in found
+            continue
+        bound = 0.02 if name == "Muon" else 1e-9  # it iterates in bfloat16
+        errors = {n: ((found[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items()}  # type: ignore[union-attr,index]
+        assert max(errors.values()) <= bound, sorted((e, n) for n, e in errors.items())[-3:]
