@@ -201,8 +201,9 @@ class Probe:
         for consumer, places in moved.items():
             columns = places.flatten(0, 1).any(0)
             if consumer != producer and columns.any():
-                blank = Reach(torch.zeros((features, len(columns)), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
-                reach = found.setdefault((producer, consumer), blank)
+                if (reach := found.get((producer, consumer))) is None:
+                    reach = Reach(torch.zeros((features, len(columns)), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
+                    found[producer, consumer] = reach
                 reach.places[feature] = columns
                 reach.later[feature] = places[:, PUSHED + 1 :].any()
 
