@@ -19,6 +19,7 @@ from meshwright.distributed import accumulation, fully_sharded, recompute, setup
 from meshwright.distributed.grad_clip import local_gradients
 from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.tensor import group
 from meshwright.distributed.world import get_world_info
 from meshwright.models import decoder
 
@@ -280,6 +281,12 @@ def an_empty_microbatch_counts_as_one_token():
 
 
 # --- forward and recomputation
+
+
+def sequences_gathered_in_another_order():
+    """Tensor-parallel ranks put the tokens of a row together as they come in."""
+    joined = group.joined
+    return patch.object(group, "joined", lambda parts, length: joined(parts.flip(0), length))
 
 
 def rotary_tables_cached():

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.comparison import sketch
 from meshwright.comparison.equality import sum_floor, traced_bound
 from meshwright.comparison.findings import Comparison, Difference
-from meshwright.comparison.observe import observing
+from meshwright.comparison.observe import TokensOfRank, observing
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part, sketch_rows
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, TraceFile, fingerprints
 from meshwright.core.errors import ConfigError
@@ -59,6 +59,25 @@ def test_sketches_of_parts_add_up_to_that_of_the_whole(case):
         total += sketch_part(part, tuple(p[0] for p in parts), shape)
     assert torch.allclose(total, sketch_part(whole, (0,) * len(shape), shape), atol=1e-12)
     assert sketch_part(whole[:0], (0,) * len(shape), shape).tolist() == [0.0] * TENSOR_WIDTH if shape else True
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(10, 2), (9, 2), (9, 4), (5, 4), (3, 2)])
+@pytest.mark.parametrize("features", [(6,), (3, 4)])
+def test_what_ranks_see_of_their_tokens_adds_up_to_what_one_sees_of_all(length, ranks, features):
+    """Also where the last rank's tokens are filled up, or it has none."""
+    whole, filled = torch.randn(4, length, *features).double(), torch.full((4, ranks, *features), torch.nan).double()
+    total, modules = torch.zeros(4, 8).double(), []
+    for rank in range(ranks):
+        tokens = TokensOfRank(rank, ranks, length)
+        part = torch.cat([whole, filled], 1)[:, rank * tokens.share :][:, : tokens.share].requires_grad_()
+        model = nn.Identity()
+        with observing(model, tokens=tokens) as observed:
+            (model(part) * 2).sum().backward()
+        assert observed.shapes[""] == whole.shape[1:]
+        total += observed.rows()[0][""]
+        modules.append(observed.rows()[1][""])
+    assert torch.allclose(total, sketch_rows(whole), atol=1e-12)
+    assert torch.allclose(sum(modules), sketch_rows(torch.full_like(whole, 2.0)), atol=1e-12)
 
 
 def test_a_vector_has_as_many_directions_as_a_matrix():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support import broken, faults
 from support.problems import TIED, UNTIED
 from test_verify import BATCHES, DDP, FSDP, HSDP
 
+from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
+from meshwright.verification.matrix import CUTTABLE
 from meshwright.verification.problem import Problem
 
 GRADIENT = "the gradient of the parameter embedding.weight, after the backward"
+CUT, TP = replace(UNTIED, **CUTTABLE), Layout(dp_shard=2, tp=2)
 CHECKPOINTED = {"techniques": {"activation_checkpointing": "full"}}
 FAULTS = {
     # the optimizer step
@@ -38,6 +43,7 @@ FAULTS = {
     "ignored_labels_learnt": (UNTIED, FSDP, {}, "the loss of step 1"),
     "an_empty_microbatch_counts_as_one_token": (UNTIED, FSDP, {"microbatch_rows": 1}, "the loss of step 1"),
     # forward, backward, recomputation
+    "sequences_gathered_in_another_order": (CUT, TP, {}, "the output of layers.0.attention.wo (forward)"),
     "rotary_tables_cached": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward) of step 2"),
     "one_row_of_the_last_rank_attends_everywhere": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward), on rank 1"),
     "recomputed_with_another_mask": (UNTIED, FSDP, CHECKPOINTED, "what the backward recomputes of layers.0.attention.core"),

@@ -24,14 +24,40 @@ from meshwright.core.names import clean, is_within
 from .sketch import sketch_rows
 
 
+@dataclass(frozen=True)
+class TokensOfRank:
+    """Which tokens of each row a rank has where ranks share out sequences: the ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉,
+    the last filled up."""
+
+    rank: int = 0
+    ranks: int = 1
+    length: int = 0
+    """Tokens of a whole row."""
+
+    @property
+    def share(self) -> int:
+        return -(-self.length // self.ranks)
+
+    def are_those_of(self, tensor: Tensor) -> bool:
+        """Whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
+        return self.share < self.length and tensor.dim() > 2 and tensor.shape[1] == self.share and not hasattr(tensor, "full_tensor")
+
+    def sketch(self, part: Tensor) -> Tensor:
+        """Of a part, what adds up with those of the other ranks to the sketch of the whole; what fills it up left out."""
+        first = min(self.rank * self.share, self.length)
+        return sketch_rows(part[:, : self.length - first], first, self.length)
+
+
 @dataclass
 class Observed:
     """Sketches by module, in the order in which modules first ended (forward) and were first reached (backward).
 
     A module that is called several times in a forward has a name for each call: ``norm``, ``norm (call 2)``. Outputs without a row for
-    each row of the batch, such as a table of positions, are not observed.
+    each row of the batch, such as a table of positions, are not observed. Of an output that is this rank's ``tokens`` of each row, the
+    sketch is a summand of the whole one's.
     """
 
+    tokens: TokensOfRank = TokensOfRank()
     forward: dict[str, list[Tensor]] = field(default_factory=dict)
     backward: dict[str, list[Tensor]] = field(default_factory=dict)
     compiled: list[str] = field(default_factory=list)
@@ -39,7 +65,7 @@ class Observed:
     recomputed: dict[str, float] = field(default_factory=dict)
     """By module: the largest relative error of what the backward recomputed of it."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each output, without its rows; the forward's first."""
+    """Of each output, without its rows; the forward's first. Of a part of each row, those of the whole."""
     _homes: dict[str, int] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _computed: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -80,19 +106,19 @@ class Observed:
             self.shapes.setdefault(call, ())
             return
         if self._last is None or self._last.tensor() is not tensor or self._last.version != tensor._version:
-            self._last = _Seen(weakref.ref(tensor), tensor._version, sketch_rows(_whole(tensor.detach())))
+            self._last = _Seen(weakref.ref(tensor), tensor._version, self._sketch(tensor.detach()))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._came_back, self._last.calls))
         self._last.calls.append(call)  # several where a module hands on what its last child returned
         self.forward.setdefault(call, []).append(self._last.sketch)
-        self.shapes.setdefault(call, tuple(tensor.shape[1:]))
+        self.shapes.setdefault(call, self._whole_shape(tensor))
         self._computed.setdefault(name, []).append(self._last.sketch)
         if not tensor.requires_grad:
             self._without_graph.add(call)
 
     def _note_again(self, name: str, tensor: Tensor) -> None:
         """A module ended in the backward: which of its calls that was does not show, so the nearest counts."""
-        again = sketch_rows(_whole(tensor.detach()))
+        again = self._sketch(tensor.detach())
         before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
         if before:
             error = min(_apart(again, sketch) for sketch in before)
@@ -102,9 +128,16 @@ class Observed:
             tensor.register_hook(partial(self._came_back, [name]))
 
     def _came_back(self, calls: list[str], gradient: Tensor) -> None:
-        found = sketch_rows(_whole(gradient))
+        found = self._sketch(gradient)
         for call in calls:
             self.backward.setdefault(call, []).append(found)
+
+    def _sketch(self, tensor: Tensor) -> Tensor:
+        return self.tokens.sketch(tensor) if self.tokens.are_those_of(tensor) else sketch_rows(_whole(tensor))
+
+    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        length, *others = tensor.shape[1:]
+        return (self.tokens.length if self.tokens.are_those_of(tensor) else length, *others)
 
 
 @dataclass(frozen=True)
@@ -165,15 +198,16 @@ def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.M
 
 
 @contextmanager
-def observing(*models: nn.Module, opaque: Collection[str] = ()) -> Iterator[Observed]:
+def observing(*models: nn.Module, opaque: Collection[str] = (), tokens: TokensOfRank = TokensOfRank()) -> Iterator[Observed]:
     """Sketch what ``models`` compute inside the block: a model, or parts of one.
 
     Args:
         opaque: modules of which nothing inside is observed.
+        tokens: which of each row's tokens this rank has, where ranks share out sequences.
 
     A compiled module is observed from outside: hooks on it or in it would become a part of what is compiled, and cut it into pieces.
     """
-    observed = Observed()
+    observed = Observed(tokens)
     with ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
         for part, model in enumerate(models):

@@ -22,14 +22,23 @@ VECTORS = 2
 """Directions along the last dim."""
 
 
-def sketch_rows(tensor: Tensor) -> Tensor:
-    """(rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device; each row for itself."""
+def sketch_rows(tensor: Tensor, first: int = 0, length: int | None = None) -> Tensor:
+    """(rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device; each row for itself.
+
+    Args:
+        first, length: of a tensor that is a part of each row, (rows, tokens, …, features): the number of its first token, and how many
+            tokens whole rows have. The sketches of disjoint parts add up to that of the whole.
+    """
     n_rows, features = tensor.shape[0], tensor.shape[-1]
-    if tensor[0].numel() // features < ROW_WIDTH:  # too few places for directions that differ
-        tensor, features = tensor.unsqueeze(-1), 1
+    whole = tensor.shape[1:-1] if length is None else (length, *tensor.shape[2:-1])
+    if math.prod(whole) < ROW_WIDTH:  # too few places for directions that differ
+        tensor, whole, features = tensor.unsqueeze(-1), (*whole, features), 1
     along = _products(tensor.reshape(-1, features), _signs(VECTORS, features, "last", tensor.dtype, tensor.device))
-    along = along.view(VECTORS, n_rows, -1).double()  # (VECTORS, rows, places)
-    weights = _signs(ROW_WIDTH, along.shape[-1], "others", along.dtype, along.device).view(VECTORS, -1, along.shape[-1])
+    along = along.unflatten(1, (n_rows, math.prod(tensor.shape[1:-1]))).double()  # (VECTORS, rows, places)
+    weights = _signs(ROW_WIDTH, math.prod(whole), "others", along.dtype, along.device).view(VECTORS, -1, *whole)
+    if length is not None:
+        weights = weights.narrow(2, first, tensor.shape[1])
+    weights = weights.flatten(2)
     return (along @ weights.mT).transpose(0, 1).reshape(n_rows, ROW_WIDTH) / ROW_WIDTH**0.5
 
 

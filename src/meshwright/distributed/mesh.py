@@ -198,3 +198,9 @@ def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
         extent = axis_sizes(device_mesh)[name]
         rank, size = rank * extent + (device_mesh.get_local_rank(name) if device_mesh is not None else 0), size * extent
     return rank, size
+
+
+def tensor_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
+    """(rank, size) of this process among those that cut the same layers; (0, 1) without such an axis."""
+    axis = None if device_mesh is None else get_tp_mesh(device_mesh)
+    return (0, 1) if axis is None else (axis.get_local_rank(), axis.size())

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from meshwright.comparison.equality import traced_bound
 from meshwright.comparison.findings import Comparison, Difference
-from meshwright.comparison.observe import Observed, observing
+from meshwright.comparison.observe import Observed, TokensOfRank, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed import agree
-from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of
+from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of, tensor_position
 from meshwright.distributed.parallel_model import StepLoss, StepResult
 from meshwright.distributed.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
@@ -103,7 +103,8 @@ class TraceCheck:
         if self._step == 0:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
-        with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts)) as self._observed:
+        tokens = TokensOfRank(*tensor_position(self.r.model.mesh), batch["tokens"].shape[1])
+        with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts), tokens=tokens) as self._observed:
             yield
         self._gradients = sketches({name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None})
 
@@ -128,7 +129,9 @@ class TraceCheck:
         """What was found, for people."""
         verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
         left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
-        left_out += f"; of {len(self._parts)} modules ranks have parts: only what comes of them was compared" if self._parts else ""
+        left_out += (
+            f"; of {len(self._parts)} modules ranks have some features each: only what comes of those was seen" if self._parts else ""
+        )
         steps = f"{self._step} of {self.trace.n_steps} steps"
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
 
@@ -158,7 +161,8 @@ class TraceCheck:
     def _of_rows(self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]) -> None:
         """Each rank compares its rows of the modules that its part of the model has; sums of squares travel.
 
-        Tensor-parallel ranks may each compute a summand of a module's output; of what they compute parts of, nothing is compared.
+        Tensor-parallel ranks may each compute a summand of a module's output, or some tokens of each row, whose sketches are summands;
+        where they compute some features each, nothing is compared.
         """
         names, values = there.sketches[stage]
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
@@ -185,7 +189,7 @@ class TraceCheck:
         return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
 
     def _shared_out(self) -> set[str]:
-        """Modules of whose outputs some rank computes a part, or which are never whole."""
+        """Modules of whose outputs some rank computes some features, or which are never whole."""
         shapes = self.trace.shapes
         is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
         is_absent = [self._observed.shapes.get(name) == () for name in shapes]

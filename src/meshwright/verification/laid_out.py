@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.grad_clip import clip_grad_norm_
-from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size, get_tp_mesh
+from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size, tensor_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
@@ -30,15 +30,14 @@ class LaidOut:
         models: the local modules, wrappers included.
         place: (rank, size) among those that hold different rows.
         stage: rank on the pipeline axis: those of other stages have other modules.
-        part: rank on the tensor axis: those of others have other tokens of the same rows, or the same.
+        part, parts: rank on the tensor axis, and its size: the others have other tokens of the same rows, or the same.
         is_staged: whether there are others.
     """
 
     def __init__(self, models: Sequence[nn.Module], mesh: Any, problem: Problem):
         self.models, self.problem = models, problem
         self.place, self.stage = data_position(mesh), get_pp_rank(mesh)
-        axis = get_tp_mesh(mesh) if mesh is not None else None
-        self.part = 0 if axis is None else axis.get_local_rank()
+        self.part, self.parts = tensor_position(mesh)
         self.is_staged = get_pp_size(mesh) > 1
         for model in models if problem.evaluating else ():
             model.eval()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.comparison.observe import Observed, observing
+from meshwright.comparison.observe import Observed, TokensOfRank, observing
 from meshwright.core.names import clean
 from meshwright.distributed import agree
 from meshwright.distributed.shards import in_dtype, sketches
@@ -205,7 +205,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
-        watched = observing(*laid_out.models, opaque=opaque) if watches(problem, step) else nullcontext(Observed())
+        tokens = TokensOfRank(laid_out.part, laid_out.parts, batch["tokens"].shape[1])
+        watched = observing(*laid_out.models, opaque=opaque, tokens=tokens) if watches(problem, step) else nullcontext(Observed())
         noted_routes = noting(laid_out.models if opaque and not problem.techniques.get("compile") else ())
         with watched as observed, noted_routes as routes, counting(seen.products, problem, step):
             outcome.losses.append(laid_out.forward_backward(mine))

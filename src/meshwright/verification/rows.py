@@ -19,10 +19,10 @@ class Rows:
     """The sketches of one stage and step: of every rank, and what one process computed of the same rows.
 
     Ranks that have the same rows (tensor parallelism) compute a module's output whole, as one process does, or as summands of it, or
-    each a part of every row. The first two are compared; parts are not.
+    each some tokens of every row (whose sketches are summands too), or each some features. The last are not compared.
 
     Attributes:
-        parts: modules of which ranks hold parts of rows, or whose output is never whole.
+        parts: modules of which ranks hold some features, or whose output is never whole.
     """
 
     def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
@@ -53,12 +53,17 @@ class Rows:
     def ranks(self, name: str, bound: float) -> tuple[int, ...]:
         """Those on whose rows the error is beyond its bound; none where all are."""
         beyond = []
-        for rank, own in enumerate(self._by_rank):
-            patched = [own if other == rank else expected for other, expected in enumerate(self._expected)]
-            rows = {name: torch.cat([named[name] for named in patched])} if name in own else {}
-            if not relative_errors(rows, {name: self._together[name]})[name] <= bound:
+        summed = self._summed() if self._is_shared else self._by_rank
+        for rank, found in enumerate(zip(self._by_rank, summed, strict=True)):
+            if not min(self._error_of(name, rank, own) for own in found) <= bound:
                 beyond.append(rank)
         return tuple(beyond) if len(beyond) < len(self._by_rank) else ()
+
+    def _error_of(self, name: str, rank: int, own: Named) -> float:
+        """If all other ranks had computed what one process did."""
+        patched = [own if other == rank else expected for other, expected in enumerate(self._expected)]
+        rows = {name: torch.cat([named[name] for named in patched])} if name in own else {}
+        return relative_errors(rows, {name: self._together[name]})[name]
 
     def _summed(self) -> list[Named]:
         """Each rank's rows replaced by the sum over the ranks that have the same."""
