@@ -93,6 +93,49 @@ def test_a_large_model_without_a_config_is_refused():
         measure_structure(model_facts(as_module(Wide)), 2)
 
 
+class Deep(nn.Module):
+    """A user's model of a size that could be measured, with layers too wide for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.vocab_size = 10
+        self.embedding = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 21_000), nn.GELU(), nn.Linear(21_000, 16)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x @ self.embedding.weight.T
+
+
+def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes_long():
+    with pytest.raises(UnsupportedError, match=r"21,016 features in 2 linear layers, 21,000 of them in 0: .* takes minutes"):
+        measure_structure(model_facts(as_module(Deep)), 2)
+
+
+def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measured():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=2, hidden_size=32, vocab_size=99, num_attention_heads=4, q_lora_rank=16)
+    for name, value in {"layer_types": 2, "mlp_layer_types": 2}.items():
+        setattr(config, name, getattr(config, name)[-value:])
+    config.n_routed_experts = config.moe_intermediate_size = 8
+    config.head_dim, config.qk_rope_head_dim, config.o_lora_rank = 8, 8, 8
+    with pytest.raises(UnsupportedError, match=r"none of them \(rows, seq, features\)"):
+        measure_structure(model_facts(as_module(CausalLM(config))), 2)
+
+
+def test_heads_of_linear_attention_of_full_size_are_shared_out():
+    """Measured on few and small ones; numbers for each head (gates, decays) stay as many as heads. It computes in fp32 inside."""
+    from transformers import AutoConfig
+
+    few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    found = parts_of(CausalLM(AutoConfig.for_model("kimi_linear", **few)), 4)
+    assert found["self_attn.b_proj.weight"] == found["self_attn.forget_gate.A_log"] == [(32, 32)]
+    assert found["self_attn.conv1d.weight"] == [(32 * 128, 32)] * 3 and found["self_attn.kv_b_proj.weight"] == [(32 * 256, 32)]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_mixtures_of_experts_of_full_size_are_planned(family):
     """As transformers' own configs have them: hundreds of billions of parameters, many experts, heads in parts."""

@@ -12,7 +12,7 @@ from meshwright.comparison.equality import HALVES, farthest, relative_errors, su
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import IntegrityError
 
-from .one_process import narrows
+from .one_process import narrows_inside
 from .outcome import Reference, reference
 from .problem import Problem
 from .routes import Routes
@@ -73,7 +73,7 @@ def references(
     problem = replace(problem, max_norm=one.max_norm)
     if problem.rounds_to in HALVES:
         return one, _from_float32(problem, one, are_features_cut, routes)
-    one.narrows = are_features_cut and problem.dtype == "float64" and narrows(problem)
+    one.narrows = are_features_cut and problem.dtype == "float64" and narrows_inside(problem)
     noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0
     first = _distances(_started_alike(reference(problem, 1, noise=noise, routes=routes), one), one)
     if problem.dtype == "float64" and not (one.narrows or first.round_inside):

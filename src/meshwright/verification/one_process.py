@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
 from meshwright.distributed.routing import count_routed, routed_tokens, routers_of
 from meshwright.distributed.weights import Weights, materialise
 from meshwright.introspection.facts import model_facts, router_loss_of
+from meshwright.introspection.narrowing import narrows
 from meshwright.introspection.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module, builder_of
@@ -226,25 +226,10 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
     return model.eval() if problem.evaluating else model
 
 
-def narrows(problem: Problem) -> bool:
-    """Whether the model's forward turns what follows from its parameters into a narrower dtype somewhere."""
+def narrows_inside(problem: Problem) -> bool:
+    """Whether the model's forward computes in a narrower dtype somewhere."""
     model = build(problem)
-    with _Narrowing() as watch:
-        model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu")))
-    return watch.found
-
-
-class _Narrowing(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.requires_grad and args and isinstance(args[0], Tensor):
-            given = args[0].dtype
-            self.found |= given.is_floating_point and result.is_floating_point() and result.dtype.itemsize < given.itemsize
-        return result
+    return narrows(lambda: model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu"))))
 
 
 def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: torch.device | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
 from meshwright.introspection.copies import copy_of
 from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.narrowing import narrows
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.structure.sample import Sample
 from meshwright.planning.tensor_plan import TensorPlan
@@ -32,7 +33,9 @@ from .runtime import LossRequest, Runtime
 Result = TypeVar("Result")
 PATIENCE_SEC = 60.0
 LARGEST_ERROR = 1e-6
-"""In fp64, relative; models that compute in fp32 inside are not exact to more."""
+"""In fp64, relative."""
+ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
+"""Of models that compute in fp32 inside: times what weights rounded to fp32 change, and no more than the other."""
 
 
 class Board:
@@ -122,7 +125,7 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
         except Exception as error:
             raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        if not errors[worst] <= LARGEST_ERROR:
+        if not errors[worst] <= LARGEST_ERROR and not _is_rounding(errors, sample.model, inputs):
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
     known.add((plan, sums_at_once))
@@ -176,6 +179,24 @@ def rehearse(
         off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN where one is
         errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
+
+
+def _is_rounding(errors: dict[str, float], model: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Whether a model that computes in fp32 inside is not exact to more."""
+    if not narrows(lambda: model(**inputs)):
+        return False
+    gradients: list[dict[str, Tensor]] = []
+    for rounds in (False, True):
+        one = copy_of(model)
+        if rounds:
+            for parameter in one.parameters():
+                parameter.data = parameter.data.float().double()
+        loss = _loss_of(logits_of(one(**inputs)))
+        loss.backward()
+        gradients.append({clean(name): p.grad for name, p in one.named_parameters() if p.grad is not None} | {"loss": loss.detach()})
+    exact, rounded = gradients
+    moved = {name: float((rounded[name] - value).norm() / value.norm()) for name, value in exact.items()}
+    return all(error <= max(LARGEST_ERROR, min(ROUNDED * moved.get(name, 0.0), LARGEST_ROUNDED)) for name, error in errors.items())
 
 
 class Resting:

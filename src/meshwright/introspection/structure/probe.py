@@ -20,6 +20,9 @@ from meshwright.core.errors import UnsupportedError
 from .adapters import Adapted, find_adapted
 from .held import PUSHED, Held
 
+MOST_EFFORT = 4e8
+"""Pushed times watched features: one to two minutes on a core."""
+
 
 @dataclass
 class Reach:
@@ -110,6 +113,22 @@ class Probe:
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what flows between them"
             " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
+
+    def refuse_slow(self) -> None:
+        """Raise UnsupportedError where measuring would take minutes: each feature is pushed, and each input watched. Counted and not timed,
+        since all ranks must come to the same."""
+        given, watched = {path: self.output_of(path).shape[-1] for path in self.linears}, 0
+        for path in self.linears:
+            entered = self.calls[path][0].entered
+            watched += 0 if entered is None else entered.shape[-1]
+        if (effort := sum(given.values()) * watched) > MOST_EFFORT:
+            widest = max(given, key=lambda path: given[path])
+            raise UnsupportedError(
+                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)} linear layers,"
+                f" {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort {effort:.1e}, at most"
+                f" {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with the usual names (hidden_size,"
+                " num_attention_heads, num_key_value_heads, head_dim, intermediate_size). Or set layout.tp = 1 and layout.pp = 1."
+            )
 
     def module(self, path: str) -> nn.Module:
         return self.block.get_submodule(path)

@@ -117,9 +117,15 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     """
     cuts = tuple(_resized(cut, region.kind, before, after, heads) for cut in region.cuts)
     found = replace(region, cuts=cuts)
-    for old, new in zip(_widths(region), _widths(found), strict=True):
-        if old != new:
-            raise UnsupportedError(f"the layers of {region.container} are in other proportions than in a model of the same structure")
+    growth = _width(_end(found)) / _width(_end(region))
+    for old, new in zip(region.cuts, found.cuts, strict=True):
+        legal = (growth, 1) if len(old.parts) == 1 else (growth,)  # a few numbers for each head, however large heads are
+        for before_part, after_part in zip(old.parts, new.parts, strict=True):
+            if (found_growth := _width(after_part) / _width(before_part)) not in legal:
+                raise UnsupportedError(
+                    f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices in a group as in a"
+                    f" small model of the same structure, and the layer behind it {float(growth):g} times: how it is cut does not follow"
+                )
     return replace(found, groups=_end(found).groups)
 
 
@@ -129,10 +135,9 @@ def _end(region: Region) -> Part:
     return cut.parts[0]
 
 
-def _widths(region: Region) -> list[Fraction]:
-    """Slices in a group of each part, for each input of the layer that ends the region."""
-    end = Fraction(_end(region).size, _end(region).groups)
-    return [Fraction(part.size, part.groups) / end for cut in region.cuts for part in cut.parts]
+def _width(part: Part) -> Fraction:
+    """Slices in a group."""
+    return Fraction(part.size, part.groups)
 
 
 def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Cut:

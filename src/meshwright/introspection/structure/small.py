@@ -24,6 +24,8 @@ TOP_K = ("num_experts_per_tok", "moe_k")
 FEW_EXPERTS = 16
 LATENT = ("q_lora_rank", "kv_lora_rank")
 ROTATED = "qk_rope_head_dim"
+LINEAR_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
+LINEAR_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")
 HEAD_PARTS = ("qk_nope_head_dim", ROTATED, "v_head_dim")
 """Of latent attention: features of a head's query and key, those of them that are rotated, and of its value."""
 CHUNKS = ("chunk_size", "mamba_chunk_size")
@@ -93,7 +95,7 @@ def _narrow(config: Any, heads: int, key_heads: int, size: int, ranks: int) -> d
         changes["rotary_dim"] = size // 2
     if isinstance(_own(config, "head_dim"), int):
         changes["head_dim"] = size
-    changes |= _narrow_parts(config, size)
+    changes |= _narrow_parts(config, size) | _narrow_others(config, heads, size)
     if (_get(config, ("vocab_size",)) or 0) > VOCABULARY:
         changes["vocab_size"] = VOCABULARY
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -113,6 +115,22 @@ def _narrow_parts(config: Any, size: int) -> dict[str, int]:
     if isinstance(_own(config, "qk_head_dim"), int):
         whole["qk_head_dim"] = sum(found.get(name, 0) for name in HEAD_PARTS[:2])
     return found | whole
+
+
+def _narrow_others(config: Any, heads: int, size: int) -> dict[str, int]:
+    """Heads of further kinds of attention, in the same proportions: ``swa_num_attention_heads`` and the like, and linear attention's."""
+    of_all, found = _get(config, HEADS) or heads, {}
+    of_head = _head_size(config, of_all, _get(config, WIDTH) or size)
+    for prefix in [name.removesuffix(HEADS[0]) for name in vars(config) if name.endswith(f"_{HEADS[0]}")]:
+        counts = (prefix + HEADS[0], prefix + KEY_HEADS[0])
+        found |= _scaled(config, counts, heads, of_all) | _scaled(config, (prefix + "head_dim", prefix + "v_head_dim"), size, of_head)
+    return found | _scaled(config, LINEAR_HEADS, heads, of_all) | _scaled(config, LINEAR_SIZES, size, of_head)
+
+
+def _scaled(config: Any, names: tuple[str, ...], small: int, large: int) -> dict[str, int]:
+    """Those of the values that ``small / large`` times are whole numbers."""
+    values = {name: value for name in names if isinstance(value := _own(config, name), int)}
+    return {name: value * small // large for name, value in values.items() if value * small >= large and value * small % large == 0}
 
 
 def _head_size(config: Any, heads: int, width: int) -> int:

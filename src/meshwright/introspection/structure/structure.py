@@ -129,14 +129,16 @@ def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
+    hidden = probe.hidden  # before what takes long: where there is none, nothing is cut
+    probe.refuse_slow()
     regions = find_regions(probe)
     gathers = _gathers(probe, regions)
     return BlockKind(
         blocks=blocks,
-        hidden=probe.hidden,
+        hidden=hidden,
         regions=regions,
         gathers=gathers,
-        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, probe.hidden),
+        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
         summed=_summed(probe, regions),
         mixes_outside=_mixes_outside(probe, regions),
         strange=tuple(find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])),
