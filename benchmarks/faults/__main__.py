@@ -159,15 +159,19 @@ def composed(copy: Copy, only: str) -> Count:
 
 def traced(copy: Copy, only: str) -> Count:
     count = Count("by a trace")
-    with tempfile.TemporaryDirectory() as folder:
-        runs = traces.Runs(copy, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        runs, unrehearsed = traces.Runs(copy, Path(folder)), Copy(Path(other), rehearses=False)
         for layout in traces.SOUND:
             if only in str(layout):
                 count.of_sound(f"a run with {layout}", runs.check(layout))
         for fault in traces.FAULTS:
-            if only in fault.what:
-                with copy.with_fault(fault.file, fault.old, fault.new):
-                    count.of_fault(f"{fault.what} [{fault.layout}]", fault.where, runs.check(fault.layout))
+            if only not in fault.what:
+                continue
+            with copy.with_fault(fault.file, fault.old, fault.new), unrehearsed.with_fault(fault.file, fault.old, fault.new):
+                said = runs.check(fault.layout)
+                if "rehearsed" in said.get("refused", ""):
+                    said = runs.check(fault.layout, unrehearsed)
+            count.of_fault(f"{fault.what} [{fault.layout}]", fault.where, said)
     return count
 
 

@@ -159,7 +159,7 @@ TENSOR = [
         "        first = min((group.size - 1 - group.rank) * share, whole)\n        return",
         CUT,
         TP,
-        r"output of (embedding|layers\.0\.attention_norm) \(forward\)|initial value of the parameter (embedding|head)|refused",
+        r"output of (embedding|layers\.0\.attention_norm) \(forward\)",
     ),
 ]
 PIPELINE = [

@@ -155,13 +155,13 @@ class Runs:
         self._n += 1
         return [f"--{key}={value}" for key, value in (self.config | changes | {"out": self.folder / f"runs-{self._n}"}).items()]
 
-    def check(self, layout: dict[str, int]) -> dict[str, Any]:
-        """A run on the layout, compared with the trace; see ``judge.judge``."""
+    def check(self, layout: dict[str, int], copy: Any = None) -> dict[str, Any]:
+        """A run on the layout (of another copy), compared with the trace; see ``judge.judge``."""
         world = 1
         for size in layout.values():
             world *= size
         changes = {f"layout.{axis.replace('_', '-')}": size for axis, size in layout.items()} | {"process.count": world}
-        done = self.copy.python("-m", "meshwright", "train", *self._flags(changes), "--check-trace", self.trace)
+        done = (copy or self.copy).python("-m", "meshwright", "train", *self._flags(changes), "--check-trace", self.trace)
         said = done.stdout + done.stderr
         if "equal within rounding" in said and done.returncode == 0:
             return {"equal": True}
