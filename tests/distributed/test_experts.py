@@ -27,10 +27,12 @@ from meshwright.distributed.local import WorkerFailed
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.step_batch import labels_of
 from meshwright.distributed.tensor.runtime import LocalView
 from meshwright.distributed.wholes import whole_on_first
 from meshwright.distributed.wire import WireCounter
 from meshwright.distributed.world import get_world_info
+from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -221,6 +223,41 @@ def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
 def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
     for planned, sent in spmd(layout.world, sent_for_routers, layout):
         assert_foreseen(planned, sent)
+
+
+def with_its_own_kernel(name: str) -> tuple[str, float]:
+    """A family's experts as training runs them, in float32: the kernel that its config chose, and the largest error of two steps' losses,
+    gradients and weights against one process."""
+    torch.manual_seed(0)
+    plain, laid = families.on_cpu(families.config_of(name)), families.on_cpu(families.config_of(name))
+    laid.load_state_dict(plain.state_dict())
+    parallel = parallelize(laid, Layout(dp_shard=2, ep=2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (plain, parallel)]
+    errors = []
+    for step in range(2):
+        batch = RandomBatches(families.VOCABULARY, rows=4, seq_len=9, keys=())(step)
+        losses = torch.nn.functional.cross_entropy(plain(batch["tokens"]).logits.flatten(0, 1), labels_of(batch).flatten(), reduction="sum")
+        loss = losses / (labels_of(batch) != -100).sum()
+        loss.backward()
+        errors.append(abs(float(parallel.forward_backward(own_rows(parallel, batch))) / float(loss) - 1))
+        found = whole_on_first({name: p.grad for name, p in parallel.named_parameters() if p.grad is not None})
+        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        errors += relative_errors(found, wanted).values() if found else []
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        parallel.optimizer_step(optimizers[1])
+    return laid.config._experts_implementation, max(errors)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_a_familys_experts_train_with_the_kernel_that_they_come_with_and_verify_runs_that_one(spmd, pool, name):
+    for kernel, error in spmd(2, with_its_own_kernel, name):
+        assert kernel == "grouped_mm" and error < 1e-4
+    config = families.config_of(name)
+    assert CausalLM(config, "float32")().config._experts_implementation == "grouped_mm"
+    batches = RandomBatches(families.VOCABULARY, rows=4, seq_len=9, keys=())
+    report = verify(config, Layout(dp_shard=2, ep=2), batches, steps=1, dtypes=("float32",), pool=pool)
+    assert report, str(report)
 
 
 # --- tokens travel, whatever their experts
