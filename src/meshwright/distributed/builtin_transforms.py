@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import DATA_AXES, Axis
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -24,9 +24,9 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.rules import raise_all
 from meshwright.planning.techniques import Techniques, TensorStyleWish
 
-from . import audit, order
+from . import agree, audit, order
 from .functions import averaging_plan, float8_plan, proven_tensor_plan
-from .mesh import axis_sizes, build_mesh, data_groups, known_mesh, plan_sizes, sizes_of_stage
+from .mesh import axis_sizes, build_mesh, can_merge_data, data_groups, known_mesh, plan_sizes, sizes_of_stage, with_data_on
 from .parallelize import single_process_mesh
 from .part import Part
 from .setup import DEFAULT_BACKEND, choose_backend
@@ -151,6 +151,14 @@ class FullyShardTransform(_Planned):
 
     rows = ("fully_shard", "weights")
 
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        c: FullyShardTransformConfig = self.config
+        acts = c.mixed_precision is not None or (c.offload is not None and c.offload.cpu_offload)
+        if kwargs or acts or get_world_info()[2] > 1 or not agree.alone() or any(p.is_meta for p in model.parameters()):
+            return super().apply(model, **kwargs)
+        log.info("fully_shard: there is one process, so there is nothing to shard")
+        return equip(model if self.context.get("device") is None else model.to(self.context["device"]), None)
+
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         assert device_mesh is not None
         c: FullyShardTransformConfig = self.config
@@ -176,6 +184,8 @@ class FullyShardTransform(_Planned):
             given = mesh_of_world(layout)
         replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in DATA_AXES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
+            if self.collective is not None and can_merge_data(given):  # it has ranks; a mesh that is given says who replicates
+                return with_data_on(given, Axis.DP_SHARD)
             raise ConfigError(
                 f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over dp_replicate ="
                 f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set use_hybrid_sharding = true."
@@ -261,8 +271,12 @@ class ActivationCheckpointTransform(_Planned):
             mode = "selective_op" if c.ops_to_save else "full"
             kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
             return self.wished(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
-        classes = tuple(import_classes_from_paths(list(c.layer_classes)))
-        chosen = tuple(name for name, module in self._modules if isinstance(module, classes))
+        alone = {name for name in c.layer_classes if "." not in name}
+        classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))
+        if unknown := sorted(alone - {kind.__name__ for _, module in self._modules for kind in type(module).__mro__}):
+            near = nearest(unknown[0], {type(module).__name__ for _, module in self._modules})
+            raise ConfigError(f"activation_checkpoint.layer_classes: no module of {facts.kind} is of the class '{unknown[0]}'.{near}")
+        chosen = tuple(n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__})
         if not chosen:
             raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
         made = self.wished(facts, device_mesh, Techniques())

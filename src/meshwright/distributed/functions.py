@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.axes import Axis
-from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.cluster import local_device
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
@@ -23,31 +22,14 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 
 from . import agree, order
+from .checkpointing_modes import ActivationCheckpointing, checkpointing_mode
 from .mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, known_mesh, plan_sizes, sizes_of_stage
 from .parallelize import single_process_mesh
+from .pipeline.other_config import decoder_config
+from .pipeline.stage_plan import facts_of_whole, plan_of_stage_module
 from .tensor.rehearsal import prove
 
 log = logging.getLogger("meshwright")
-
-
-class ActivationCheckpointing(StrEnum):
-    """What is recomputed in backward, or kept elsewhere; see ``planning.techniques`` for the keys of each."""
-
-    NONE = "none"
-    FULL = "full"
-    """Every repeated block."""
-    SELECTIVE = "selective"
-    """Attention only."""
-    EVERY_N = "every_n"
-    """Each second block."""
-    MODULES = "modules"
-    """Modules that are named."""
-    SELECTIVE_OP = "selective_op"
-    """Every block, but not attention products, each second matrix product, what other ranks sent, and the choice of experts."""
-    OFFLOAD = "offload"
-    """Nothing; what blocks save for backward waits in host memory."""
-    MEMORY_BUDGET = "memory_budget"
-    """What the compiler chooses."""
 
 
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
@@ -109,7 +91,11 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
 
 def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
     """A plan that cuts over the tensor axis of a mesh alone, rehearsed; it cuts nothing where there is no such axis."""
+    if (whole := facts_of_whole(facts)) is not None:
+        return plan_of_stage_module(proven_tensor_plan(whole, device_mesh, wishes), facts)
     ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
+    if ranks > 1 and facts.module is not None:
+        order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
@@ -189,6 +175,7 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         log.info("apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
+    order.refuse_misorder("expert_parallel", order.applied(model), facts.kind)
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
     return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
 
@@ -253,17 +240,6 @@ def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan
     return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
 
 
-def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:
-    """The mode of that name. Raises ConfigError for another."""
-    try:
-        return ActivationCheckpointing(mode)
-    except ValueError:
-        legal = [m.value for m in ActivationCheckpointing]
-        raise ConfigError(
-            f"activation checkpointing '{mode}' is not a mode.{nearest(str(mode), legal)} Legal: {', '.join(legal)}."
-        ) from None
-
-
 def build_parallel_model(
     model_config: Any,
     device: torch.device | str,
@@ -279,7 +255,7 @@ def build_parallel_model(
     """Build a model on meta, lay it onto the mesh in the one order, and give it weights; gradients are averaged over data ranks.
 
     Args:
-        model_config: a model config, or a function that returns a module.
+        model_config: a model config (KempnerForge's ModelConfig too), or a function that returns a module.
         device: where it computes; it must be of the mesh's kind.
         device_mesh: our axis names; None: one process.
         mp_policy: dtypes; None: ``default_mp_policy(param_dtype)``.
@@ -308,7 +284,7 @@ def build_parallel_model(
             "device_mesh = None means one process, but the process group has more: give the mesh that init_distributed returned"
         )
     device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
-    module = as_module(model_config)
+    module = as_module(decoder_config(model_config))
     facts = model_facts(module)
     mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
     wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)

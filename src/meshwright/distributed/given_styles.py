@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,17 +18,31 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean, selected
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor_styles import STYLES
 
 from .tensor.styles import Style, translate_to_torch_parallel_style
 
 
-def wishes_of(plan: Mapping[str, str | ParallelStyle] | None) -> tuple[TensorStyleWish, ...]:
-    """A plan that was given to a function (``tp_shard_plan``), as rows of ours. Raises ConfigError for an empty one."""
+def wishes_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleWish, ...]:
+    """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours. Raises ConfigError for an empty one.
+
+    A layer with adapters is named by its own path, as models of transformers name it, or by that of the layer inside.
+    """
     if plan is not None and not plan:
         raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
-    return tuple(TensorStyleWish(pattern, word_of(style, f"tp_shard_plan['{pattern}']")) for pattern, style in (plan or {}).items())
+    paths = {clean(name) for name, _ in model.named_modules()}
+    rows = []
+    for pattern, style in (plan or {}).items():
+        word, named = word_of(style, f"tp_shard_plan['{pattern}']"), selected(pattern, paths)
+        adapted = {path: f"{path}{HOST}" for path in named if f"{path}{HOST}" in paths}
+        rows += [TensorStyleWish(adapted.get(path, path), word) for path in sorted(named)] if adapted else [TensorStyleWish(pattern, word)]
+    return tuple(rows)
+
+
+HOST = ".base_layer"
+"""Where libraries of adapters keep the layer that they are beside."""
 
 
 def word_of(style: str | ParallelStyle, where: str) -> str:

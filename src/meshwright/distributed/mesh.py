@@ -88,6 +88,21 @@ def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return known
 
 
+def can_merge_data(device_mesh: DeviceMesh) -> bool:
+    """Whether ``with_data_on`` can do it: the mesh has all ranks, and was not built for experts."""
+    return get_expert_mesh(device_mesh) is None and device_mesh.mesh.numel() == dist.get_world_size()
+
+
+def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
+    """Make a mesh of the same ranks with all data ranks on one of the data axes, and one on the other. Collective."""
+    sizes = axis_sizes(device_mesh)
+    names, data = list(sizes), [each.value for each in DATA_AXES if each.value in sizes]
+    others = [name for name in names if name not in data]
+    ranks = device_mesh.mesh.permute([names.index(name) for name in (*others, *data)])
+    shape = [sizes[name] for name in others] + [-1 if each is axis else 1 for each in DATA_AXES]
+    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in DATA_AXES)))
+
+
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
     """Axis name to size, with ep where the mesh was built for it: of what a plan is made for."""
     experts = get_expert_mesh(device_mesh)

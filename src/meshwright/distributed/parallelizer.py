@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from meshwright.core.axes import Axis
+from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.introspection.facts import model_facts
@@ -63,8 +63,9 @@ def fsdp2_strategy_parallelize(
 
     Args:
         device_mesh: our axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
-        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. A policy given explicitly acts without
-            a data axis too, over a mesh of size 1.
+        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a data axis of size 1
+            too, beside a tensor axis; on a mesh without either, and on one that has no data axis, the model's own dtype is kept unless a
+            policy is given.
         tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what it does not name
             stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that differs is logged.
         offload_policy: torch's CPUOffloadPolicy, or None.
@@ -76,9 +77,10 @@ def fsdp2_strategy_parallelize(
     """
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     sizes = sizes_of_stage(device_mesh)
-    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan), cpu_offload=_offloads(offload_policy))
+    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
-    shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload
+    has_data_axis = any(axis.value in sizes for axis in DATA_AXES)  # of size 1 too: a call computes in one dtype, however many ranks
+    shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
         log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
     if not cuts and not shards:

@@ -11,8 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwright.core.dtypes import canonical_dtype, torch_dtype
 
 
-@dataclass(frozen=True)
-class DDPTransformConfig:
+class ModelTransformConfig:
+    """Base of the configs of transforms, under Optimus-DL's name; any dataclass will do as well."""
+
+
+@dataclass
+class DDPTransformConfig(ModelTransformConfig):
     """torch's DistributedDataParallel options of the same names."""
 
     find_unused_parameters: bool = False
@@ -20,7 +24,7 @@ class DDPTransformConfig:
     static_graph: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedPrecisionConfig:
     """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double; none: as torch's policy has it."""
 
@@ -36,13 +40,15 @@ class MixedPrecisionConfig:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
+        self.__post_init__()  # a field may have been changed
+
         def dtype(name: str | None) -> torch.dtype | None:
             return None if name is None else torch_dtype(name)
 
         return MixedPrecisionPolicy(dtype(self.param_dtype), dtype(self.reduce_dtype), dtype(self.output_dtype), self.cast_forward_inputs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OffloadConfig:
     """Parameters, gradients and optimizer state in host memory; ``pin_memory`` where there is a GPU to copy to."""
 
@@ -50,8 +56,8 @@ class OffloadConfig:
     pin_memory: bool = True
 
 
-@dataclass(frozen=True)
-class FullyShardTransformConfig:
+@dataclass
+class FullyShardTransformConfig(ModelTransformConfig):
     """FSDP2 / HSDP.
 
     ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open; false shards
@@ -66,8 +72,8 @@ class FullyShardTransformConfig:
     sync_grad_accum: bool | Literal["shard"] = False
 
 
-@dataclass(frozen=True)
-class Float8TransformConfig:
+@dataclass
+class Float8TransformConfig(ModelTransformConfig):
     """Linear layers multiply in float8.
 
     ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do not.
@@ -79,8 +85,8 @@ class Float8TransformConfig:
     enable_fsdp_float8_all_gather: bool = False
 
 
-@dataclass(frozen=True)
-class TensorParallelTransformConfig:
+@dataclass
+class TensorParallelTransformConfig(ModelTransformConfig):
     """Weights cut over the mesh's tp axis.
 
     ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations are gathered again in
@@ -92,14 +98,14 @@ class TensorParallelTransformConfig:
     plan: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ExpertParallelTransformConfig:
+@dataclass
+class ExpertParallelTransformConfig(ModelTransformConfig):
     """Nothing to choose: the mesh says how many ranks share experts out (``ep``)."""
 
 
-@dataclass(frozen=True)
-class ActivationCheckpointTransformConfig:
-    """Recompute every module of the given classes ("package.module.Class"); none given: every repeated block.
+@dataclass
+class ActivationCheckpointTransformConfig(ModelTransformConfig):
+    """Recompute every module of the given classes ("package.module.Class", or "Class" alone); none given: every repeated block.
 
     ``ops_to_save``: results that are kept: operators ("aten.mm.default", or "aten.mm" for all its forms), or the words of
     ``techniques.checkpoint_keep``.
@@ -110,8 +116,8 @@ class ActivationCheckpointTransformConfig:
     ops_to_save: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class CompileTransformConfig:
+@dataclass
+class CompileTransformConfig(ModelTransformConfig):
     """Options of torch.compile, applied to each repeated block.
 
     ``activation_memory_budget``: the share, above 0 and below 1, of what a block would keep for backward that it may keep.
@@ -121,8 +127,8 @@ class CompileTransformConfig:
     activation_memory_budget: float | None = None
 
 
-@dataclass(frozen=True)
-class LoadWeightsTransformConfig:
+@dataclass
+class LoadWeightsTransformConfig(ModelTransformConfig):
     """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the model is read).
 
     ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.

@@ -21,6 +21,7 @@ from .transform_options import (
     FullyShardTransformConfig,
     LoadWeightsTransformConfig,
     MixedPrecisionConfig,
+    ModelTransformConfig,
     OffloadConfig,
     TensorParallelTransformConfig,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "LoadWeightsTransformConfig",
     "MixedPrecisionConfig",
     "ModelTransform",
+    "ModelTransformConfig",
     "OffloadConfig",
     "TensorParallelTransform",
     "TensorParallelTransformConfig",

@@ -26,7 +26,7 @@ from . import megatron, order
 from .fully_sharded import sharded_modules
 from .given_styles import wishes_of
 from .gradient_check import GradientCheck
-from .mesh import NEMO_NAMES, axis_sizes, get_expert_mesh, groups_of, known_mesh, sizes_of_stage
+from .mesh import NEMO_NAMES, axis_sizes, can_merge_data, get_expert_mesh, groups_of, known_mesh, sizes_of_stage, with_data_on
 from .optimizer_swap import OptimizerSwap
 from .tensor.rehearsal import prove
 from .transform_registry import equip
@@ -112,7 +112,7 @@ def nvfsdp_strategy_parallelize(
     options.check()
     facts = model_facts(model)
     _check_meta(facts, options)
-    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan))
+    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model))
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
     if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
         if get_expert_mesh(device_mesh) is not None:
@@ -209,16 +209,12 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
         )
     if options.stage or shards == 1:
         return device_mesh
-    if get_expert_mesh(device_mesh) is not None or device_mesh.mesh.numel() != dist.get_world_size():
+    if not can_merge_data(device_mesh):
         raise ConfigError(
             f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over dp_shard = {shards}."
             f" Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
         )
-    names, data = list(sizes), [axis.value for axis in DATA_AXES if axis.value in sizes]
-    others = [name for name in names if name not in data]
-    ranks = device_mesh.mesh.permute([names.index(name) for name in (*others, *data)])
-    shape = (*(sizes[name] for name in others), replicas * shards, 1)
-    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(axis.value for axis in DATA_AXES)))
+    return with_data_on(device_mesh, Axis.DP_REPLICATE)
 
 
 def _check(plan: Plan, options: ZeroOptions) -> None:

@@ -77,12 +77,28 @@ class MoEConfig:
             raise ValueError(f"model.moe.top_k = {self.top_k} is more than the {reached} experts{where} that a token can choose from")
 
 
+OTHER_NAMES = {
+    "tie_embeddings": "tied_embeddings",
+    "tie_word_embeddings": "tied_embeddings",
+    "ffn_hidden_dim": "hidden_dim",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "num_experts": "moe=MoEConfig(n_experts=...)",
+}
+"""What other systems call our fields."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a decoder-only transformer.
 
     Raises:
-        ValueError: sizes that do not fit together; the text names them.
+        ValueError: sizes that do not fit together, or a field by another system's name; the text names them.
     """
 
     vocab_size: int
@@ -98,6 +114,12 @@ class DecoderConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
     moe: MoEConfig | None = None
+
+    def __new__(cls, *args: object, **fields: object) -> DecoderConfig:
+        """Refuses fields by other systems' names, with ours."""
+        if other := [name for name in fields if name in OTHER_NAMES]:
+            raise ValueError(f"DecoderConfig has no field {', '.join(other)}: write {', '.join(OTHER_NAMES[name] for name in other)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +16,10 @@ from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.layers import RMSNorm
 from meshwright.planning.pipeline_split import compute_layer_assignment
 
+from .other_config import decoder_config
+
+log = logging.getLogger("meshwright")
+
 
 class PipelineStageModule(nn.Module):
     """The layers of one stage; embedding on the first, final norm and head on the last. Names, and so initial weights and checkpoints, are
@@ -20,7 +27,7 @@ class PipelineStageModule(nn.Module):
     ``init_weights_and_freqs``.
 
     Args:
-        config: of the whole decoder.
+        config: of the whole decoder; KempnerForge's ModelConfig too, where it says nothing that our decoder has not.
         stage_id, num_stages: which of how many.
         layer_range: (first, one behind the last) of its layers.
         seed: of the initial weights.
@@ -30,10 +37,12 @@ class PipelineStageModule(nn.Module):
 
     Raises:
         ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize`` keeps equal.
+        UnsupportedError: a field of a foreign config asks for what our decoder has not.
     """
 
-    def __init__(self, config: DecoderConfig, stage_id: int, num_stages: int, layer_range: tuple[int, int], *, seed: int = 0):
+    def __init__(self, config: DecoderConfig | Any, stage_id: int, num_stages: int, layer_range: tuple[int, int], *, seed: int = 0):
         super().__init__()
+        config = decoder_config(config)
         self.pipeline_group: dist.ProcessGroup | None = None
         start, end = layer_range
         if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
@@ -56,6 +65,8 @@ class PipelineStageModule(nn.Module):
             self.head.weight = self.embedding.weight
         if not next(self.parameters()).is_meta:
             self.init_weights_and_freqs(seed)
+        ends = "".join([", embedding" if self.is_first else "", ", norm and head" if self.is_last else ""])
+        log.info("stage %d of %d: layers %d to %d%s", stage_id, num_stages, start, end - 1, ends)
 
     def init_weights_and_freqs(self, seed: int = 0) -> None:
         """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives the same names.
@@ -102,11 +113,12 @@ class PipelineStageModule(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def build_stage_module(config: DecoderConfig, pp_rank: int, pp_size: int, *, seed: int = 0) -> PipelineStageModule:
+def build_stage_module(config: DecoderConfig | Any, pp_rank: int, pp_size: int, *, seed: int = 0) -> PipelineStageModule:
     """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial weights.
 
     Raises:
         ValueError: fewer layers than stages. ConfigError: no such rank.
     """
+    config = decoder_config(config)
     layers = compute_layer_assignment(config.n_layers, pp_size)
     return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed)

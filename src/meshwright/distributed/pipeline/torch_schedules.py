@@ -103,7 +103,8 @@ def build_pipeline_schedule(
     made = get_schedule_class(NAMES[kind.name])
     stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
     ranks = stages[0].group_size
-    if (legal := kind.legal(n_microbatches, ranks)) != n_microbatches:
+    needed = ranks if kind.name == "1f1b" else 1  # torch's keeps every stage busy before its first backward
+    if (legal := kind.legal(max(n_microbatches, needed), ranks)) != n_microbatches:
         raise ConfigError(f"{kind.name} on {ranks} ranks takes {legal} microbatches or more, not {n_microbatches}")
     if issubclass(made, PipelineScheduleSingle):
         if len(stages) > 1:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import Part, take
@@ -75,11 +75,25 @@ class Style(ParallelStyle):
         return ConfigError(f"style '{self.word}' is for {needs}, and this is a {type(module).__name__}. Legal for any module: replicate.")
 
 
-class ColumnStyle(Style):
+class LinearStyle(Style):
+    """A style of linear layers."""
+
+    def _transposed(self, module: nn.Module) -> bool:
+        found = is_transposed(module)
+        if found is None:
+            raise self.refuse(module, "a linear layer")
+        return found
+
+
+class ColumnStyle(LinearStyle, ColwiseParallel):
     """Each rank has some output features: the input is whole, and its gradient is summed.
 
     The output is cut; gathered for colwise_gather_output and colwise_rep. local_*: nothing travels, the gradient stays a summand.
     """
+
+    def __init__(self, word: str):
+        super().__init__(word)
+        ColwiseParallel.__init__(self, output_layouts=Replicate() if STYLES[word].whole_outside else Shard(-1))
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement]:
         gathers, group = STYLES[self.word].whole_outside, runtime.group
@@ -97,18 +111,16 @@ class ColumnStyle(Style):
             wrap(module, lambda forward: lambda x: functions.whole_vocabulary(forward(x), size, group))
         return placements
 
-    def _transposed(self, module: nn.Module) -> bool:
-        found = is_transposed(module)
-        if found is None:
-            raise self.refuse(module, "a linear layer")
-        return found
 
-
-class RowStyle(ColumnStyle):
+class RowStyle(LinearStyle, RowwiseParallel):
     """Each rank has some input features: the output is summed, and the bias added once.
 
     The input is cut already; rowwise_split_input and rowwise_rep take the whole one and cut it. local_*: the output stays a summand.
     """
+
+    def __init__(self, word: str):
+        super().__init__(word)
+        RowwiseParallel.__init__(self, input_layouts=Replicate() if STYLES[word].whole_outside else Shard(-1))
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement]:
         group = runtime.group
@@ -162,6 +174,14 @@ class WholeStyle(Style):
         own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
         use_local_parameters(module, LocalView.of(module, summing=own if is_summed else (), group=runtime.group))
         return None if self.word.startswith("local") else {}
+
+
+class SequenceStyle(WholeStyle, SequenceParallel):
+    """sequence_parallel: the module acts on this rank's tokens."""
+
+    def __init__(self, word: str):
+        super().__init__(word)
+        SequenceParallel.__init__(self, use_local_output=True)
 
 
 class SumStyle(Style):
@@ -227,6 +247,8 @@ _CLASSES: dict[str, type[Style]] = {
 def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelStyle:
     """The ParallelStyle that a word of a plan stands for, usable with torch's ``parallelize_module``; one given is given back.
 
+    Those of linear layers are also torch's ColwiseParallel and RowwiseParallel, and that of norms its SequenceParallel, with their layouts.
+
     The words are those of transformers (plans of the model, of 5.x and of 4.x).
 
     Raises:
@@ -236,7 +258,7 @@ def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelSty
         return style
     if style not in STYLES:
         raise ConfigError(unknown_style(f"style {style!r}", style))
-    return _CLASSES[STYLES[style].kind](style)
+    return SequenceStyle(style) if style == "sequence_parallel" else _CLASSES[STYLES[style].kind](style)
 
 
 def is_transposed(module: nn.Module) -> bool | None:

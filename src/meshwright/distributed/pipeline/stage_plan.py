@@ -1,0 +1,43 @@
+"""How a stage module of our decoder is cut over the tensor axis: as the whole decoder is, between whole messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.models.decoder import Decoder
+from meshwright.planning.plan import Plan
+
+from .stage_module import PipelineStageModule
+
+
+def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
+    """Describe the decoder that a stage module belongs to; None for other models. A later stage takes hidden states, and cannot be measured
+    by itself."""
+    stage = facts.module
+    if not isinstance(stage, PipelineStageModule) or stage.num_stages == 1:
+        return None
+    with torch.device("meta"):
+        return replace(model_facts(Decoder(stage.config)), float8_plan=facts.float8_plan)
+
+
+def plan_of_stage_module(plan: Plan, facts: ModelFacts) -> Plan:
+    """Reduce the whole decoder's plan to one stage module, which takes and gives whole sequences: torch's stages send them so."""
+    stage, tensor = facts.module, plan.tensor
+    assert isinstance(stage, PipelineStageModule)
+    if tensor is None:
+        return plan
+    first, last = stage.is_first, stage.is_last
+    own = replace(
+        tensor.only(tuple(f"layers.{number}" for number in stage.layers)),
+        begins=True,
+        embedding=tensor.embedding if first else "",
+        embedding_is_hidden=tensor.embedding_is_hidden and first,
+        before=tensor.before if first else (),
+        head=tensor.head if last else "",
+        alike_behind=tensor.alike_behind if last else (),
+        gathers_after_blocks=tensor.gathers_after_blocks if last else tensor.sequence_parallel,
+    )
+    return replace(plan, tensor=own)
