@@ -53,6 +53,13 @@ class BlocksPlan:
                 if owner(cut.name) not in planned.region.spanning:
                     yield cut
 
+    def summed_outputs(self) -> Iterator[str]:
+        """Paths of modules that give none of what one process computes, or all of it: their sums are reduced by the last of them."""
+        places = {planned.region.consumer: planned.region.place_of(planned.region.consumer) for planned in self.regions}
+        for block in self.blocks:
+            for path in self.summed:
+                yield from (f"{block}.{path}", f"{block}.{places.get(path, path)}")
+
     def parts_of(self, path: str) -> OperandParts:
         """Which operands of a linear layer's products a rank has a part of; ``path`` within the block."""
         for region in (planned.region for planned in self.regions):

@@ -194,7 +194,9 @@ class TraceCheck:
         is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
         is_absent = [self._observed.shapes.get(name) == () for name in shapes]
         found = agree.largest_each(torch.tensor(is_cut if self._tensor else is_absent, dtype=torch.float64))
-        return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag}
+        tensor = self.r.plan.tensor
+        summed = set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
+        return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
     def _first_to_see(self, seen: Tensor) -> Tensor:
         """What several ranks of a pipeline compute is the first one's."""

@@ -64,6 +64,10 @@ class LaidOut:
         """Clip, step and clear; the norm before clipping."""
         raise NotImplementedError
 
+    def summed_elsewhere(self) -> tuple[str, ...]:
+        """Modules that give what another computes in one process: sums of several layers are reduced at once."""
+        return ()
+
     def backward_share(self, rows: Batch, batch: Batch) -> float:
         """How many times the gradients that this rank's backward sees are those of the mean over the whole batch."""
         return 1.0
@@ -81,6 +85,10 @@ class Ours(LaidOut):
 
     def optimizer(self) -> torch.optim.Optimizer:
         return self.problem.make_optimizer(self.parallel.parameters())
+
+    def summed_elsewhere(self) -> tuple[str, ...]:
+        tensor = self.parallel.plan.tensor
+        return () if tensor is None else tuple(path for kind in tensor.kinds for path in kind.summed_outputs())
 
     def forward_backward(self, rows: Batch) -> float:
         return float(self.parallel.forward_backward(rows))

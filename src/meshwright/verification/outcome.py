@@ -45,6 +45,8 @@ class Seen:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     """Modules that ran compiled: nothing inside them was observed."""
+    summed: tuple[str, ...] = ()
+    """Modules whose outputs are not those of one process: see ``LaidOut.summed_elsewhere``."""
     products: Products = field(default_factory=dict)
     """In float8, of the first step."""
     sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
@@ -199,6 +201,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     optimizer = laid_out.optimizer()
     named = laid_out.parameters()
     outcome, seen = Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)), Seen(laid_out.place, laid_out.stage)
+    seen.summed = laid_out.summed_elsewhere()
     _sketch_initial(seen, named, laid_out.buffers())
     opaque = stack_paths(*laid_out.models)
     noted: list[Routes] = []

@@ -22,7 +22,8 @@ class Rows:
     each some tokens of every row (whose sketches are summands too), or each some features. The last are not compared.
 
     Attributes:
-        parts: modules of which ranks hold some features, or whose output is never whole.
+        parts: modules of which ranks hold some features, or whose output is never whole; and those whose sums are reduced with another's,
+            with the modules that hand on what they give.
     """
 
     def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
@@ -37,6 +38,9 @@ class Rows:
             if any(seen.shapes.get(name) == () for seen in found.seen)
             or (self._is_shared and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen))
         }
+        given = one.forward[step]
+        elsewhere = [given[path] for path in found.seen[0].summed if path in given]
+        self.parts |= {name for name in known if name in given and any(torch.equal(given[name], other) for other in elsewhere)}
         known = {name: rows for name, rows in known.items() if name not in self.parts}
         self._expected = [{name: _cut(rows, *place) for name, rows in known.items()} for place in self._places]
         self._together = _joined(self._expected)
