@@ -114,6 +114,7 @@ OWN: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "moe_shared_expert_intermediate_size": 32,
     },
+    "qwen4_exp_text": {key: value for key, value in DELTA.items() if key != "layer_types"},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "num_key_value_heads": 2},
     "roc_bert": {
         "pronunciation_vocab_size": 20,
