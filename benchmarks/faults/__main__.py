@@ -180,9 +180,11 @@ KINDS = {"library": library_faults, "sound": sound_runs, "compositions": compose
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], default=[])
+    parser.add_argument("kinds", nargs="*", metavar="kind", help=", ".join(KINDS))
     parser.add_argument("--only", default="", help="cases whose words hold this")
     given = parser.parse_args()
+    if unknown := sorted(set(given.kinds) - set(KINDS)):
+        parser.error(f"{unknown[0]}: no kind; there are {', '.join(KINDS)}")
     begun, counts = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))

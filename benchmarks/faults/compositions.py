@@ -229,9 +229,11 @@ def one_rank_drops_a_token(model: Any, mesh: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """Attributes:
-    where: a pattern of the place that a person would have named; empty for a sound one.
-    packs: rows hold documents, with positions; False: what verify takes by default.
+    """A composition, and what should be said of it.
+
+    Attributes:
+        where: a pattern of the place that a person would have named; empty for a sound one.
+        packs: rows hold documents, with positions; False: what verify takes by default.
     """
 
     what: str

@@ -29,12 +29,14 @@ ATTENTION = r"layers\.0\.attention(\.wo)?"
 
 @dataclass(frozen=True)
 class Fault:
-    """Attributes:
-    what: is wrong.
-    file: under src/meshwright.
-    old, new: the text, which stands there once, and what replaces it.
-    where: a pattern of the place that a person would have named: the module, the parameter, or the quantity that is computed wrongly.
-    techniques: beside the layout; ``microbatch_rows`` and ``max_norm`` are given to verify.
+    """A fault, and where it should be placed.
+
+    Attributes:
+        what: is wrong.
+        file: under src/meshwright.
+        old, new: the text, which stands there once, and what replaces it.
+        where: a pattern of the place that a person would have named: the module, the parameter, or the quantity that is computed wrongly.
+        techniques: beside the layout; ``microbatch_rows`` and ``max_norm`` are given to verify.
     """
 
     what: str
