@@ -736,7 +736,7 @@ WHERE = {
     "gradients_times_ranks": (SOFTMAX, EP2, "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward"),
     "bias_by_own_tokens": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward) of step 2"),
     "padding_is_routed": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward)"),
-    "losses_of_parts": (SIGMOID, TENSOR, "the gradient of the parameter embedding.weight, after the backward"),
+    "losses_of_parts": (SIGMOID, TENSOR, "the gradient of layers.3.feed_forward_norm's output (backward)"),
     "batches_of_one_rank": (BATCHED, EP2, "the gradient of layers.3.feed_forward_norm's output (backward)"),
     "choices_of_one_rank": (
         partial(families.config_of, "mixtral", **BALANCED),

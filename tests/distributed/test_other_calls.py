@@ -28,6 +28,7 @@ from meshwright.distributed import (
     build_pipeline_schedule,
     build_pipeline_stage,
     build_stage_module,
+    destroy_distributed,
     get_pp_rank,
     init_distributed,
 )
@@ -107,6 +108,13 @@ def test_too_few_microbatches_are_refused_with_the_number(spmd):
 
 
 # --- configs of another system
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Calls on one process make a mesh of one."""
+    yield
+    destroy_distributed()
 
 
 def forge_config(**changes):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import random
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -152,10 +153,10 @@ class Ended:
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> subprocess.Popen:
-    """Start a command as the first of a process group of its own, as a terminal does."""
-    return subprocess.Popen(
-        words, env=dict(environment), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    """Start a command as the first of a process group of its own, as a terminal does; under nohup too, which has a HUP ignored."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hears = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL) and None  # noqa: E731
+    return subprocess.Popen(words, env=dict(environment), cwd=cwd, start_new_session=True, preexec_fn=hears, **pipes)
 
 
 def finish(process: subprocess.Popen, timeout: float = 200.0) -> Ended:
