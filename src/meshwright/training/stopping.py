@@ -22,7 +22,7 @@ INTERRUPT = signal.SIGUSR2
 
 
 class Interrupted(MeshwrightError):
-    """A signal broke off a preparation; every rank raises it. ``number``: the signal's."""
+    """A signal broke off a preparation, on every rank. ``number``: the signal's."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -65,10 +65,17 @@ class StopRequest:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """In here a signal ends the process, as it would without us: nothing can be agreed before the ranks have met."""
+        """In here a signal ends the process, as it would without us: nothing can be agreed before the ranks have met.
+
+        Raises:
+            Interrupted: a signal came before, and no launcher watches the ranks: one of them may have died of it, and the others would
+                wait for that one. A launcher ends them when one is lost.
+        """
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
         try:
+            if self.signal and meeting_place() is None:
+                raise Interrupted(self.signal)
             yield
         finally:
             for number in self._before:
