@@ -46,11 +46,11 @@ test-slurm:
 # What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
 matrix:
 	@$(SETUP) dev,float8,hf,slurm,track
-	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/matrix.py $(ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m benchmarks.survey matrix $(ARGS)
 
 composition:
 	@$(SETUP) dev,float8,hf,slurm,track
-	OMP_NUM_THREADS=1 "$(BIN)/python" scripts/composition.py
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m benchmarks.survey composition
 
 setup:
 	@$(SETUP) all

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, MeshwrightError, parallelize
-from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool, WorkerTimeout
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool, WorkerTimeout
 
 IDS, HEAD, STEPS, CLOSE, LIMIT_SEC = 53, 4, 3, 1e-9, 100.0
 SMALL = 1e-3

@@ -268,7 +268,7 @@ def _larger(one: float, other: float) -> float:
 
 def judged(pool: Any, family: str, axis: str, seconds: float) -> Result:
     """One word, why, and how long it took."""
-    from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerTimeout
+    from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerTimeout
 
     begun = time.monotonic()
     try:
@@ -378,7 +378,7 @@ def _short(text: str, most: int = 300) -> str:
 
 
 def main() -> int:
-    from meshwright.distributed.local import PRELOAD, WorkerPool
+    from meshwright.distributed.process.workers import PRELOAD, WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None, metavar="FAMILY")

@@ -24,7 +24,7 @@ def bare_loop(model_config, mesh, seed):
     import torch.nn.functional as F
     from torch.distributed.fsdp import fully_shard
 
-    from meshwright.distributed.weights import materialise
+    from meshwright.distributed.weights.weights import materialise
     from meshwright.models.decoder import Decoder
 
     with torch.device("meta"):
@@ -80,8 +80,8 @@ def measure(dim: int, rounds: int, steps: int):
     import torch.distributed as dist
 
     from meshwright import Layout
+    from meshwright.distributed.process.wire import WireCounter
     from meshwright.distributed.setup import init_distributed
-    from meshwright.distributed.wire import WireCounter
     from meshwright.models.decoder_config import DecoderConfig
 
     mesh = init_distributed(Layout(dp_shard=2), 0)
@@ -123,7 +123,7 @@ def bound(ratios: list[float]) -> float:
 
 
 def main() -> int:
-    from meshwright.distributed.local import WorkerPool
+    from meshwright.distributed.process.workers import WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Layout, parallelize
-from meshwright.distributed.deferred import DeferredGradients
-from meshwright.distributed.local import WorkerPool
 from meshwright.distributed.pipeline.run import Pipeline
+from meshwright.distributed.process.workers import WorkerPool
+from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.schedules.action import Action
-from meshwright.planning.schedules.orders import KINDS
-from meshwright.planning.schedules.simulate import simulate
+from meshwright.planning.pipeline.schedules.action import Action
+from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.schedules.simulate import simulate
 
 GOAL = 1.05
 Times = list[tuple[Action, float, float]]

@@ -40,8 +40,8 @@ def kept_bytes(model, batch) -> int:
     """What a forward leaves for backward."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from meshwright.distributed import host_activations
-    from meshwright.distributed.live import LiveStorages
+    from meshwright.distributed.memory.live import LiveStorages
+    from meshwright.distributed.recompute import host_activations
 
     leave = host_activations.Copies.leave
 

@@ -35,7 +35,7 @@ def by_hand(config: Any, mesh: Any, seed: int, *, regather: bool = False) -> Any
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    from meshwright.distributed.weights import materialise
+    from meshwright.distributed.weights.weights import materialise
     from meshwright.models.decoder import Decoder, rotary_tables, rotate
 
     gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -255,7 +255,7 @@ def bound(ratios: list[float]) -> float:
 
 
 def main() -> int:
-    from meshwright.distributed.local import WorkerPool
+    from meshwright.distributed.process.workers import WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)

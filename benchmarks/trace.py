@@ -53,7 +53,7 @@ def config_of(dim: int, rows: int, folder: Path) -> Config:
 
 
 def written(config: Config, path: str, steps: int) -> None:
-    from meshwright.training.monitoring.progress import build_progress
+    from meshwright.training.views.display import build_progress
     from meshwright.verification.trace_writer import write_trace
 
     with build_progress(is_main=False) as progress:
@@ -65,13 +65,13 @@ def measure(config: Config, rounds: int) -> list[tuple[float, float]]:
     import torch.distributed as dist
 
     from meshwright.training.build import build_run
-    from meshwright.training.monitoring.progress import build_progress
-    from meshwright.training.monitoring.timeline import Timeline
+    from meshwright.training.metrics.timeline import StartupTimeline
     from meshwright.training.stopping import StopRequest
     from meshwright.training.tracing import TraceCheck
+    from meshwright.training.views.display import build_progress
 
     with StopRequest() as stop, build_progress(is_main=False) as progress:
-        run = build_run(config, Timeline(lambda phase: None), stop.breaks(progress), stop)
+        run = build_run(config, StartupTimeline(lambda phase: None), stop.breaks(progress), stop)
         batch = run.feed.next_batch()
 
         def plain() -> None:
@@ -140,7 +140,7 @@ def farthest(pool: Any, seeds: int, folder: Path) -> int:
 
 
 def main() -> int:
-    from meshwright.distributed.local import WorkerPool
+    from meshwright.distributed.process.workers import WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.survey
 sys.path.insert(0, str(Path(__file__).parent))  # workers import the jobs by module name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.suite import Suite
 
-from meshwright.distributed.local import PRELOAD, WorkerPool
+from meshwright.distributed.process.workers import PRELOAD, WorkerPool
 
 LARGEST_WORLD = 4
 PRELOADED = ("torchao.float8", "torchao.optim", "transformers.models.llama.modeling_llama", "peft")

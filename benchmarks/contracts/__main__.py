@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tried
 
 from meshwright import MeshwrightError
-from meshwright.distributed.local import WorkerFailed, WorkerPool
+from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 
 DOCUMENTS = (
     "kempner_setup",

@@ -12,21 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from tried import (
-    TOKENS,
-    Forge,
-    Here,
-    Items,
-    against_one,
-    gradients,
-    loss_of,
-    refused,
-    rows_of,
-    same,
-    worst,
-)
+from tried import TOKENS, Forge, Here, Items, against_one, gradients, loss_of, refused, rows_of, same, worst
 
-from meshwright.distributed import transforms
+from meshwright.distributed.doors import transforms
 from meshwright.distributed.transforms import (
     BaseDistributedTransform,
     DDPTransform,

@@ -14,7 +14,7 @@ import compositions
 import library
 
 from meshwright import Layout, MeshwrightError, verify
-from meshwright.distributed.local import WorkerDied, WorkerFailed
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed
 from meshwright.verification.problem import RandomBatches
 
 ROWS, TOKENS = 4, 10

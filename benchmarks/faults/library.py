@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.survey.matrix import CUTTABLE, SIGMOID, TIED, UNTIED
 from meshwright import Layout
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.verification.matrix import CUTTABLE, SIGMOID, TIED, UNTIED
 
 PLAIN = UNTIED
 CUT = replace(UNTIED, **CUTTABLE)
@@ -222,7 +222,7 @@ PIPELINE = [
     ),
     Fault(
         "the norm is over a stage's own gradients",
-        "distributed/grad_clip.py",
+        "distributed/optimizer/grad_clip.py",
         "    if not over:\n        return norm\n",
         "    return norm\n",
         DEEP,
@@ -233,7 +233,7 @@ PIPELINE = [
 EXPERTS = [
     Fault(
         "experts' gradients are halved",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         'reduction == "mean" else 1.0  # of',
         'reduction == "mean" else 0.5  # of',
         ROUTED,
@@ -242,7 +242,7 @@ EXPERTS = [
     ),
     Fault(
         "what experts made comes back in another order",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         "index_copy(0, order, made)",
         "index_copy(0, order.flip(0), made)",
         ROUTED,
@@ -251,7 +251,7 @@ EXPERTS = [
     ),
     Fault(
         "routers get no gradient from their weights",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         "(made * weights.unsqueeze(-1))",
         "(made * weights.unsqueeze(-1).detach())",
         ROUTED,
@@ -261,7 +261,7 @@ EXPERTS = [
     ),
     Fault(
         "rows that arrive are taken for another expert's",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         "torch.arange(own, device=rows.device).repeat(ranks)",
         "torch.arange(own, device=rows.device).flip(0).repeat(ranks)",
         ROUTED,
@@ -270,7 +270,7 @@ EXPERTS = [
     ),
     Fault(
         "gradients on their way back from experts are halved",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         "journey.begin(grad_outputs[0], journey.receives, journey.sends)",
         "journey.begin(grad_outputs[0] * 0.5, journey.receives, journey.sends)",
         ROUTED,
@@ -279,7 +279,7 @@ EXPERTS = [
     ),
     Fault(
         "the head of a token's experts counts for all of them",
-        "distributed/expert_parallel.py",
+        "distributed/experts/expert_parallel.py",
         "given = _exchange(rows[order // k], sends,",
         "given = _exchange(rows[order // k * 0 + order[:1] // k], sends,",
         ROUTED,
@@ -290,7 +290,7 @@ EXPERTS = [
 DATA = [
     Fault(
         "replicas' gradients are halved",
-        "distributed/replicated.py",
+        "distributed/data/replicated.py",
         "future.value()[0])",
         "future.value()[0] / group.size())",
         PLAIN,
@@ -299,7 +299,7 @@ DATA = [
     ),
     Fault(
         "what was reduced before is reduced again with the next microbatch",
-        "distributed/replicated.py",
+        "distributed/data/replicated.py",
         "and dist.get_rank(wrapped.process_group) > 0:",
         "and False:",
         PLAIN,
@@ -310,7 +310,7 @@ DATA = [
     ),
     Fault(
         "FSDP divides a sum by its ranks",
-        "distributed/fully_sharded.py",
+        "distributed/data/fully_sharded.py",
         "            module.set_force_sum_reduction_for_comms(True)\n            module.set_gradient_divide_factor(1.0)\n",
         "            pass\n",
         PLAIN,
@@ -319,7 +319,7 @@ DATA = [
     ),
     Fault(
         "the hybrid mesh is its sharded half",
-        "distributed/fully_sharded.py",
+        "distributed/data/fully_sharded.py",
         "        return device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]\n",
         "        pass\n",
         PLAIN,
@@ -328,7 +328,7 @@ DATA = [
     ),
     Fault(
         "the last microbatch's gradients are the ones that do not travel",
-        "distributed/fully_sharded.py",
+        "distributed/data/fully_sharded.py",
         "module.set_requires_gradient_sync(is_last, recurse=False)",
         "module.set_requires_gradient_sync(not is_last, recurse=False)",
         PLAIN,
@@ -338,7 +338,7 @@ DATA = [
     ),
     Fault(
         "a mask of the loss is not looked at",
-        "distributed/step_batch.py",
+        "distributed/step/batch.py",
         'return batch["labels"] if mask is None else ',
         'return batch["labels"] if True else ',
         PLAIN,
@@ -347,7 +347,7 @@ DATA = [
     ),
     Fault(
         "a last short microbatch is left out",
-        "distributed/step_batch.py",
+        "distributed/step/batch.py",
         "for start in range(0, total, rows)]",
         "for start in range(0, total - rows + 1, rows)]",
         PLAIN,
@@ -357,7 +357,7 @@ DATA = [
     ),
     Fault(
         "the norm is over a rank's own shards",
-        "distributed/grad_clip.py",
+        "distributed/optimizer/grad_clip.py",
         "            squares[groups] = _summed(squares[groups], group)\n",
         "            pass\n",
         PLAIN,
@@ -366,7 +366,7 @@ DATA = [
     ),
     Fault(
         "copies of key heads count twice in the norm",
-        "distributed/grad_clip.py",
+        "distributed/optimizer/grad_clip.py",
         ".square() / copies\n",
         ".square()\n",
         FEW_HEADS,
@@ -375,7 +375,7 @@ DATA = [
     ),
     Fault(
         "frozen parameters are trained",
-        "distributed/freezing.py",
+        "distributed/weights/freezing.py",
         "clean(name) not in frozen)",
         "True)",
         PLAIN,
@@ -385,7 +385,7 @@ DATA = [
     ),
     Fault(
         "one rank draws its shares by another seed",
-        "distributed/weights.py",
+        "distributed/weights/weights.py",
         "partial(_normal, std=value), seed, name, draw_on)",
         'partial(_normal, std=value), seed + int(name == "head.weight" and torch.distributed.is_initialized()'
         " and torch.distributed.get_rank()), name, draw_on)",
@@ -395,7 +395,7 @@ DATA = [
     ),
     Fault(
         "what is recomputed is computed without documents",
-        "distributed/recompute.py",
+        "distributed/recompute/recompute.py",
         "region = forward if policy is None else",
         "region = (lambda *a, **k: forward(*a[:3], torch.ones_like(a[3]).tril(), *a[4:])"
         " if torch._C._current_graph_task_id() != -1 else forward(*a, **k))"

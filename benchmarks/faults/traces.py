@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "norms are decayed too",
-        "distributed/parameter_groups.py",
+        "distributed/optimizer/parameter_groups.py",
         '{"weight_decay": weight_decay if key else 0.0}',
         '{"weight_decay": 100 * weight_decay}',
         PLAIN,
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "a norm is each stage's own",
-        "distributed/grad_clip.py",
+        "distributed/optimizer/grad_clip.py",
         "    if not over:\n        return norm\n",
         "    return norm\n",
         PP,
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "replicas' gradients are halved",
-        "distributed/replicated.py",
+        "distributed/data/replicated.py",
         "future.value()[0])",
         "future.value()[0] / group.size())",
         DDP,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.checkpoint import load, pretrained, save
     from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, NonFiniteError, UnsupportedError
-    from meshwright.distributed.parallel_model import ParallelModel, StepLoss, StepResult
+    from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
+    from meshwright.distributed.step.results import StepLoss, StepResult
     from meshwright.planning.build import plan
     from meshwright.planning.layout import Layout
     from meshwright.planning.plan import Plan
@@ -59,8 +60,8 @@ _HOME = {
     "ParallelModel": "meshwright.distributed.parallel_model",
     "Plan": "meshwright.planning.plan",
     "Precision": "meshwright.planning.techniques",
-    "StepLoss": "meshwright.distributed.parallel_model",
-    "StepResult": "meshwright.distributed.parallel_model",
+    "StepLoss": "meshwright.distributed.step.results",
+    "StepResult": "meshwright.distributed.step.results",
     "Techniques": "meshwright.planning.techniques",
     "Trainer": "meshwright.training.trainer",
     "UnsupportedError": "meshwright.core.errors",

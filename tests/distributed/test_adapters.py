@@ -16,13 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed import parallelizer
+from meshwright.distributed.doors import huggingface as parallelizer
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.planning.layout import Layout
-from meshwright.planning.tensor_plan import TensorPlan
+from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

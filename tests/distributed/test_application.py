@@ -13,9 +13,10 @@ from support.problems import DDP2, FSDP2, HSDP, Problem, Way, share
 from support.train import gradients, lay_out, local
 
 from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
-from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed, weights
-from meshwright.distributed.wire import WireCounter
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.weights import weights
 
 EVERY_KIND = pytest.mark.parametrize("layout", [DDP2, FSDP2, HSDP], ids=["ddp2", "fsdp2", "hsdp2x2"])
 

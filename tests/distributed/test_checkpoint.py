@@ -24,7 +24,7 @@ from support.oracle import relative_errors
 from meshwright import IntegrityError, load, parallelize, save
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.distributed import agree
+from meshwright.distributed.process import agree
 
 FROZEN = ("blocks.0.gain.three",)
 

@@ -11,7 +11,7 @@ import torch
 from support import families
 
 from meshwright import Layout, parallelize, plan
-from meshwright.distributed import compilation
+from meshwright.distributed.recompute import compilation
 from meshwright.distributed.tensor.sequence import Sequence
 from meshwright.introspection import signature
 from meshwright.models.decoder_config import DecoderConfig

@@ -14,10 +14,10 @@ from torch import nn
 
 from meshwright import Layout, parallelize
 from meshwright.core.names import clean
-from meshwright.distributed import constructed
-from meshwright.distributed.local import WorkerFailed
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.workers import WorkerFailed
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.weights import constructed
+from meshwright.distributed.weights.wholes import whole_on_first
 
 SEED = 5
 LAYOUTS = {

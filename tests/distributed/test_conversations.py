@@ -11,7 +11,7 @@ from support.problems import DDP2, FSDP2, HSDP, ONE, Problem, Way, share
 from support.train import gradients, lay_out
 
 from meshwright.data import Whole
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 
 EXACT = 1e-10
 SEQ = 16

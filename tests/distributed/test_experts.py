@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor
 from meshwright import ConfigError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, expert_parallel, init_distributed, routing
-from meshwright.distributed.local import WorkerFailed
+from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed
+from meshwright.distributed.experts import expert_parallel, routing
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.step_batch import labels_of
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.workers import WorkerFailed
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.step.batch import labels_of
 from meshwright.distributed.tensor.runtime import LocalView
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
@@ -612,7 +613,7 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
 def trained_and_lost(folder: str) -> None:
     """Writes every share of a stack where the first one belongs."""
     from meshwright.checkpoint import pieces as written
-    from meshwright.distributed.shards import Piece
+    from meshwright.distributed.weights.shards import Piece
 
     true = written.pieces
 
@@ -691,7 +692,7 @@ def batches_of_one_rank() -> Iterator[None]:
 @contextmanager
 def alike_experts() -> Iterator[None]:
     """Each rank draws the first experts for its own."""
-    from meshwright.distributed import weights
+    from meshwright.distributed.weights import weights
 
     draw = weights.draw_rows
 
@@ -705,7 +706,7 @@ def alike_experts() -> Iterator[None]:
 @contextmanager
 def equal_rows() -> Iterator[None]:
     """Ranks of the expert axis are given the first one's rows."""
-    from meshwright.distributed import agree
+    from meshwright.distributed.process import agree
 
     step = ParallelModel.forward_backward
     with patch.object(ParallelModel, "forward_backward", lambda self, batch: step(self, agree.from_rank_zero(batch))):
@@ -715,7 +716,7 @@ def equal_rows() -> Iterator[None]:
 @contextmanager
 def choices_of_one_rank() -> Iterator[None]:
     """The loss of a family's own routers counts the choices of a rank's own tokens."""
-    with patch("meshwright.distributed.router_loss.sum_over", lambda groups, counts: counts):
+    with patch("meshwright.distributed.experts.router_loss.sum_over", lambda groups, counts: counts):
         yield
 
 

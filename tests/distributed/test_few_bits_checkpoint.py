@@ -12,8 +12,8 @@ from meshwright import load, save
 from meshwright.checkpoint import few_bits
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.torchao_adamw import SIGNED, _kind, is_rounded
-from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.optimizer.torchao_adamw import SIGNED, _kind, is_rounded
+from meshwright.distributed.weights.wholes import whole_on_first
 
 BLOCK = {"8bit": 256, "4bit": 128}
 FURTHEST = {"8bit": 0.00704, "4bit": 0.11251}

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import ConfigError, IntegrityError
 from meshwright.checkpoint import load, save
-from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_tensor_parallel, build_parallel_model, float8, order, products
+from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_tensor_parallel, build_parallel_model, order
+from meshwright.distributed.float8 import float8, products
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.tensor import layers
 from meshwright.distributed.transforms import apply_model_transforms
-from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.introspection.converted import config_at
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig

@@ -19,8 +19,8 @@ from test_tensor_parallel import SHARDED, TP2, Way, assert_all_foreseen, family,
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.distributed.float8 import agreed
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.tensor import agreed
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
 from meshwright.verification.outcome import candidate

@@ -17,20 +17,20 @@ from support.laid_out import own_rows
 from torch import Tensor, nn
 
 from meshwright import Layout
-from meshwright.distributed import memory_account
-from meshwright.distributed.foresight import imagined, play, spared
-from meshwright.distributed.foresight.play import foresee
-from meshwright.distributed.memory_account import MemoryAccount, dims_of_logits
+from meshwright.distributed.memory import account as memory_account
+from meshwright.distributed.memory import imagined, play, spared
+from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
+from meshwright.distributed.memory.play import foresee
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.process.wire import WireCounter
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
-from meshwright.planning.foresight import Foresight, Held
+from meshwright.planning.memory.step import Foresight, MemoryUse
 from meshwright.planning.plan import Plan
 from meshwright.verification.problem import RandomBatches
 
@@ -80,7 +80,7 @@ def foreseen(case: Case) -> tuple[Plan, Batch, Foresight]:
     return made, batch, foresee(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model)))
 
 
-def compared(case: Case) -> dict[Held, tuple[int, int]]:
+def compared(case: Case) -> dict[MemoryUse, tuple[int, int]]:
     """By kind: bytes found in a first step, bytes foreseen."""
     case = of(case)
     model, layout, *_ = case
@@ -146,7 +146,7 @@ OF_FOUR: dict[str, Case] = {
 }
 
 
-def off(found: dict[Held, tuple[int, int]]) -> dict[Held, tuple[int, int]]:
+def off(found: dict[MemoryUse, tuple[int, int]]) -> dict[MemoryUse, tuple[int, int]]:
     """What lies beyond the bound."""
     return {kind: pair for kind, pair in found.items() if max(pair) > BOUND * min(pair)}
 
@@ -154,7 +154,7 @@ def off(found: dict[Held, tuple[int, int]]) -> dict[Held, tuple[int, int]]:
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_holds_what_was_foreseen(measured, name):
     found = compared(ALONE[name])
-    assert found.keys() == {Held.ACTIVATIONS, Held.LOGITS} and found[Held.ACTIVATIONS][0] > 0
+    assert found.keys() == {MemoryUse.ACTIVATIONS, MemoryUse.LOGITS} and found[MemoryUse.ACTIVATIONS][0] > 0
     assert not off(found)
     measured(name, "foreseen of found", {str(kind): size / max(here, 1) for kind, (here, size) in found.items()})
 
@@ -199,7 +199,7 @@ def test_a_dtype_that_the_forecast_ignores_is_seen():
     in_fp32 = patch.object(play, "without_memory", lambda module, dtype: whole(module, torch.float32))
     with in_fp32, patch.object(play, "casting"):
         (wrong,) = foreseen(case)[2].ranks
-    assert off({Held.ACTIVATIONS: (right[Held.ACTIVATIONS], wrong[Held.ACTIVATIONS])})
+    assert off({MemoryUse.ACTIVATIONS: (right[MemoryUse.ACTIVATIONS], wrong[MemoryUse.ACTIVATIONS])})
 
 
 # --- what it costs, and what it leaves alone
@@ -212,8 +212,8 @@ def test_a_large_model_takes_no_memory_and_about_a_second():
     before = time.process_time()
     (held,) = foresee(facts, made, batch).ranks
     assert time.process_time() - before < 8, "half a second on an idle machine"
-    assert 20 << 30 < held[Held.ACTIVATIONS] < 40 << 30
-    assert held[Held.LOGITS] == 3 * 4096 * 128_256 * 4, "logits in fp32, their logarithms, and a gradient"
+    assert 20 << 30 < held[MemoryUse.ACTIVATIONS] < 40 << 30
+    assert held[MemoryUse.LOGITS] == 3 * 4096 * 128_256 * 4, "logits in fp32, their logarithms, and a gradient"
 
 
 @pytest.mark.parametrize(

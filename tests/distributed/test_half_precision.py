@@ -13,9 +13,9 @@ from torch import Tensor
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import grad_clip
+from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying

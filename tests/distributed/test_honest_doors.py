@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, parallelize
 from meshwright.distributed import (
     DistributedConfig,
-    agree,
     apply_ac,
     apply_expert_parallel,
     apply_fsdp2,
@@ -32,13 +31,14 @@ from meshwright.distributed import (
     build_stage_module,
     clip_grad_norm_,
     get_pp_rank,
-    grad_clip,
     init_distributed,
     order,
 )
-from meshwright.distributed.local import WorkerFailed
 from meshwright.distributed.mesh import data_position
+from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize, to_cpu
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.transforms import MixedPrecisionConfig, build_model_transform
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig

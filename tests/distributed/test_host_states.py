@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import Layout, load, parallelize, save
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed import host_states, shards
-from meshwright.distributed.memory_account import Held as Kind
-from meshwright.distributed.memory_account import MemoryAccount
+from meshwright.distributed.memory.account import MemoryAccount
+from meshwright.distributed.optimizer import host_states
 from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.weights import shards
 from meshwright.planning.explain import table
-from meshwright.planning.memory import plan_memory
-from meshwright.training.monitoring.memory_table import Shares, memory_table
+from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory.step import MemoryUse as Kind
+from meshwright.training.metrics.memory_table import Shares, memory_table
 
 OFFLOADED = {"cpu_offload": "optimizer"}
 SMALL = 1 << 17

@@ -17,7 +17,7 @@ from support.train import collect
 from torch import nn
 
 from meshwright import ConfigError, UnsupportedError, parallelize
-from meshwright.distributed.drawing import BLOCK_ELEMENTS
+from meshwright.distributed.weights.drawing import BLOCK_ELEMENTS
 from meshwright.models.decoder_config import DecoderConfig, parameter_count
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from meshwright import ConfigError, Layout
-from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool, WorkerTimeout
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool, WorkerTimeout
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_world_that_does_not_fit_is_refused(two, world):
 
 SCRIPT = """
     import os, psutil, sys, time
-    from meshwright.distributed.local import WorkerPool
+    from meshwright.distributed.process.workers import WorkerPool
 
     def who():
         return os.getpid()

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import Layout
 from meshwright.core.units import bytes_text
-from meshwright.distributed import fully_sharded
-from meshwright.distributed.live import stored as storages_of
-from meshwright.distributed.live import tensors_in
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.memory.live import stored as storages_of
+from meshwright.distributed.memory.live import tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.memory import plan_memory
+from meshwright.planning.memory.states import plan_memory
 from meshwright.verification.problem import RandomBatches
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)

@@ -10,11 +10,12 @@ import torch
 from support.laid_out import own_rows
 
 from meshwright import Layout
-from meshwright.distributed import memory_account
-from meshwright.distributed.memory_account import Held, MemoryAccount
+from meshwright.distributed.memory import account as memory_account
+from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.training.monitoring.memory_table import Shares, foreseen
+from meshwright.planning.memory.step import MemoryUse
+from meshwright.training.metrics.memory_table import Shares, foreseen
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, ROWS, SEQ = 258, 8, 32
@@ -22,7 +23,7 @@ MODEL = DecoderConfig(VOCABULARY, 64, 4, 4, 2, 128, 64)
 FSDP2 = Layout(dp_shard=2)
 
 
-def accounted(layout: Layout, techniques: dict[str, Any], rows: int) -> tuple[dict[Held, int], dict[Held, int]]:
+def accounted(layout: Layout, techniques: dict[str, Any], rows: int) -> tuple[dict[MemoryUse, int], dict[MemoryUse, int]]:
     laid = parallelize(MODEL, layout, techniques=techniques, seed=1, microbatch_rows=rows)
     optimizer = torch.optim.AdamW(laid.parameters())
     batch = own_rows(laid, RandomBatches(VOCABULARY, rows=ROWS, seq_len=SEQ)(0))
@@ -47,25 +48,25 @@ LAYOUTS = {
 def test_states_are_what_the_plan_said(spmd, name):
     layout, techniques = LAYOUTS[name]
     for found, planned in spmd(layout.world, accounted, layout, techniques, 2):
-        assert found[Held.PARAMETERS] == planned[Held.PARAMETERS]
-        assert found[Held.OPTIMIZER] == pytest.approx(planned[Held.OPTIMIZER], rel=1e-2), "uneven shards are filled up"
-        assert 0.9 * planned[Held.GRADIENTS] <= found[Held.GRADIENTS] <= planned[Held.GRADIENTS]
+        assert found[MemoryUse.PARAMETERS] == planned[MemoryUse.PARAMETERS]
+        assert found[MemoryUse.OPTIMIZER] == pytest.approx(planned[MemoryUse.OPTIMIZER], rel=1e-2), "uneven shards are filled up"
+        assert 0.9 * planned[MemoryUse.GRADIENTS] <= found[MemoryUse.GRADIENTS] <= planned[MemoryUse.GRADIENTS]
 
 
 def test_switches_change_what_they_are_about(spmd):
     plain, recomputed, chunked = (
         spmd(2, accounted, FSDP2, techniques, 4)[0][0] for techniques in ({}, {"activation_checkpointing": "full"}, {"loss_chunks": 4})
     )
-    assert recomputed[Held.ACTIVATIONS] < plain[Held.ACTIVATIONS] / 2
-    assert recomputed[Held.LOGITS] == plain[Held.LOGITS] and plain[Held.LOGITS] % (4 * SEQ * VOCABULARY * 4) == 0
-    assert chunked[Held.LOGITS] < plain[Held.LOGITS] / 2
-    assert plain[Held.COMMUNICATION] > 0
+    assert recomputed[MemoryUse.ACTIVATIONS] < plain[MemoryUse.ACTIVATIONS] / 2
+    assert recomputed[MemoryUse.LOGITS] == plain[MemoryUse.LOGITS] and plain[MemoryUse.LOGITS] % (4 * SEQ * VOCABULARY * 4) == 0
+    assert chunked[MemoryUse.LOGITS] < plain[MemoryUse.LOGITS] / 2
+    assert plain[MemoryUse.COMMUNICATION] > 0
 
 
 def test_a_vocabulary_of_a_width_of_the_model_tells_no_logits():
     model = torch.nn.Linear(8, 8)
     with MemoryAccount([model], {8}) as account:
         model(torch.ones(4, 8)).sum().backward()
-    assert Held.LOGITS not in account.most and account.most[Held.ACTIVATIONS] >= 4 * 8 * 4
-    assert account.most[Held.GRADIENTS] == account.most[Held.PARAMETERS] == (64 + 8) * 4
-    assert account.most_together >= account.most[Held.GRADIENTS] + account.most[Held.PARAMETERS]
+    assert MemoryUse.LOGITS not in account.most and account.most[MemoryUse.ACTIVATIONS] >= 4 * 8 * 4
+    assert account.most[MemoryUse.GRADIENTS] == account.most[MemoryUse.PARAMETERS] == (64 + 8) * 4
+    assert account.most_together >= account.most[MemoryUse.GRADIENTS] + account.most[MemoryUse.PARAMETERS]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, parallelize
-from meshwright.distributed import idle_parameters
-from meshwright.distributed.local import WorkerDied
+from meshwright.distributed.data import idle_parameters
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process.workers import WorkerDied
 
 ROWS, SEQ, STEPS, RATE = 4, 6, 3, 0.05
 CLOSE = 1e-9

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.few_bits import as_values
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.memory_account import Held as Kind
-from meshwright.distributed.memory_account import MemoryAccount
-from meshwright.distributed.shards import memory_of
-from meshwright.distributed.torchao_adamw import SIGNED, TorchaoAdamW
-from meshwright.planning.memory import plan_memory
-from meshwright.planning.optimizer_plan import OptimizerPlan
+from meshwright.distributed.memory.account import MemoryAccount
+from meshwright.distributed.optimizer.torchao_adamw import SIGNED, TorchaoAdamW
+from meshwright.distributed.weights.shards import memory_of
+from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory.step import MemoryUse as Kind
+from meshwright.planning.optimizer.plan import OptimizerPlan
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from support.odd import LAYOUTS, odd, own_rows
 
 from meshwright import UnsupportedError
-from meshwright.distributed.wholes import whole_on_first
+from meshwright.distributed.weights.wholes import whole_on_first
 
 
 class Signed(torch.optim.Optimizer):

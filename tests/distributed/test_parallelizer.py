@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshwright import ConfigError, Layout, UnsupportedError
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
 from meshwright.distributed import init_distributed, parallelizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.order import applied
 from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan, import_classes_from_paths, to_cpu
 from meshwright.distributed.tensor import parallel
-from meshwright.distributed.tensor.placement import PartsShard, distribute
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
+from meshwright.distributed.weights.placement import PartsShard, distribute
 
 KEPT = MixedPrecisionPolicy()
 FP32_INSIDE = 1e-6
@@ -290,7 +290,7 @@ def wholes() -> list[bool]:
     init_distributed(Layout(dp_shard=2, tp=2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     whole = torch.arange(24.0).view(12, 2)
-    packed = PartsShard(0, (Part(8, 2), Part(4, 2)))
+    packed = PartsShard(0, (FusedPart(8, 2), FusedPart(4, 2)))
     (part,) = (distribute(nn.Parameter(whole), mesh["tp"], packed),)
     block = nn.Module()
     block.weight = part

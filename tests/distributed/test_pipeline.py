@@ -20,24 +20,25 @@ from support.laid_out import Figures, Held, assert_same, counted, foreseen, held
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import fully_sharded, order, parallel_model
+from meshwright.distributed import order, parallel_model
 from meshwright.distributed import parallelize as parallelizing
-from meshwright.distributed.deferred import DeferredGradients
+from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.pipeline.messages import StageLost
 from meshwright.distributed.pipeline.run import Pipeline
 from meshwright.distributed.pipeline.ties import Ties
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.distributed.tensor.runtime import local
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline_parts import pipeline_collectives
-from meshwright.planning.schedules.orders import KINDS
-from meshwright.planning.schedules.simulate import peak_live
-from meshwright.planning.schedules.table import write_schedule
+from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.schedules.simulate import peak_live
+from meshwright.planning.pipeline.schedules.table import write_schedule
+from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

@@ -18,9 +18,9 @@ import meshwright
 from meshwright import ConfigError, IntegrityError, parallelize, pretrained, verify
 from meshwright.checkpoint.tensor_files import SINGLE
 from meshwright.distributed import init_distributed
-from meshwright.distributed.shards import pieces
+from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.transforms import apply_model_transforms
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.huggingface import read_causal_lm
 from meshwright.introspection.source import as_module
 

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 
 from meshwright import ConfigError, UnsupportedError
-from meshwright.distributed import apply_ac, compilation, host_activations, kept, recompute
+from meshwright.distributed import apply_ac
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.recompute import compilation, host_activations, kept, recompute
 from meshwright.distributed.transforms import apply_model_transforms
-from meshwright.distributed.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router, is_recomputing
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline_parts import pipeline_collectives
+from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
@@ -295,7 +296,7 @@ def test_random_numbers_and_what_is_written_into_stay_as_they_were(techniques):
 @pytest.mark.parametrize(
     ("mutant", "techniques"),
     [
-        (lambda: patch.object(kept.Kept, "__init__", partial_keep), KEEPING_DRAWS),
+        (lambda: patch.object(kept.SavedResult, "__init__", partial_keep), KEEPING_DRAWS),
         (lambda: patch.object(recompute, "checkpoint", partial(checkpoint, preserve_rng_state=False)), EVERY_N),
         (lambda: patch.object(kept.Results, "before_write", lambda self, tensors: None), KEEPING_DRAWS),
         (lambda: patch.object(recompute, "leaving", lambda output: output), {**KEEPING_DRAWS, "checkpoint_keep": ("matmuls",)}),
@@ -308,7 +309,7 @@ def test_a_mutant_draws_or_hands_back_something_else(mutant, techniques):
         assert not agree(techniques)
 
 
-keep_whole = kept.Kept.__init__
+keep_whole = kept.SavedResult.__init__
 
 
 def partial_keep(self: Any, made: Any, drew: bool) -> None:
@@ -321,13 +322,13 @@ def partial_keep(self: Any, made: Any, drew: bool) -> None:
 def test_every_tensor_comes_back_to_its_place_and_a_mutant_shows():
     wanted = gradients(DENSE, {})
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients(DENSE, OFFLOAD), wanted, strict=True))
-    keep = host_activations.Passage.keep
+    keep = host_activations.BlockForward.keep
 
     def by_shape(self: Any, tensor: Tensor) -> Any:
         found = keep(self, tensor)
         return next(key for key in self.slots if key[3] == found[3])
 
-    with patch.object(host_activations.Passage, "keep", by_shape):
+    with patch.object(host_activations.BlockForward, "keep", by_shape):
         found = gradients(DENSE, OFFLOAD)
     assert not all(torch.allclose(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
@@ -349,7 +350,7 @@ def test_what_lies_elsewhere_stays_and_what_is_saved_twice_leaves_once():
 
 def test_the_block_before_is_fetched_while_a_block_s_backward_runs():
     order: list[tuple[str, int]] = []
-    fetch, take = host_activations.Passage.fetch, host_activations.Passage.take
+    fetch, take = host_activations.BlockForward.fetch, host_activations.BlockForward.take
 
     def fetching(self: Any) -> None:
         if not self.is_here:
@@ -361,7 +362,7 @@ def test_the_block_before_is_fetched_while_a_block_s_backward_runs():
             order.append(("take", self.number))
         return take(self, key)
 
-    with patch.multiple(host_activations.Passage, fetch=fetching, take=taking):
+    with patch.multiple(host_activations.BlockForward, fetch=fetching, take=taking):
         gradients(DENSE, OFFLOAD)
     assert order == [("take", 3), ("fetch", 2), ("take", 2), ("fetch", 1), ("take", 1), ("fetch", 0), ("take", 0)]
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright import ConfigError, Layout
 from meshwright.distributed import (
     DistributedConfig,
-    agree,
     destroy_distributed,
     get_cp_mesh,
     get_dp_mesh,
@@ -39,8 +38,9 @@ from meshwright.distributed import (
 from meshwright.distributed import setup as floor
 from meshwright.distributed.mesh import build_mesh, data_position
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import STORE
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
-from meshwright.distributed.world import STORE
 from meshwright.models.decoder_config import DecoderConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import Layout, MeshwrightError
 from meshwright.distributed import clip_grad_norm_, init_distributed
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 
 EXACT = 1e-10
 EVERY_KIND = pytest.mark.parametrize("layout", [DDP2, FSDP2, HSDP], ids=["ddp2", "fsdp2", "hsdp2x2"])

@@ -13,8 +13,8 @@ from support.states import BF16, LAYOUTS, adamw, held, laid_out, local, train, u
 
 from meshwright import IntegrityError, load, save
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.torchao_adamw import TorchaoAdamW, rounded_by
-from meshwright.planning.optimizer_plan import OptimizerPlan
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW, rounded_by
+from meshwright.planning.optimizer.plan import OptimizerPlan
 
 ROUNDED = BF16 | {"stochastic_rounding": True}
 ONCE = OptimizerPlan(stochastic_rounding=True)

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
-from meshwright.distributed.given_styles import word_of
+from meshwright.distributed.doors.given_styles import word_of
+from meshwright.distributed.doors.styles import is_transposed
 from meshwright.distributed.parallelizer import to_cpu, translate_to_torch_parallel_style
-from meshwright.distributed.tensor.styles import is_transposed
-from meshwright.planning.tensor_styles import STYLES
+from meshwright.planning.tensor.styles import STYLES
 
 ROWS, SEQ, DIM, HIDDEN, VOCAB = 2, 6, 8, 12, 18
 OF_5_23 = """colwise rowwise colwise_gather_output rowwise_split_input packed_colwise packed_rowwise embedding_rowwise embedding_colwise

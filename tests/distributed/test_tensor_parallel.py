@@ -17,13 +17,13 @@ from support.laid_out import Figures, Held, assert_foreseen, assert_same, counte
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
-from meshwright.distributed import whole_model
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.step import whole_model
 from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.tensor.sums import Sums
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.layout import Layout

@@ -17,21 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils._pytree import tree_leaves
 
 from meshwright import Layout, UnsupportedError
-from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed, order, parts_tensor, wholes
+from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed, order
 from meshwright.distributed.parallelizer import to_cpu
-from meshwright.distributed.shards import pieces
+from meshwright.distributed.weights import parts_tensor, wholes
+from meshwright.distributed.weights.shards import pieces
 
 TOKENS = torch.arange(24).reshape(4, 6) % 37
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
+from meshwright.distributed.doors.transform_registry import in_order
 from meshwright.distributed.mesh import axis_sizes, data_position
 from meshwright.distributed.order import NAMES
-from meshwright.distributed.transform_registry import in_order
+from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.transforms import (
     ActivationCheckpointTransformConfig,
     DDPTransformConfig,
@@ -35,7 +36,6 @@ from meshwright.distributed.transforms import (
     build_model_transform,
     register_model_transform,
 )
-from meshwright.distributed.wire import WireCounter
 
 ROWS, SEQ = 4, 5
 
@@ -153,7 +153,9 @@ def test_registering_refuses_what_would_go_wrong_later():
         register_model_transform("odd", dict)
     with pytest.raises(ConfigError, match="'fully_sharded' is not a registered model transform. Did you mean 'fully_shard'"):
         register_model_transform("odd", LabelConfig, after=["fully_sharded"])
-    with pytest.raises(ConfigError, match="the transform name 'ddp' is taken by meshwright.distributed.builtin_transforms.DDPTransform"):
+    with pytest.raises(
+        ConfigError, match="the transform name 'ddp' is taken by meshwright.distributed.doors.builtin_transforms.DDPTransform"
+    ):
         register_model_transform("ddp", LabelConfig)(Label)
     with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):
         register_model_transform("ddp", LabelConfig)(type("DDPTransform", (Label,), {}))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwright.distributed import wholes
+from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.weights import wholes
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.planning.layout import Layout
 
 SHAPES = [(7,), (1,), (5, 3), (1, 2, 3), (0, 3), (33, 2)]

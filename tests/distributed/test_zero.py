@@ -14,14 +14,14 @@ from test_pipeline import one_step
 from test_wire import EVEN, even_sizes, one_warm_step
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.survey.matrix import BATCHES, SOFTMAX
 from meshwright import Layout, verify
 from meshwright.checkpoint import load, save
 from meshwright.core.losses import cross_entropy_sum
-from meshwright.distributed import fully_sharded
+from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.verification.matrix import BATCHES, SOFTMAX
 
 EXACT = 1e-10
 STAGES = (0, 1, 2, 3)

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.core.errors import NonFiniteError
-from meshwright.distributed import fully_sharded, init_distributed, megatron
+from meshwright.distributed import init_distributed
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.doors.zero import megatron
 from meshwright.distributed.mesh import axis_sizes, data_position
 from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize, to_cpu
@@ -477,7 +479,7 @@ class Older:
 
 
 def options_of(**changes: Any) -> Any:
-    from meshwright.distributed.zero_options import ZeroOptions
+    from meshwright.distributed.doors.zero.options import ZeroOptions
 
     said = {name: value for name, value in DEFAULTS.items() if name not in ("optimizer", "tp_shard_plan")}
     return ZeroOptions(**{**said, **changes})

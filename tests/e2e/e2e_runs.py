@@ -25,7 +25,7 @@ from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import destroy_distributed
 from meshwright.training import build, feed, model_source
 from meshwright.training.config import Config
-from meshwright.training.monitoring.metrics import read_metrics
+from meshwright.training.metrics.metrics import read_metrics
 from meshwright.training.trainer import Trainer
 
 

@@ -8,7 +8,7 @@ import pytest
 from e2e_runs import Job, tree
 
 from meshwright.cli.main import main
-from meshwright.training.occupancy import occupied
+from meshwright.training.run.occupancy import occupied
 
 CONFIG, REFUSED = 2, 3
 
@@ -159,7 +159,7 @@ def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status
 
 
 def test_a_second_job_in_a_runs_folder_is_refused_and_harms_nothing(refused, run, monkeypatch):
-    monkeypatch.setattr("meshwright.training.occupancy._PATIENCE_SEC", 0.1)
+    monkeypatch.setattr("meshwright.training.run.occupancy._PATIENCE_SEC", 0.1)
     with occupied(run):
         refused(
             CONFIG,

@@ -12,7 +12,7 @@ from e2e_runs import Job, losses, metrics, nested, rows_of_step
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 from meshwright.training import build
 from meshwright.training.trainer import Trainer
 
@@ -138,7 +138,7 @@ class Unreadable(Job):
     """A run in which rank 1 cannot read the fourth step's first sample."""
 
     def __call__(self):
-        from meshwright.data.packing import Stream
+        from meshwright.data.corpus.packing import Stream
 
         rows, reads = Stream.rows, []
 

@@ -11,16 +11,16 @@ from support.disk import broken, failing_disk, full
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.errors import MeshwrightError
-from meshwright.distributed import agree
-from meshwright.distributed.world import is_rank_zero
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import build_run
-from meshwright.training.checkpointing import Checkpointing, Position
 from meshwright.training.config import Config
-from meshwright.training.monitoring.metrics import MetricsWriter
-from meshwright.training.monitoring.progress import SilentProgress
-from meshwright.training.monitoring.timeline import Timeline
-from meshwright.training.run_folder import RunFolder
+from meshwright.training.metrics.metrics import MetricsWriter
+from meshwright.training.metrics.timeline import StartupTimeline
+from meshwright.training.run.checkpointing import Checkpointing, Position
+from meshwright.training.run.folder import RunFolder
 from meshwright.training.stopping import StopRequest
+from meshwright.training.views.progress import SilentProgress
 
 MOST = 60
 
@@ -30,7 +30,7 @@ class Sweep:
 
     def __init__(self, changes: dict):
         config = Config.from_dict(nested(changes))
-        self.run = build_run(config, Timeline(), SilentProgress(), StopRequest())
+        self.run = build_run(config, StartupTimeline(), SilentProgress(), StopRequest())
         folder = agree.together(lambda: RunFolder.open(config, self.run.identity), here=is_rank_zero())
         self.at = Position()
         self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, lambda text: None)
@@ -64,7 +64,7 @@ class Sweep:
         if len(set(agree.everybody_says(said))) > 1:
             wrong = "the ranks do not agree"
         try:
-            self.keeper.resume(Timeline())
+            self.keeper.resume(StartupTimeline())
         except MeshwrightError as problem:
             wrong = f"latest does not load: {problem}"
         there = self.at.step

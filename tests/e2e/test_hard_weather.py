@@ -16,10 +16,10 @@ from e2e_runs import Job, Result, end, family, finish, losses, metrics, only_run
 from test_signals import ENDLESS, wait_until
 
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.distributed.local import WorkerFailed
-from meshwright.distributed.whole_model import WholeModel
-from meshwright.training.monitoring.heartbeat import Heartbeat, file_of, read_record
-from meshwright.training.monitoring.peers import RankStalled
+from meshwright.distributed.process.workers import WorkerFailed
+from meshwright.distributed.step.whole_model import WholeModel
+from meshwright.training.health.heartbeat import Heartbeat, file_of, read_record
+from meshwright.training.health.peers import RankStalled
 from meshwright.training.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from meshwright import ConfigError
 from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
 from meshwright.cli.arguments import open_run
 from meshwright.cli.main import main
-from meshwright.training.sampling import Sampler
+from meshwright.training.run.sampling import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_other_steps_and_dtypes_can_be_converted(ask, run, tmp_path):
 
 
 def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch):
-    from meshwright.training import convert
+    from meshwright.training.run import convert
 
     folder, config = open_run(str(run))
     whole = convert.convert(folder, convert.of_hugging_face(folder, config), tmp_path / "one")

@@ -8,7 +8,7 @@ import pytest
 from e2e_runs import Job, Result
 from torch import Tensor
 
-from meshwright.distributed.whole_model import WholeModel
+from meshwright.distributed.step.whole_model import WholeModel
 
 TABLE = re.compile(
     r"memory of the first step on this rank; RSS.*\n  the most at a time of +found +plan\n  parameters, gathered ones too .*\n"

@@ -21,7 +21,7 @@ from e2e_runs import Ended, end, family, finish, free_port, losses, metrics, onl
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.training.monitoring.heartbeat import file_of, read_record
+from meshwright.training.health.heartbeat import file_of, read_record
 
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 

@@ -11,7 +11,7 @@ from e2e_runs import Job, metrics, tree
 
 from meshwright.cli.main import main
 from meshwright.planning.plan import Plan
-from meshwright.training.monitoring.report import ClosingReport
+from meshwright.training.views.report import ClosingReport
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from e2e_runs import Job, metrics
 
 from meshwright.data.loader import Loader
 from meshwright.models.decoder import Decoder
-from meshwright.training.monitoring import stragglers
-from meshwright.training.monitoring.metrics import read_metrics
+from meshwright.training.health import stragglers
+from meshwright.training.metrics.metrics import read_metrics
 
 HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 DDP = {"layout.dp_replicate": 4, "layout.dp_shard": 1}

@@ -34,7 +34,7 @@ def job_oracle(steps=3):
     """The same in plain torch on the same GPU, from the same weights."""
     import torch.nn.functional as F
 
-    from meshwright.distributed.weights import materialise
+    from meshwright.distributed.weights.weights import materialise
     from meshwright.models.decoder import Decoder
     from meshwright.models.decoder_config import SIZES
 
@@ -124,8 +124,8 @@ def job_trace(folder, compute):
     from pathlib import Path
 
     from meshwright.training.config import Config
-    from meshwright.training.monitoring.progress import build_progress
     from meshwright.training.trainer import Trainer
+    from meshwright.training.views.display import build_progress
     from meshwright.verification.trace_writer import write_trace
 
     path = Path(folder) / f"{compute}.trace"

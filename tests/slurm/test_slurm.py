@@ -18,7 +18,7 @@ ENDLESS = {"steps": 1_000_000}
 AGAIN = ["status=$?", 'case "$status" in 138|143) scontrol requeue "$SLURM_JOB_ID" ;; esac', 'exit "$status"']
 TELL = """
 import os
-from meshwright.distributed.world import get_world_info, ranks_per_node
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
 who = [*get_world_info(), ranks_per_node()]
 print(*who, *(os.environ[name] for name in ("SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")))
 """

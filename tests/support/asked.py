@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.distributed.local import WorkerPool
+from meshwright.distributed.process.workers import WorkerPool
 
 from .oracle import Outcome, differences, faults, worst
 from .ways import Record, Way, record

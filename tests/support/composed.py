@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 
 HEADS = DecoderConfig(257, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=6, max_seq_len=24, qk_norm=True)

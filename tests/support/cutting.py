@@ -9,7 +9,7 @@ from meshwright.introspection.facts import ModelFacts, measure_structure, model_
 from meshwright.introspection.structure import Measured
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.tensor_plan import TensorPlan
+from meshwright.planning.tensor.plan import TensorPlan
 
 from . import users
 from .families import config_of, on_cpu

@@ -15,12 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.distributed import accumulation, fully_sharded, recompute, setup, step_batch
-from meshwright.distributed.grad_clip import local_gradients
+from meshwright.distributed import setup
+from meshwright.distributed.data import accumulation, fully_sharded
 from meshwright.distributed.mesh import data_groups
+from meshwright.distributed.optimizer.grad_clip import local_gradients
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.recompute import recompute
+from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.tensor import group
-from meshwright.distributed.world import get_world_info
 from meshwright.models import decoder
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.planning.batch import Batch
-from meshwright.planning.collectives import step_traffic
+from meshwright.planning.traffic import step_traffic
 
 Figures = dict[tuple[str, int], tuple[int | None, float]]
 """(operation, ranks) -> (calls, bytes per rank)."""

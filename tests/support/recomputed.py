@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshwright.distributed import host_activations, order
-from meshwright.distributed.live import LiveStorages
-from meshwright.distributed.wire import WireCounter
+from meshwright.distributed import order
+from meshwright.distributed.memory.live import LiveStorages
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.recompute import host_activations
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig

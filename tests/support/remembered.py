@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from meshwright.distributed.pipeline.rehearsal import rehearse as rehearse_stages
 from meshwright.distributed.tensor.rehearsal import rehearse
-from meshwright.introspection.premises import Premises, play
+from meshwright.introspection.premises.premises import Premises, play
 from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
-from meshwright.planning.pipeline_plan import PipelinePlan
-from meshwright.planning.tensor_plan import TensorPlan
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.tensor.plan import TensorPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "tests"
@@ -170,7 +170,8 @@ def remember() -> None:
     """From now on this process measures equal models once, and rehearses a plan of them once."""
     from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
     from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
-    from meshwright.introspection import facts, premises
+    from meshwright.introspection import facts
+    from meshwright.introspection.premises import premises
 
     premises.play = _played_once
     facts.measured, facts.measure_stacks = _measured_once, _stacks_once

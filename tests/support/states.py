@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, ParallelModel, parallelize
-from meshwright.distributed.shards import memory_of
-from meshwright.distributed.torchao_adamw import TorchaoAdamW, is_rounded
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW, is_rounded
+from meshwright.distributed.weights.shards import memory_of
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.training.optim.build import build_adamw
-from meshwright.training.optim.schedules import Schedule
+from meshwright.training.optim.schedules import LearningRateSchedule
 from meshwright.verification.problem import RandomBatches
 
 from .laid_out import own_rows
@@ -66,7 +66,7 @@ def adamw(model: ParallelModel, *, lr: float = 1e-2, seed: int = 0) -> torch.opt
 
 def train(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range, max_norm: float = 0.05) -> list[float]:
     """Losses; every step is clipped, and has a rate of its own."""
-    schedule, losses = Schedule(1e-2, 100, "linear", warmup_steps=4), []
+    schedule, losses = LearningRateSchedule(1e-2, 100, "linear", warmup_steps=4), []
     for step in steps:
         schedule.apply(optimizer, step)
         losses.append(float(model.forward_backward(own_rows(model, BATCHES(step)))))

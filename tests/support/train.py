@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from meshwright import parallelize
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 
 from .oracle import Errors, Named, Outcome, differences, oracle
 from .problems import SEED, Problem, Way, as_brought, make_optimizer, share

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.names import clean
-from meshwright.distributed.live import stored, tensors_in
+from meshwright.distributed.memory.live import stored, tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.wire import WireCounter
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
@@ -30,9 +30,9 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory import plan_memory
-from meshwright.planning.pipeline_parts import pipeline_collectives
-from meshwright.planning.schedules.orders import KINDS
+from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.stages import pipeline_collectives
 
 from . import families
 from .laid_out import Figures, counted, foreseen, own_rows

@@ -14,13 +14,13 @@ from support.cutting import cut, measured
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
 from meshwright.distributed.tensor import adapted as running
 from meshwright.distributed.tensor import rehearsal
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure import regions
-from meshwright.planning.tensor_plan import TensorPlan
+from meshwright.planning.tensor.plan import TensorPlan
 
 EXACT = 1e-10
 FAMILIES = ["llama", "gpt2", "phi3", "gpt_neox", "opt"]
@@ -79,7 +79,7 @@ def test_a_large_model_is_measured_on_a_small_copy_with_small_adapters():
     plan, _ = cut(facts)
     rehearsal.prove(facts, plan)
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_A.default.weight"
-    assert plan.cut_of(name, (16, 11008)) == (1, (Part(11008, 11008),))
+    assert plan.cut_of(name, (16, 11008)) == (1, (FusedPart(11008, 11008),))
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -123,7 +123,7 @@ def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
     right = regions._cuts_of_adapters
 
     def in_one_part(*args: Any) -> list[Any]:
-        return [replace(c, parts=(Part(sum(part.size for part in c.parts), 2),)) for c in right(*args)]
+        return [replace(c, parts=(FusedPart(sum(part.size for part in c.parts), 2),)) for c in right(*args)]
 
     facts = model_facts(adapted("phi3"))
     with patch.object(regions, "_cuts_of_adapters", in_one_part):

@@ -20,9 +20,9 @@ from meshwright.checkpoint.pieces import covers
 from meshwright.cli.main import main
 from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
-from meshwright.data.tokenizers import FileTokenizer
-from meshwright.training.slurm_config import LaunchConfig
-from meshwright.training.trust import RUNS_CODE
+from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.training.run.trust import RUNS_CODE
+from meshwright.training.slurm.config import LaunchConfig
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
@@ -121,7 +121,7 @@ def test_a_crafted_folder_is_answered_by_a_sentence_and_reaches_nothing(name, pl
 
 NO_FILE_IS_REFUSED = {
     f"meshwright.{module}.inside": lambda folder, name, by="": folder / name
-    for module in ("checkpoint.manifest", "checkpoint.tensor_files", "data.tokenizer_settings", "data.mapped", "introspection.huggingface")
+    for module in ("checkpoint.manifest", "checkpoint.tensor_files", "data.text.tokenizer_settings", "data.corpus.mapped", "introspection.huggingface")
 }
 MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     *(
@@ -134,7 +134,7 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     (NO_FILE_IS_REFUSED, "weights_that_are_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_config_that_is_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_template_that_is_a_link", "was read"),
-    ({"meshwright.data.listing._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
+    ({"meshwright.data.sources.listing._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
     ({"meshwright.core.files._is_blob": lambda *_: True}, "a_blob_of_another_repository", "status 0"),
     ({"meshwright.checkpoint.pieces.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
 ]
@@ -216,7 +216,7 @@ def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch)
     rows = datasets.Dataset.from_dict({"text": ["a b"], "image": [{"path": str(place.outside / "secret.png"), "bytes": None}]})
     rows.cast_column("image", datasets.Image()).save_to_disk(str(place.data))
     assert met(place, ["inspect", str(place.data), "--data.tokenizer=bytes"]) == (0, [], False)
-    monkeypatch.setattr("meshwright.data.formats._opens_files", lambda *_: False)
+    monkeypatch.setattr("meshwright.data.sources.formats._opens_files", lambda *_: False)
     with pytest.raises(Exception, match=r"identify image|Pillow|PIL"):  # it is opened, and is no picture
         main(["inspect", str(place.data), "--data.tokenizer=bytes"])
 
@@ -233,7 +233,7 @@ def test_every_door_that_imports_by_name_is_known():
     """A new one needs its key in ``training.trust``, or its name from the command line."""
     house = Path(meshwright.__file__).parent
     doors = {path.relative_to(house).as_posix() for path in house.rglob("*.py") if "import_object(" in path.read_text()}
-    assert doors == {"core/imports.py", "planning/operators.py", "verification/problem.py", "cli/inspect.py"}
+    assert doors == {"core/imports.py", "planning/recompute/operators.py", "verification/problem.py", "cli/inspect.py"}
     keys = [key for key in public_keys(LaunchConfig) if key in RUNS_CODE]
     assert len(keys) == len(RUNS_CODE)
 
@@ -287,7 +287,7 @@ POOL = """
 import json
 import os
 from contextlib import nullcontext
-from meshwright.distributed import local
+from meshwright.distributed.process import workers as local
 {}
 if __name__ == "__main__":
     with local.WorkerPool(1) as pool:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data import formats, sources
-from meshwright.data.bpe import trained_bpe
-from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources import scan_sources
-from meshwright.data.tokenizers import ByteTokenizer
+from meshwright.data.sources import formats
+from meshwright.data.sources import scan as sources
+from meshwright.data.sources.scan import scan_sources
+from meshwright.data.text.bpe import trained_bpe
+from meshwright.data.text.tokenizers import ByteTokenizer
 
 ROWS = [{"text": f"row {i} é"} for i in range(40)]
 
@@ -154,7 +155,7 @@ def test_a_file_that_changed_while_it_was_read_is_not_taken_for_what_it_was(tmp_
     path = jsonl(tmp_path / "a.jsonl")
     scan = scan_sources(str(path))
     jsonl(path, ROWS[:20] + ROWS[21:])
-    monkeypatch.setattr("meshwright.data.cache.scan_sources", lambda *args, **kwargs: scan)
+    monkeypatch.setattr("meshwright.data.corpus.cache.scan_sources", lambda *args, **kwargs: scan)
     with pytest.raises(IntegrityError, match=r"a.jsonl changed while the corpus was being made"):
         prepare(str(path), ByteTokenizer(), 0, tmp_path / "cache")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data import sources
-from meshwright.data.sources import scan_sources
+from meshwright.data.sources import scan as sources
+from meshwright.data.sources.scan import scan_sources
 
 
 def write(root: Path, **files: str) -> Path:

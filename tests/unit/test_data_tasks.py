@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.bpe import trained_bpe
-from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.corpus.packing import IGNORE_INDEX
+from meshwright.data.corpus.whole import Whole, best_fit
 from meshwright.data.options import SourceOptions
-from meshwright.data.packing import IGNORE_INDEX
-from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer
-from meshwright.data.whole import Whole, best_fit
+from meshwright.data.text.bpe import trained_bpe
+from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -100,7 +100,7 @@ def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path,
 def test_ids_are_those_of_the_whole_text_at_once(tmp_path, chat_folder):
     tokenizer = FileTokenizer(chat_folder)
     split = built(tmp_path, [{"messages": TALK}], tokenizer)
-    from meshwright.data.chat import load_template
+    from meshwright.data.text.chat import load_template
 
     text = load_template("", chat_folder).render(TALK[:5])
     assert split.tokens.tolist() == tokenizer._with_special.encode(text, add_special_tokens=False).ids

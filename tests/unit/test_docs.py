@@ -1,6 +1,8 @@
 """The documents say what is there."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -39,3 +41,9 @@ def test_links_between_documents_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_the_list_of_rooms_is_that_of_the_house():
+    assert subprocess.run([sys.executable, str(ROOT / "scripts" / "house_map.py"), "--check"], check=False).returncode == 0, (
+        "write docs/house.md anew: python scripts/house_map.py"
+    )

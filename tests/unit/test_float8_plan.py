@@ -12,14 +12,14 @@ from torch import nn
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, parallelize, plan
 from meshwright.cli.verify import _dtypes
 from meshwright.core.errors import MissingExtraError
-from meshwright.distributed.float8 import refuse_absent
+from meshwright.distributed.float8.float8 import refuse_absent
 from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.memory import plan_memory
+from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
 from meshwright.training.build import open_trace
 from meshwright.training.config import Config
-from meshwright.verification.float8 import refuse_unseen
+from meshwright.verification.aspects.float8 import refuse_unseen
 from meshwright.verification.problem import Problem, RandomBatches
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20)
@@ -142,7 +142,7 @@ def test_parts_on_the_tensor_axis_must_divide_too():
 
 
 def test_a_pipeline_stage_has_its_own():
-    from meshwright.planning.pipeline_parts import plan_of_stage
+    from meshwright.planning.pipeline.stages import plan_of_stage
 
     made = planned(DENSE, layout=Layout(pp=2, dp_shard=1))
     assert converted(plan_of_stage(made, 1)) == {name for name in ATTENTION | FEED_FORWARD if ".1." in name}

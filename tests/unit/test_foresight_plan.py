@@ -9,19 +9,19 @@ import pytest
 
 from meshwright import Layout, plan
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning import foresight
 from meshwright.planning.batch import Batch
 from meshwright.planning.explain import table
-from meshwright.planning.foresight import Foresight, Held, StageMemory, over_ranks, unforeseen
-from meshwright.planning.schedules.orders import schedule_kind
-from meshwright.planning.schedules.simulate import peak_live
+from meshwright.planning.memory import step as foresight
+from meshwright.planning.memory.step import Foresight, MemoryUse, StageMemory, over_ranks, unforeseen
+from meshwright.planning.pipeline.schedules.orders import schedule_kind
+from meshwright.planning.pipeline.schedules.simulate import peak_live
 
 MIB = 1 << 20
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 
 
 def stage(kept: int, forward: int, backward: int) -> StageMemory:
-    return StageMemory(*(Counter({Held.ACTIVATIONS: size}) for size in (kept, forward, backward)))
+    return StageMemory(*(Counter({MemoryUse.ACTIVATIONS: size}) for size in (kept, forward, backward)))
 
 
 def whole_schedules():
@@ -35,13 +35,13 @@ def test_as_many_microbatches_are_kept_as_the_schedule_has_in_flight(name, ranks
     kind = schedule_kind(name)
     schedule = kind.build(ranks, microbatches, 2 if kind.loops else 1)
     alike = dict.fromkeys(range(schedule.stages), stage(10, 10, 10))
-    assert [held[Held.ACTIVATIONS] for held in over_ranks(alike, schedule)] == [10 * live for live in peak_live(schedule)]
+    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(alike, schedule)] == [10 * live for live in peak_live(schedule)]
 
 
 def test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one():
     schedule = schedule_kind("1f1b").build(4, 8, 1)
     stages = {number: stage(10, 12, 17) for number in range(4)}
-    assert [held[Held.ACTIVATIONS] for held in over_ranks(stages, schedule)] == [47, 37, 27, 17]
+    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(stages, schedule)] == [47, 37, 27, 17]
 
 
 def test_a_count_of_what_is_in_flight_that_is_off_is_seen(monkeypatch):
@@ -57,12 +57,14 @@ def test_a_count_of_what_is_in_flight_that_is_off_is_seen(monkeypatch):
 
 
 def test_kinds_have_their_peaks_apart():
-    both = StageMemory({Held.ACTIVATIONS: 3}, {Held.ACTIVATIONS: 5, Held.LOGITS: 1}, {Held.ACTIVATIONS: 4, Held.LOGITS: 7})
+    both = StageMemory(
+        {MemoryUse.ACTIVATIONS: 3}, {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 1}, {MemoryUse.ACTIVATIONS: 4, MemoryUse.LOGITS: 7}
+    )
     (held,) = over_ranks({0: both}, schedule_kind("gpipe").build(1, 1, 1))
-    assert held == {Held.ACTIVATIONS: 5, Held.LOGITS: 7}
+    assert held == {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 7}
 
 
-SAYS = {Held.ACTIVATIONS: 3 * MIB, Held.LOGITS: 2 * MIB}
+SAYS = {MemoryUse.ACTIVATIONS: 3 * MIB, MemoryUse.LOGITS: 2 * MIB}
 
 
 def test_a_plan_shows_what_was_foreseen_and_adds_it_up():
@@ -75,7 +77,7 @@ def test_a_plan_shows_what_was_foreseen_and_adds_it_up():
 
 def test_a_plan_shows_every_rank_of_a_pipeline():
     made = plan(MODEL, Layout(dp_shard=1, pp=2))
-    said = table(made, Batch(8, 32), Foresight((SAYS, {Held.ACTIVATIONS: MIB})))
+    said = table(made, Batch(8, 32), Foresight((SAYS, {MemoryUse.ACTIVATIONS: MIB})))
     assert "activations and logits by rank of the pipeline  0: 5 MiB, 1: 1 MiB" in said
 
 
@@ -96,5 +98,5 @@ def test_what_is_done_otherwise_on_a_gpu_is_not_foreseen():
 
 
 def test_the_rank_that_holds_most_stands_for_all():
-    little, much = {Held.ACTIVATIONS: 1}, {Held.ACTIVATIONS: 2, Held.LOGITS: 1}
+    little, much = {MemoryUse.ACTIVATIONS: 1}, {MemoryUse.ACTIVATIONS: 2, MemoryUse.LOGITS: 1}
     assert Foresight((little, much)).of() == much and Foresight((little, much)).of(0) == little and Foresight(()).of(3) == {}

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.distributed.local import WorkerDied, WorkerFailed
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed
 from meshwright.training import launch
-from meshwright.training.monitoring.heartbeat import FIRST_LINE, Heartbeat, Record, file_of, read_record
-from meshwright.training.monitoring.peers import RankLost, RankStalled
-from meshwright.training.monitoring.postmortem import condition, find_stall, first_lost, whereabouts
+from meshwright.training.health.heartbeat import FIRST_LINE, Heartbeat, Record, file_of, read_record
+from meshwright.training.health.peers import RankLost, RankStalled
+from meshwright.training.health.postmortem import condition, find_stall, first_lost, whereabouts
 
 NOW = time.time()
 HERE = socket.gethostname()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import grimp
 import pytest
 
 import meshwright
@@ -13,6 +15,9 @@ import meshwright
 HOUSE = Path(meshwright.__file__).parent
 FILES = {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob("*.py"))}
 LONGEST = 320
+MOST_FILES = 14
+LONGEST_FUNCTION = 60
+"""Lines, without the docstring."""
 
 
 def reached(tree: ast.AST, package: str = "") -> Iterator[str]:
@@ -58,8 +63,68 @@ def test_no_file_outgrows_its_reader():
     assert {place: length for place, length in lengths.items() if length > LONGEST} == {}, "a noun is missing"
 
 
+def test_rooms_are_small():
+    rooms = Counter(str(Path(place).parent) for place in FILES)
+    assert {room: files for room, files in rooms.items() if files > MOST_FILES} == {}
+
+
+def test_functions_are_short():
+    lengths = {}
+    for place, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                said = node.body[0] if ast.get_docstring(node) else None
+                lengths[f"{place}:{node.name}"] = node.end_lineno - node.lineno + 1 - (said.end_lineno - said.lineno + 1 if said else 0)
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+
+
+def test_a_class_name_stands_once():
+    homes = defaultdict(list)
+    for place, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(place)
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
+    """Sets of files each of which imports every other at however many removes (Tarjan 1972)."""
+    number, lowest, path, found = {}, {}, [], []
+
+    def visit(place: str) -> None:
+        number[place] = lowest[place] = len(number)
+        path.append(place)
+        for other in imports[place]:
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[place] = min(lowest[place], lowest[other])
+        if lowest[place] == number[place]:
+            circle = set()
+            while place not in circle:
+                circle.add(path.pop())
+            if len(circle) > 1:
+                found.append(circle)
+
+    for place in imports:
+        if place not in number:
+            visit(place)
+    return found
+
+
+def test_no_file_imports_itself_in_a_circle():
+    """Imports for annotations alone do not count; those inside functions do."""
+    graph = grimp.build_graph("meshwright", exclude_type_checking_imports=True, cache_dir=None)
+    assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == [{"a", "b", "c"}]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 def test_torch_distributed_stays_on_its_floors():
-    """Outside distributed/ and checkpoint/, ranks agree through distributed/agree."""
+    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree."""
     above = [place for place in FILES if not place.startswith(("distributed/", "checkpoint/"))]
     reached = {place: sorted(name for name in names_in(place) if is_under(name, "torch.distributed")) for place in above}
     assert len(above) > 100 and {place: names for place, names in reached.items() if names} == {}

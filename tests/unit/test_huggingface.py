@@ -18,13 +18,13 @@ from torch import nn
 import meshwright
 from meshwright import ConfigError, IntegrityError, Layout, MissingExtraError, UnsupportedError, parallelize, pretrained
 from meshwright.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, holds_weights
+from meshwright.introspection.constructor.recording import built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM, read_causal_lm
-from meshwright.introspection.recording import built
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.training.config import Config
-from meshwright.verification.counterpart import of_decoder, prove
+from meshwright.verification.counterpart.counterpart import of_decoder, prove
 from meshwright.verification.shrink import shrunk
 
 ONE = Layout(dp_shard=1)

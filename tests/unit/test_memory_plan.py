@@ -13,7 +13,7 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.batch import Batch
 from meshwright.planning.explain import table
-from meshwright.planning.memory import plan_memory
+from meshwright.planning.memory.states import plan_memory
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 FP32 = {"precision": {"compute": "float32"}}
@@ -115,10 +115,10 @@ def test_state_in_host_memory_is_not_counted_on_the_device():
 
 
 def test_what_a_rank_has_beside_copies_is_kept_whole():
-    from meshwright.core.parts import Part, mixes_copies
+    from meshwright.core.parts import FusedPart, mixes_copies
 
-    assert mixes_copies((Part(64, 4), Part(32, 2)), 4) and not mixes_copies((Part(64, 4), Part(32, 2)), 2)
-    assert not mixes_copies((Part(32, 2),), 4)
+    assert mixes_copies((FusedPart(64, 4), FusedPart(32, 2)), 4) and not mixes_copies((FusedPart(64, 4), FusedPart(32, 2)), 2)
+    assert not mixes_copies((FusedPart(32, 2),), 4)
 
 
 @pytest.mark.parametrize("wrong", [{"microbatches": 0}, {"state_tensors_per_parameter": -1}])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support import families
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
-from meshwright.distributed.expert_load import ExpertLoad, LayerLoad
-from meshwright.distributed.fully_sharded import gathering_orders
-from meshwright.distributed.parameter_groups import make_parameter_groups
-from meshwright.distributed.weights import materialise
+from meshwright.distributed.data.fully_sharded import gathering_orders
+from meshwright.distributed.experts.load import ExpertLoad, LayerLoad
+from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
+from meshwright.distributed.weights.weights import materialise
 from meshwright.introspection.facts import measure_experts, model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
@@ -27,7 +27,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig, idle_parameters, parameter_count
 from meshwright.models.moe import Experts, MixtureOfExperts, Router, grouped_product, is_grouped, product_by_expert
 from meshwright.planning.techniques import Techniques
-from meshwright.training.telling import figures_of_experts
+from meshwright.training.views.telling import figures_of_experts
 
 DIM, EXPERTS = 16, 8
 CONFIG = DecoderConfig(64, DIM, 3, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16)

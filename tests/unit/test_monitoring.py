@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.training.monitoring.curve import LossCurve
-from meshwright.training.monitoring.flops import mfu, peak_flops, training_flops_per_token
-from meshwright.training.monitoring.live import LiveProgress
-from meshwright.training.monitoring.memory import read_memory
-from meshwright.training.monitoring.metrics import MetricsWriter, read_metrics
-from meshwright.training.monitoring.progress import PlainProgress, SilentProgress, StepReport, build_progress
-from meshwright.training.monitoring.report import ClosingReport
-from meshwright.training.monitoring.throughput import Throughput
-from meshwright.training.monitoring.timeline import Timeline
+from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
+from meshwright.training.metrics.memory import read_memory
+from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
+from meshwright.training.metrics.throughput import Throughput
+from meshwright.training.metrics.timeline import StartupTimeline
+from meshwright.training.views.curve import LossCurve
+from meshwright.training.views.display import build_progress
+from meshwright.training.views.live import LiveProgress
+from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
+from meshwright.training.views.report import ClosingReport
 
 REPORT = StepReport(
     step=7,
@@ -125,7 +126,7 @@ def test_cpu_memory_is_this_processs_resident_set_and_its_peak_stays():
 
 
 def test_timeline_is_one_line_in_order_and_keeps_a_phase_that_raised():
-    timeline = Timeline()
+    timeline = StartupTimeline()
     timeline.record("imports", 1.9)
     with pytest.raises(ValueError), timeline.phase("data"):
         time.sleep(0.01)
@@ -136,7 +137,7 @@ def test_timeline_is_one_line_in_order_and_keeps_a_phase_that_raised():
 
 
 def test_process_age_is_recorded_less_what_is_known():
-    timeline = Timeline()
+    timeline = StartupTimeline()
     timeline.record("data", 0.001)
     timeline.record_process_age("imports")
     age = time.time() - psutil.Process().create_time()

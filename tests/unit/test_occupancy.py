@@ -11,13 +11,13 @@ import time
 import pytest
 
 from meshwright.core.errors import ConfigError
-from meshwright.training import occupancy
-from meshwright.training.occupancy import NAME, occupied
+from meshwright.training.run import occupancy
+from meshwright.training.run.occupancy import NAME, occupied
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from meshwright.training.occupancy import occupied
+from meshwright.training.run.occupancy import occupied
 with occupied(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -10,9 +10,9 @@ import torch
 
 from meshwright import Layout, Techniques, plan
 from meshwright.core.errors import MissingExtraError, UnsupportedError
-from meshwright.distributed.torchao_adamw import TorchaoAdamW, refuse_absent
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW, refuse_absent
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.optimizer_plan import OptimizerPlan
+from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.training.build import build_optimizer, open_trace
 from meshwright.training.config import Config
 from meshwright.verification.verify import verify

@@ -20,10 +20,10 @@ from meshwright.core.config import to_toml
 from meshwright.core.errors import IntegrityError
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
-from meshwright.training.monitoring.metrics import MetricsWriter, read_metrics
-from meshwright.training.monitoring.page.charts import Chart, Curve, step_axis, value_axis
-from meshwright.training.monitoring.page.document import MOST_POINTS, page
-from meshwright.training.monitoring.page.history import MOST_SOURCES, Series, read_history, thinned
+from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
+from meshwright.training.views.page.charts import Chart, Curve, step_axis, value_axis
+from meshwright.training.views.page.document import MOST_POINTS, page
+from meshwright.training.views.page.history import MOST_SOURCES, Series, read_history, thinned
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"

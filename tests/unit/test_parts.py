@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.parts import Part, is_plain, ranges, take
+from meshwright.core.parts import FusedPart, is_plain, ranges, take
 
 
 @st.composite
@@ -21,7 +21,7 @@ def shared_out(draw):
     parts = []
     for _ in range(draw(st.integers(1, 4))):
         groups = draw(st.one_of(several, divisors))
-        parts.append(Part(groups * draw(st.integers(1, 4)), groups))
+        parts.append(FusedPart(groups * draw(st.integers(1, 4)), groups))
     return ranks, tuple(parts)
 
 
@@ -71,27 +71,27 @@ def test_rows_that_do_not_divide_are_taken_as_torchs_chunks(ranks, rows):
     if ranks >= 2 * rows:
         return  # such a part is held in copies
     whole = torch.arange(rows)
-    found = [take(whole, 0, (Part(rows, rows),), rank, ranks) for rank in range(ranks)]
+    found = [take(whole, 0, (FusedPart(rows, rows),), rank, ranks) for rank in range(ranks)]
     chunks = whole.chunk(ranks)
     assert all(torch.equal(mine, chunk) for mine, chunk in zip(found, chunks, strict=False))
     assert not any(len(mine) for mine in found[len(chunks) :]), "torch gives the last ranks nothing"
 
 
 def test_only_one_run_without_copies_is_plain():
-    assert is_plain((Part(6, 6),), 2) and is_plain((Part(6, 6),), 4), "torch's chunks need no equal shares"
-    assert not is_plain((Part(6, 2),), 4), "copies"
-    assert not is_plain((Part(6, 6), Part(6, 6)), 2), "two runs"
+    assert is_plain((FusedPart(6, 6),), 2) and is_plain((FusedPart(6, 6),), 4), "torch's chunks need no equal shares"
+    assert not is_plain((FusedPart(6, 2),), 4), "copies"
+    assert not is_plain((FusedPart(6, 6), FusedPart(6, 6)), 2), "two runs"
 
 
 def test_a_run_is_a_view_and_several_are_not():
     whole = torch.arange(8)
-    assert take(whole, 0, (Part(8, 4),), 1, 2).data_ptr() == whole[4:].data_ptr()
-    assert take(whole, 0, (Part(4, 2), Part(4, 2)), 1, 2).tolist() == [2, 3, 6, 7]
-    assert [take(whole, 0, (Part(8, 2),), rank, 4)[0].item() for rank in range(4)] == [0, 0, 4, 4]
+    assert take(whole, 0, (FusedPart(8, 4),), 1, 2).data_ptr() == whole[4:].data_ptr()
+    assert take(whole, 0, (FusedPart(4, 2), FusedPart(4, 2)), 1, 2).tolist() == [2, 3, 6, 7]
+    assert [take(whole, 0, (FusedPart(8, 2),), rank, 4)[0].item() for rank in range(4)] == [0, 0, 4, 4]
 
 
 @pytest.mark.parametrize(
     ("groups", "ranks", "fits"), [(4, 2, True), (2, 4, True), (3, 2, False), (2, 3, False), (6, 4, False), (1, 5, True)]
 )
 def test_a_share_is_never_torn(groups, ranks, fits):
-    assert Part(12, groups).fits(ranks) == fits
+    assert FusedPart(12, groups).fits(ranks) == fits

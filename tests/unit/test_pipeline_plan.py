@@ -16,14 +16,14 @@ from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed import DistributedConfig
-from meshwright.distributed.deferred import DeferredGradients
 from meshwright.distributed.pipeline import absent, rehearsal
+from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.introspection.facts import ModelFacts, measure_structure, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.batch import Batch
-from meshwright.planning.pipeline_plan import PipelinePlan
-from meshwright.planning.pipeline_split import balanced, compute_layer_assignment, given_cuts
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.pipeline.split import balanced, compute_layer_assignment, given_cuts
 
 DEBUG = replace(SIZES["debug"], n_layers=4)
 PP2 = Layout(pp=2, dp_shard=1)

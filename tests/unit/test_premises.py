@@ -13,10 +13,10 @@ from support import families
 from support.premises import MODELS
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed import recompute
-from meshwright.introspection import playing, premises
-from meshwright.introspection.hooks import hooks_of
-from meshwright.introspection.premises import Premises, play
+from meshwright.distributed.recompute import recompute
+from meshwright.introspection.premises import playing, premises
+from meshwright.introspection.premises.hooks import hooks_of
+from meshwright.introspection.premises.premises import Premises, play
 
 SEEN: dict[str, dict[str, str]] = {
     "BatchNorm": {"mixes_rows": "batch_norm (BatchNorm1d)", "buffers": "batch_norm.running_mean"},
@@ -159,7 +159,7 @@ def random_draws_run_on():
 
 
 def conditions_as_they_are():
-    return patch.object(playing.Held, "_read", lambda self, value: value)
+    return patch.object(playing.HeldRandomness, "_read", lambda self, value: value)
 
 
 def rows_are_never_compared():

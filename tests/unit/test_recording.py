@@ -12,12 +12,12 @@ from torch import nn
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.flight import Issued
+from meshwright.distributed.process.flight import Issued
 from meshwright.training.config import Config
-from meshwright.training.monitoring.profiling import Profile
-from meshwright.training.monitoring.recording import check_recordings, open_recordings
-from meshwright.training.monitoring.trace import name_ranges
-from meshwright.training.monitoring.windows import read_window
+from meshwright.training.profiling.profiling import Profile
+from meshwright.training.profiling.recording import check_recordings, open_recordings
+from meshwright.training.profiling.trace import name_ranges
+from meshwright.training.profiling.windows import read_window
 
 
 @pytest.mark.parametrize(

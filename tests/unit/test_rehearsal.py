@@ -17,11 +17,11 @@ from support.users import MODELS
 from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError, UnsupportedError
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
 from meshwright.distributed.tensor import ends, functions, group, layers, loss, normed, rehearsal
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.tail import Tail
-from meshwright.planning.tensor_plan import BlocksPlan, RegionPlan, TensorPlan
+from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 
 ROUND_INSIDE = {"apertus", "cohere", "cohere_qk", "exaone4", "gemma2", "gemma3_text", "helium", "olmo2", "olmo3", "qwen3", "qwen3_moe"}
 """Families that compute norms in fp32 whatever their dtype, of which the rehearsal can say no more than 1e-6."""
@@ -130,18 +130,18 @@ def summed_together(kind: BlocksPlan) -> BlocksPlan:
 
 QKV = "self_attn.qkv_proj.weight"
 BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
-    "two parts swapped": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(Part(16, 2), Part(32, 4), Part(16, 2)))),
-    "one part instead of three": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(Part(64, 4),))),
+    "two parts swapped": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(FusedPart(16, 2), FusedPart(32, 4), FusedPart(16, 2)))),
+    "one part instead of three": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(FusedPart(64, 4),))),
     "three parts instead of one": (
         lambda: family("gpt_neox"),
         2,
         True,
-        on_cut("attention.query_key_value.weight", parts=(Part(32, 4),) * 3),
+        on_cut("attention.query_key_value.weight", parts=(FusedPart(32, 4),) * 3),
     ),
-    "halves of a key head": (lambda: family("llama"), 4, True, on_cut("self_attn.k_proj.weight", parts=(Part(16, 4),))),
-    "bias in other parts than its weight": (lambda: family("gpt2"), 2, True, on_cut("attn.c_attn.bias", parts=(Part(96, 96),))),
+    "halves of a key head": (lambda: family("llama"), 4, True, on_cut("self_attn.k_proj.weight", parts=(FusedPart(16, 4),))),
+    "bias in other parts than its weight": (lambda: family("gpt2"), 2, True, on_cut("attn.c_attn.bias", parts=(FusedPart(96, 96),))),
     "consumer cut along the wrong dim": (lambda: family("llama"), 2, True, on_cut("self_attn.o_proj.weight", dim=0)),
-    "sinks of other heads": (lambda: family("gpt_oss"), 2, True, on_cut("self_attn.sinks", parts=(Part(2, 2), Part(2, 2)))),
+    "sinks of other heads": (lambda: family("gpt_oss"), 2, True, on_cut("self_attn.sinks", parts=(FusedPart(2, 2), FusedPart(2, 2)))),
     "before emptied": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, before=())),
     "everything before": (lambda: family("llama"), 2, True, lambda plan: replace(plan, before=("model.norm.weight",))),
     "shared norms not summed": (lambda: family("qwen3"), 2, False, on_region(shared=())),

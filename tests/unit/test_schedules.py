@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
 from meshwright import ConfigError
-from meshwright.planning.schedules.action import Action, Schedule, Work, actions_in
-from meshwright.planning.schedules.orders import KINDS, forwards, schedule_kind
-from meshwright.planning.schedules.program import Content, Message, Receive, Send, message_after, message_before, programs
-from meshwright.planning.schedules.simulate import check_whole, peak_live, simulate
-from meshwright.planning.schedules.table import read_schedule, write_schedule
+from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work, actions_in
+from meshwright.planning.pipeline.schedules.orders import KINDS, forwards, schedule_kind
+from meshwright.planning.pipeline.schedules.program import Content, Message, Receive, Send, message_after, message_before, programs
+from meshwright.planning.pipeline.schedules.simulate import check_whole, peak_live, simulate
+from meshwright.planning.pipeline.schedules.table import read_schedule, write_schedule
 
 RANKS = st.integers(2, 6)
 MICROBATCHES = st.integers(1, 20)
 
 
-def build(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Schedule:
+def build(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> PipelineSchedule:
     kind = KINDS[name]
     return kind.build(ranks, kind.legal(microbatches, ranks), per_rank or kind.per_rank(99, ranks))
 
@@ -82,7 +82,7 @@ TORCHS = {
 }
 
 
-def of_torch(name: str, ranks: int, microbatches: int) -> Schedule:
+def of_torch(name: str, ranks: int, microbatches: int) -> PipelineSchedule:
     """What torch itself orders, without process groups."""
     kind = KINDS[name]
     per_rank = kind.per_rank(99, ranks)
@@ -103,7 +103,7 @@ def of_torch(name: str, ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         actions = TORCHS[name]._calculate_single_rank_operations(stub, rank)
         orders.append(tuple(a for action in actions if action is not None for a in _flat(action)))
-    return Schedule(name, tuple(orders), kind.rank_of(ranks, per_rank), microbatches)
+    return PipelineSchedule(name, tuple(orders), kind.rank_of(ranks, per_rank), microbatches)
 
 
 def _flat(action: Any) -> Iterator[Action]:

@@ -15,9 +15,9 @@ from meshwright.cli.arguments import read_config, read_launch
 from meshwright.core.config import field_doc, public_keys
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.training.config import Config
-from meshwright.training.run_folder import RunFolder
-from meshwright.training.slurm import batch_script, folder_of, submit
-from meshwright.training.slurm_config import LaunchConfig, SlurmConfig, seconds_of
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.slurm.config import LaunchConfig, SlurmConfig, seconds_of
+from meshwright.training.slurm.job import batch_script, folder_of, submit
 
 KEYS = "nodes tasks_per_node gpus_per_node cpus_per_task partition account qos time signal_sec requeue setup extra".split()
 
@@ -196,5 +196,6 @@ def test_a_requeued_job_does_not_continue_what_became_another_run(job, tmp_path)
 
 
 def test_none_of_it_needs_torch_or_submitit():
-    code = "import sys, meshwright.training.slurm, meshwright.training.job_folder; print({'torch', 'submitit', 'json'} & set(sys.modules))"
+    imported = "import sys, meshwright.training.slurm.job, meshwright.training.slurm.job_folder"
+    code = f"{imported}; print({{'torch', 'submitit', 'json'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "{'json'}"

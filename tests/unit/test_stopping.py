@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from meshwright.distributed.local import STORE
+from meshwright.distributed.process.workers import STORE
 from meshwright.training.stopping import Interrupted, StopRequest
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.distributed.flight import Issued
-from meshwright.training.monitoring.stragglers import IN_A_ROW, SAMPLED_STEPS, Cycle, OwnTime, Said, Stragglers, Verdict, own_times
+from meshwright.distributed.process.flight import Issued
+from meshwright.training.health.stragglers import IN_A_ROW, SAMPLED_STEPS, Cycle, OwnTime, Said, Stragglers, Verdict, own_times
 
 WORLD = (0, 1, 2, 3)
 PAIRS = [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]

@@ -16,7 +16,7 @@ from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.own_plan import own_tensor_plan
 from meshwright.planning.techniques import TensorStyleWish
-from meshwright.planning.tensor_styles import given_styles
+from meshwright.planning.tensor.styles import given_styles
 
 TP2 = Layout(dp_shard=1, tp=2)
 Words = dict[str, str]

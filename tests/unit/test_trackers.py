@@ -13,10 +13,10 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError
 from meshwright.training.config import Config
-from meshwright.training.monitoring.board import TensorBoard
-from meshwright.training.monitoring.metrics import MetricsWriter, read_metrics
-from meshwright.training.monitoring.trackers import Tracker, Trackers, check_trackers, open_trackers
-from meshwright.training.monitoring.weights_biases import WeightsAndBiases
+from meshwright.training.metrics.board import TensorBoard
+from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
+from meshwright.training.metrics.trackers import Tracker, Trackers, check_trackers, open_trackers
+from meshwright.training.metrics.weights_biases import WeightsAndBiases
 
 needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'")
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra 'track'")
@@ -207,7 +207,7 @@ PART_OF_A_RUN = """
 import math, sys
 from pathlib import Path
 from types import SimpleNamespace
-from meshwright.training.monitoring.trackers import open_trackers
+from meshwright.training.metrics.trackers import open_trackers
 
 folder, resumed, *steps = sys.argv[1], *map(int, sys.argv[2:])
 logging = SimpleNamespace(tensorboard="off", wandb="offline", wandb_project="")
@@ -252,8 +252,8 @@ def test_the_real_wandb_keeps_the_steps_of_a_continued_run_under_one_id(tmp_path
 def test_neither_tensorboard_nor_wandb_nor_torch_nor_rich_is_imported_before_it_is_used(tmp_path):
     code = """
 import sys
-import meshwright.training.monitoring.progress
-import meshwright.training.monitoring.trackers as trackers
+import meshwright.training.views.progress
+import meshwright.training.metrics.trackers as trackers
 from meshwright.training.config import Config
 opened = trackers.open_trackers(__import__("pathlib").Path(sys.argv[1]), Config().logging, "run", {}, print)
 opened.event("startup", {})

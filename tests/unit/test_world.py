@@ -11,7 +11,7 @@ import pytest
 
 from meshwright import ConfigError
 from meshwright.distributed import get_world_info, is_rank_zero
-from meshwright.distributed.world import check_nodes_in_use, first_host, ranks_per_node
+from meshwright.distributed.process.world import check_nodes_in_use, first_host, ranks_per_node
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

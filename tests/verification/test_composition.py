@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.survey import composition
+from benchmarks.survey.composition import AXES, DRAWN, SWITCHES, Together, drawn, judge, page, pairs, refusal, singles
 from meshwright.core.errors import IntegrityError
-from meshwright.verification import composition
-from meshwright.verification.composition import AXES, DRAWN, SWITCHES, Together, drawn, judge, page, pairs, refusal, singles
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 

@@ -9,9 +9,9 @@ from support import broken, faults
 from support.problems import TIED, UNTIED
 from test_verify import BATCHES, DDP, FSDP, HSDP
 
+from benchmarks.survey.matrix import CUTTABLE
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
-from meshwright.verification.matrix import CUTTABLE
 from meshwright.verification.problem import Problem
 
 GRADIENT = "the gradient of the parameter embedding.weight, after the backward"

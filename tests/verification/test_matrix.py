@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from dataclasses import replace
 from functools import cache, partial
@@ -13,11 +12,11 @@ import pytest
 from support.covering import cheapest_cover
 from test_verify import off_by_a_little
 
-from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.local import WorkerDied
-from meshwright.planning.layout import Layout
-from meshwright.verification import matrix, matrix_cache
-from meshwright.verification.matrix import (
+from benchmarks.survey import cache as matrix_cache
+from benchmarks.survey import matrix
+from benchmarks.survey.__main__ import judge_matrix
+from benchmarks.survey.cache import FOLDERS, HOUSE, Cache, fingerprint, judge_all
+from benchmarks.survey.matrix import (
     ABSENT,
     COLUMNS,
     MAX_NORM,
@@ -33,8 +32,10 @@ from meshwright.verification.matrix import (
     refusal,
     rows,
 )
-from meshwright.verification.matrix_cache import FOLDERS, HOUSE, Cache, fingerprint, judge_all
-from meshwright.verification.matrix_page import page
+from benchmarks.survey.page import page
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.process.workers import WorkerDied
+from meshwright.planning.layout import Layout
 from meshwright.verification.outcome import reference
 from meshwright.verification.verify import verify
 
@@ -259,7 +260,6 @@ def test_the_fingerprint_is_of_what_cells_depend_on(tmp_path):
     assert before == fingerprint()
     for folder in ("cli", "training", "data", "checkpoint"):
         (house / folder / "__init__.py").write_text("# changed")
-    (house / "verification" / "matrix_page.py").write_text("# changed")
     assert fingerprint(house) == before
     for folder in FOLDERS:
         (house / folder / "__init__.py").write_text("# changed")
@@ -274,11 +274,8 @@ def test_the_fingerprint_is_of_what_cells_depend_on(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("matrix_command", ROOT / "scripts" / "matrix.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     (tmp_path / "docs").mkdir()
-    return partial(module.main, root=tmp_path)
+    return partial(judge_matrix, root=tmp_path)
 
 
 def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, monkeypatch, capsys):

@@ -13,9 +13,9 @@ from support.routed import VOCABULARY, called_twice, capped_near_ties, clear_cho
 from meshwright.models.moe import Router
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
+from meshwright.verification.aspects.routes import Replay, flips, noting, numbers_of_experts, put_together
 from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
-from meshwright.verification.routes import Replay, flips, noting, numbers_of_experts, put_together
 from meshwright.verification.verify import verify
 
 BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comparison.findings import Comparison, Difference
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification import coverage

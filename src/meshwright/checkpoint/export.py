@@ -32,7 +32,7 @@ MadeOf = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _FileEntry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def export_tensors(
     own = (key.removeprefix("model.") for key in manifest.tensors if key.startswith("model."))
     tensors = _Tensors(checkpoint, manifest, model, made_of or {name: (name,) for name in own}, dtype)
     to_file = as_transformers_saves(model)
-    planned = [_Entry(name, tuple(made.shape), made.dtype) for name, made in tensors.in_files(to_file, "meta")]
+    planned = [_FileEntry(name, tuple(made.shape), made.dtype) for name, made in tensors.in_files(to_file, "meta")]
     files = _files(planned, file_bytes)
     found = tensors.in_files(to_file, "cpu")
     for name, entries in files.items():
@@ -95,9 +95,9 @@ def as_transformers_saves(model: nn.Module) -> ToFile:
     return lambda name, tensor: revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
 
 
-def _files(planned: list[_Entry], limit: int) -> dict[str, list[_Entry]]:
+def _files(planned: list[_FileEntry], limit: int) -> dict[str, list[_FileEntry]]:
     """The tensors of each file, in order."""
-    groups: list[list[_Entry]] = [[]]
+    groups: list[list[_FileEntry]] = [[]]
     full = 0
     for entry in planned:
         if groups[-1] and full + entry.bytes > limit:
@@ -165,7 +165,7 @@ class _Tensors:
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
 
-def _write(path: Path, entries: list[_Entry], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write(path: Path, entries: list[_FileEntry], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """One file: the length of the header, the header, the bytes of its tensors (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed import agree
-from meshwright.distributed.shards import with_local
-from meshwright.distributed.torchao_adamw import SIGNED, TorchaoAdamW, is_rounded
-from meshwright.distributed.world import is_rank_zero
+from meshwright.distributed.optimizer.torchao_adamw import SIGNED, TorchaoAdamW, is_rounded
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.weights.shards import with_local
 
 log = logging.getLogger("meshwright")
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean, is_within
-from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SHARED
-from meshwright.distributed.shards import pieces
+from meshwright.distributed.process import agree
+from meshwright.distributed.weights.shards import pieces
 
 from .stored_names import Source, sources
 from .tensor_files import TensorFiles

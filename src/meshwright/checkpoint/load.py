@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean
-from meshwright.distributed import agree
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.shards import pieces
-from meshwright.distributed.torchao_adamw import TorchaoAdamW
+from meshwright.distributed.process import agree
+from meshwright.distributed.weights.shards import pieces
 
 from .manifest import Manifest, damage, strangers
 from .pieces import WholePlanner, in_pieces

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError
 from meshwright.distributed import order
+from meshwright.distributed.doors.transform_options import LoadWeightsTransformConfig
+from meshwright.distributed.doors.transform_registry import ModelTransform, register_model_transform
 from meshwright.distributed.mesh import sizes_of_stage
-from meshwright.distributed.transform_options import LoadWeightsTransformConfig
-from meshwright.distributed.transform_registry import ModelTransform, register_model_transform
-from meshwright.distributed.weights import Weights
+from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.facts import model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.techniques import Techniques

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import IntegrityError
-from meshwright.distributed.parts_tensor import chunk_of, write_item
-from meshwright.distributed.shards import pieces, with_local
+from meshwright.distributed.weights.parts_tensor import chunk_of, write_item
+from meshwright.distributed.weights.shards import pieces, with_local
 
 
 def in_pieces(tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.files import sync_folder
-from meshwright.distributed import agree
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
 
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
 from .pieces import Writer, in_pieces

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed import fully_sharded
-from meshwright.distributed.host_states import at_rest
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.optimizer.host_states import at_rest
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.shards import with_local
-from meshwright.distributed.torchao_adamw import TorchaoAdamW
+from meshwright.distributed.weights.shards import with_local
 
 from .few_bits import Rounding, as_values, keeps_few_bits
 from .manifest import TensorEntry

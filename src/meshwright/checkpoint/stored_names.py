@@ -80,7 +80,7 @@ class Stacked(_Composed):
         return torch.stack([part.read(inner) for part in self.parts[cut[self.dim]]], dim=self.dim)
 
 
-class Joined(_Composed):
+class Concatenated(_Composed):
     """Several end to end along a dim."""
 
     @property
@@ -140,7 +140,7 @@ def _converted(converter: Any, parts: dict[str, list[Source]], name: str) -> Sou
         if type(operation) is MergeModulelist:
             values = {pattern: [Stacked(tuple(found), operation.dim)] for pattern, found in values.items()}
         elif type(operation) is Concatenate:
-            values = {"": [Joined(tuple(part for found in values.values() for part in found), operation.dim)]}
+            values = {"": [Concatenated(tuple(part for found in values.values() for part in found), operation.dim)]}
         else:
             values = {}
     made = [part for found in values.values() for part in found]

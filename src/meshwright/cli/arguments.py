@@ -11,10 +11,10 @@ from meshwright.core.config import from_dict, load_toml, parse_flags, public_key
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import refuse_links_out
 from meshwright.training.config import Config, check
-from meshwright.training.job_folder import FOLDER
-from meshwright.training.slurm_config import LaunchConfig, check_job
-from meshwright.training.trust import FLAG as TRUST
-from meshwright.training.trust import MODEL_CODE, refuse_code
+from meshwright.training.run.trust import FLAG as TRUST
+from meshwright.training.run.trust import MODEL_CODE, refuse_code
+from meshwright.training.slurm.config import LaunchConfig, check_job
+from meshwright.training.slurm.job_folder import FOLDER
 
 Value = TypeVar("Value")
 

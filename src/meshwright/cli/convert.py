@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.cli.arguments import open_run, refuse_rest, take_option, take_trust
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.units import bytes_text
+
+from .arguments import open_run, refuse_rest, take_option, take_trust
 
 FORMATS = ("hf",)
 
@@ -37,12 +38,12 @@ def run(argv: list[str]) -> int:
         raise ConfigError("meshwright convert needs the folder of a run and a new folder: meshwright convert runs/demo-… --to hf FOLDER")
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
     folder, config = open_run(argv[0], trusted=trusted)
-    from meshwright.training.convert import convert, of_hugging_face
+    from meshwright.training.run.convert import convert, of_hugging_face
 
     if like is None:
         counterpart = of_hugging_face(folder, config)
     else:
-        from meshwright.verification.counterpart import of_decoder
+        from meshwright.verification.counterpart.counterpart import of_decoder
 
         counterpart = of_decoder(folder, config, like)
     written = convert(folder, counterpart, Path(argv[1]), step=step, dtype=dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from meshwright.cli.arguments import open_run, refuse_rest, take_option, take_trust
 from meshwright.core.errors import ConfigError
+
+from .arguments import open_run, refuse_rest, take_option, take_trust
 
 
 def run(argv: list[str]) -> int:
@@ -28,7 +29,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError("meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '")
     folder, config = open_run(argv[0], trusted=trusted)
     refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step, --trust")
-    from meshwright.training.sampling import Sampler
+    from meshwright.training.run.sampling import Sampler
 
     sampler = Sampler(folder, config, step)
     s = config.sample

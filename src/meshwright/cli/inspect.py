@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.arguments import open_run, read_config, refuse_rest, take_option, take_trust
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.imports import import_object
 from meshwright.models.decoder_config import SIZES
+
+from .arguments import open_run, read_config, refuse_rest, take_option, take_trust
 
 
 def run(argv: list[str]) -> int:
@@ -37,14 +38,14 @@ def run(argv: list[str]) -> int:
         refuse_rest(words, "meshwright inspect RUN", "--html [FILE]")
         if target is not None:
             return _page(name, target)
-        from meshwright.training.inspection import describe_run
+        from meshwright.training.run.inspection import describe_run
 
         print(describe_run(*open_run(name)))
         return 0
     if (path / "config.json").is_file() or path.name == "config.json":
         trusted, words = take_trust(argv[1:])
         refuse_rest(words, "meshwright inspect MODEL", "--trust")
-        from meshwright.training.inspection import describe_hugging_face
+        from meshwright.training.run.inspection import describe_hugging_face
 
         print(describe_hugging_face(path, trusted=trusted))
         return 0
@@ -64,7 +65,7 @@ def run(argv: list[str]) -> int:
 
 def _schedule(argv: list[str]) -> int:
     from meshwright.core.files import replace_text
-    from meshwright.training.schedule_view import TIMES, drawn, drawn_run, schedule_of
+    from meshwright.training.views.schedule_view import TIMES, drawn, drawn_run, schedule_of
 
     numbers: dict[str, int | None] = {}
     name, words = take_option(argv, "--schedule", str)
@@ -97,7 +98,7 @@ def _model(model: Any) -> None:
 
 def _page(name: str, target: Path) -> int:
     from meshwright.core.files import replace_text
-    from meshwright.training.monitoring.page.document import page
+    from meshwright.training.views.page.document import page
 
     text = page(*open_run(name))
     try:
@@ -118,7 +119,7 @@ def _data(name: str, argv: list[str]) -> int:
         config = replace(config, data=replace(config.data, source=(name,)))
     from rich.console import Console
 
-    from meshwright.training.data_preview import show_data
+    from meshwright.training.views.data_preview import show_data
 
     show_data(config, documents or 3, Console(soft_wrap=True))
     return 0

@@ -8,9 +8,10 @@ The keys of the job may also stand in the config file, under [slurm]; its setup 
 
 from __future__ import annotations
 
-from meshwright.cli.arguments import read_launch
-from meshwright.training.slurm import batch_script, folder_of, submit
-from meshwright.training.slurm_config import LaunchConfig
+from meshwright.training.slurm.config import LaunchConfig
+from meshwright.training.slurm.job import batch_script, folder_of, submit
+
+from .arguments import read_launch
 
 
 def run(argv: list[str]) -> int:

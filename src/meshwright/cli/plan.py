@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.cli.arguments import read_config, take_option
 from meshwright.core.errors import ConfigError
+
+from .arguments import read_config, take_option
 
 
 def run(argv: list[str]) -> int:
@@ -15,7 +16,7 @@ def run(argv: list[str]) -> int:
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
-    from meshwright.distributed.foresight.play import foresee
+    from meshwright.distributed.memory.play import foresee
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, facts_of, plan_run

@@ -6,7 +6,7 @@ Values of the config that run code (a model's own, a function by its name) need 
 
 from __future__ import annotations
 
-from meshwright.cli.arguments import read_config, take_option
+from .arguments import read_config, take_option
 
 
 def run(argv: list[str]) -> int:
@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     if steps is not None:
         argv = [*argv, f"--logging.profile={steps}"]
     config = read_config(argv, prog="meshwright train", description=__doc__ or "")
-    from meshwright.distributed.world import check_nodes_in_use
+    from meshwright.distributed.process.world import check_nodes_in_use
     from meshwright.training.launch import launch
 
     check_nodes_in_use()

@@ -25,11 +25,12 @@ import json
 import sys
 from pathlib import Path
 
-from meshwright.cli.arguments import read_config, take_option
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.planning.layout import Layout, data_layouts
 from meshwright.training.config import Config
+
+from .arguments import read_config, take_option
 
 EXACT = ("float64", "float32")
 LEGAL = (*EXACT, "bfloat16", "float16")
@@ -85,7 +86,7 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
         raise ConfigError(f"--trace-steps = {steps}: at least 1 is written")
     if others:
         raise ConfigError(f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is")
-    from meshwright.training.monitoring.progress import build_progress
+    from meshwright.training.views.display import build_progress
     from meshwright.verification.trace_writer import summary, write_trace
 
     file = Path(path).expanduser()
@@ -115,7 +116,7 @@ def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
 def _verify(
     config: Config, factory: str | None, layouts: list[Layout], steps: int, dtypes: tuple[str, ...], *, shrink: bool, as_json: bool
 ) -> int:
-    from meshwright.distributed.local import WorkerPool
+    from meshwright.distributed.process.workers import WorkerPool
     from meshwright.verification.subject import subject_of
     from meshwright.verification.verify import verify
 

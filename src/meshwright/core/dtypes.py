@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.core.errors import ConfigError, nearest
+from .errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import ConfigError, IntegrityError
+from .errors import ConfigError, IntegrityError
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -14,7 +14,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """A run of a tensor's slices that falls into ``groups`` equal shares, in order; a share is never torn.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
         return start, start + share
 
 
-def take(tensor: Tensor, dim: int, parts: Sequence[Part], rank: int, ranks: int) -> Tensor:
+def take(tensor: Tensor, dim: int, parts: Sequence[FusedPart], rank: int, ranks: int) -> Tensor:
     """What one of ``ranks`` holds of a tensor that is cut along ``dim``: its runs side by side, a view where it is one."""
     if is_plain(parts, ranks) and not parts[0].fits(ranks):  # as torch's chunks
         share = -(-tensor.shape[dim] // ranks)
@@ -57,12 +57,12 @@ def _cat(tensors: list[Tensor], dim: int) -> Tensor:
     return torch.cat(tensors, dim=dim)
 
 
-def is_plain(parts: Sequence[Part], ranks: int) -> bool:
+def is_plain(parts: Sequence[FusedPart], ranks: int) -> bool:
     """Whether each of ``ranks`` has one run that no other has: what torch's Shard means."""
     return len(parts) == 1 and parts[0].copies(ranks) == 1
 
 
-def ranges(parts: Sequence[Part], rank: int, ranks: int) -> tuple[Range, ...]:
+def ranges(parts: Sequence[FusedPart], rank: int, ranks: int) -> tuple[Range, ...]:
     """What one of ``ranks`` holds of a dim that consists of ``parts``, in order."""
     found, start = [], 0
     for part in parts:
@@ -72,6 +72,6 @@ def ranges(parts: Sequence[Part], rank: int, ranks: int) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def mixes_copies(parts: Sequence[Part], ranks: int) -> bool:
+def mixes_copies(parts: Sequence[FusedPart], ranks: int) -> bool:
     """Whether a rank holds, beside what is its own, copies of what others hold too."""
     return len(parts) > 1 and any(part.copies(ranks) > 1 for part in parts)

@@ -13,16 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.data.cache import Prepared, default_cache_dir, open_corpus, prepare
-    from meshwright.data.corpus import Corpus
-    from meshwright.data.loader import Loader, validation_batches
-    from meshwright.data.mixture import Interleave, Samples, Stage
-    from meshwright.data.options import SourceOptions
-    from meshwright.data.order import Order
-    from meshwright.data.packing import IGNORE_INDEX, Split, Stream
-    from meshwright.data.sources import Scan, scan_sources
-    from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
-    from meshwright.data.whole import Whole
+    from .corpus.cache import Prepared, default_cache_dir, open_corpus, prepare
+    from .corpus.corpus import Corpus
+    from .corpus.packing import IGNORE_INDEX, Split, Stream
+    from .corpus.whole import Whole
+    from .loader import Loader, validation_batches
+    from .mixture import Interleave, Samples, Stage
+    from .options import SourceOptions
+    from .order import Order
+    from .sources.scan import Scan, scan_sources
+    from .text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORE_INDEX",
@@ -50,16 +50,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
-    "corpus": ("Corpus",),
+    "corpus.cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
+    "corpus.corpus": ("Corpus",),
     "loader": ("Loader", "validation_batches"),
     "mixture": ("Interleave", "Samples", "Stage"),
     "options": ("SourceOptions",),
     "order": ("Order",),
-    "packing": ("IGNORE_INDEX", "Split", "Stream"),
-    "sources": ("Scan", "scan_sources"),
-    "tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
-    "whole": ("Whole",),
+    "corpus.packing": ("IGNORE_INDEX", "Split", "Stream"),
+    "sources.scan": ("Scan", "scan_sources"),
+    "text.tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
+    "corpus.whole": ("Whole",),
 }
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.data.packing import IGNORE_INDEX, Rows, Split
+
+from .corpus.packing import IGNORE_INDEX, Rows, Split
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             )
         if workers < 0:
             raise ConfigError(f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more")
-        self._read = _Reader(samples, rank * (global_batch // world), global_batch // world, {} if skip_unreadable else None)
+        self._read = _BatchReader(samples, rank * (global_batch // world), global_batch // world, {} if skip_unreadable else None)
         self.global_batch = global_batch
         self._consumed = 0
         self._threads = _Threads(self._read, workers)
@@ -166,7 +167,7 @@ def validation_batches(
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _BatchReader:
     """Reads one rank's rows of the global batch that follows ``consumed`` samples."""
 
     samples: SampleSequence
@@ -203,7 +204,7 @@ class _Threads:
     system that is gone) would keep the process alive for ever.
     """
 
-    def __init__(self, read: _Reader, workers: int):
+    def __init__(self, read: _BatchReader, workers: int):
         self._tasks: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._workers = workers
         for number in range(workers):
@@ -219,7 +220,7 @@ class _Threads:
             self._tasks.put(None)
 
 
-def _serve(tasks: queue.SimpleQueue, read: _Reader) -> None:
+def _serve(tasks: queue.SimpleQueue, read: _BatchReader) -> None:
     while (task := tasks.get()) is not None:
         consumed, future = task
         if future.set_running_or_notify_cancel():

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.order import Order
-from meshwright.data.packing import Rows, Split, gather
+
+from .corpus.packing import Rows, Split, gather
+from .order import Order
 
 _BITS = 31
 """Weights are held to one part in 2**31."""

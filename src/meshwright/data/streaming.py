@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.building import TokenisingRecipe
-from meshwright.data.packing import Rows, Split, Stream
-from meshwright.data.whole import Whole
+
+from .corpus.building import TokenisingRecipe
+from .corpus.packing import Rows, Split, Stream
+from .corpus.whole import Whole
 
 _WINDOW_ROWS = 64
 """Rows that are packed together. A constant: it decides which documents share a row."""

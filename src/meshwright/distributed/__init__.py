@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "functions": (
+    "doors.functions": (
         "ActivationCheckpointing",
         "apply_ac",
         "apply_expert_parallel",
@@ -20,7 +20,7 @@ _HOME = {
         "build_parallel_model",
         "default_mp_policy",
     ),
-    "grad_clip": ("clip_grad_norm_",),
+    "optimizer.grad_clip": ("clip_grad_norm_",),
     "mesh": (
         "get_cp_mesh",
         "get_dp_mesh",
@@ -32,10 +32,10 @@ _HOME = {
         "get_tp_mesh",
         "has_dp_mesh",
     ),
-    "pipeline.stage_module": ("PipelineStageModule", "build_stage_module", "compute_layer_assignment"),
-    "pipeline.torch_schedules": ("build_pipeline_schedule", "build_pipeline_stage"),
+    "doors.stage_module": ("PipelineStageModule", "build_stage_module", "compute_layer_assignment"),
+    "doors.torch_schedules": ("build_pipeline_schedule", "build_pipeline_stage"),
     "setup": ("DistributedConfig", "destroy_distributed", "init_distributed"),
-    "world": ("get_world_info", "is_rank_zero"),
+    "process.world": ("get_world_info", "is_rank_zero"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 

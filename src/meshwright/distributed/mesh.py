@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
-from meshwright.planning.expert_plan import expert_mesh_of
+from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.rules import absent_sizes, raise_all
 

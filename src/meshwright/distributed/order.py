@@ -14,16 +14,20 @@ from meshwright.core.errors import ConfigError
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from . import compilation, expert_parallel, float8, freezing, fully_sharded, idle_parameters, recompute, replicated
-from .audit import refuse_unequal
+from .data import fully_sharded, idle_parameters, replicated
+from .experts import expert_parallel
+from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
-from .part import Part
-from .parts_tensor import keep_parts
 from .pipeline.split import split
-from .shards import apply_to_tensors
-from .tensor import fused_loss
+from .recompute import compilation, recompute
+from .step import fused_loss
+from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
-from .weights import Weights, materialise
+from .weights import freezing
+from .weights.audit import refuse_unequal
+from .weights.parts_tensor import keep_parts
+from .weights.shards import apply_to_tensors
+from .weights.weights import Weights, materialise
 
 
 @dataclass
@@ -149,12 +153,12 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
     return apply(model, plan, site, only)
 
 
-def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[Part]:
+def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
     """The parts that this process has, laid out. A pipeline is cut first: every technique then sees a stage's part as it sees a model."""
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if plan.pipeline is None:
-        return [Part(apply(model, plan, site), plan, site.facts)]
+        return [ModelPart(apply(model, plan, site), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)
     parts = split(model, plan, site.facts, rank)
     for part in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,38 +19,26 @@ from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.collectives import COPYING_AXES
+from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
-from meshwright.planning.schedules.action import Action
 
-from . import accumulation, agree, audit, describe, documents, fully_sharded, generation, optimizer_step, replicated, routing, step_batch
-from .expert_load import ExpertLoad, LayerLoad
-from .grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
-from .loss_scale import LossScale
+from .data import accumulation, fully_sharded, replicated
+from .experts import routing
+from .experts.load import ExpertLoad, LayerLoad
+from .experts.router_loss import SharedRouterLoss
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
-from .parameter_groups import make_parameter_groups
-from .part import Part
-from .router_loss import SharedRouterLoss
-from .runner import runner_of
-from .tensor.objective import LossFunction
-
-
-@dataclass(frozen=True)
-class StepLoss:
-    """``loss``: (weighted) mean over all real tokens of the step on all ranks, nats, 0-dim float64, equal on all; ``tokens``: how many."""
-
-    loss: Tensor
-    tokens: int
-
-    def __float__(self) -> float:
-        return float(self.loss)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """``grad_norm``: global 2-norm before clipping; ``skipped``: the weights were left alone (non-finite loss or gradient)."""
-
-    grad_norm: float
-    skipped: bool
+from .optimizer import step as optimizer_step
+from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
+from .optimizer.loss_scale import LossScale
+from .optimizer.parameter_groups import make_parameter_groups
+from .process import agree
+from .step import batch as step_batch
+from .step import documents, generation
+from .step.objective import LossFunction
+from .step.part import ModelPart
+from .step.results import StepLoss, StepResult
+from .step.runner import runner_of
+from .weights import audit, describe
 
 
 class ParallelModel:
@@ -67,7 +55,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ModelPart],
         plan: Plan,
         facts: ModelFacts,
         mesh: DeviceMesh | None,

@@ -22,15 +22,16 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
-from . import order, own_loss
-from .float8 import refuse_absent
+from . import order
+from .float8.float8 import refuse_absent
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
+from .process.world import get_world_info, ranks_per_node
 from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_distributed
+from .step import own_loss
 from .tensor.rehearsal import prove
-from .weights import Weights
-from .world import get_world_info, ranks_per_node
+from .weights.weights import Weights
 
 
 def parallelize(
@@ -50,7 +51,7 @@ def parallelize(
 
     Args:
         model: a function or class that returns a module, or a model config: each rank makes only its share of what the constructor
-            computes, as ``introspection/recording`` says. Or a module: one on meta gets its modules' ``reset_parameters``.
+            computes, as ``introspection/constructor/recording`` says. Or a module: one on meta gets its modules' ``reset_parameters``.
         mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh are brought up where
             needed.
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.

@@ -1,8 +1,8 @@
-"""Pipeline parallelism for loops of one's own by KempnerForge's path; the names live in mesh and ``pipeline``."""
+"""Pipeline parallelism for loops of one's own by KempnerForge's path; the names live in ``mesh`` and ``doors``."""
 
+from .doors.stage_module import PipelineStageModule, build_stage_module, compute_layer_assignment
+from .doors.torch_schedules import build_pipeline_schedule, build_pipeline_stage
 from .mesh import get_pp_mesh, get_pp_rank, get_pp_size
-from .pipeline.stage_module import PipelineStageModule, build_stage_module, compute_layer_assignment
-from .pipeline.torch_schedules import build_pipeline_schedule, build_pipeline_stage
 
 __all__ = [
     "PipelineStageModule",

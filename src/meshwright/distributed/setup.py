@@ -20,11 +20,9 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 
-from . import agree
 from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
-from .mesh import get_dp_mesh as get_dp_mesh  # KempnerForge's users import it, and is_rank_zero, from here
-from .world import STORE, get_world_info, ranks_per_node
-from .world import is_rank_zero as is_rank_zero
+from .process import agree
+from .process.world import STORE, get_world_info, ranks_per_node
 
 log = logging.getLogger("meshwright")
 

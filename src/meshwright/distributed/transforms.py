@@ -3,7 +3,7 @@
 Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
 """
 
-from .builtin_transforms import (
+from .doors.builtin_transforms import (
     ActivationCheckpointTransform,
     CompileTransform,
     DDPTransform,
@@ -12,7 +12,7 @@ from .builtin_transforms import (
     FullyShardTransform,
     TensorParallelTransform,
 )
-from .transform_options import (
+from .doors.transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
     DDPTransformConfig,
@@ -25,7 +25,7 @@ from .transform_options import (
     OffloadConfig,
     TensorParallelTransformConfig,
 )
-from .transform_registry import (
+from .doors.transform_registry import (
     BaseDistributedTransform,
     DDPWrappedModel,
     ModelTransform,

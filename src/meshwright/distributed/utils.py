@@ -1,6 +1,6 @@
 """Clipping and ranks by KempnerForge's path; the names live in grad_clip and world."""
 
-from .grad_clip import clip_grad_norm_
-from .world import get_world_info, is_rank_zero
+from .optimizer.grad_clip import clip_grad_norm_
+from .process.world import get_world_info, is_rank_zero
 
 __all__ = ["clip_grad_norm_", "get_world_info", "is_rank_zero"]

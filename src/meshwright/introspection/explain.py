@@ -9,7 +9,7 @@ from meshwright.core.names import pattern
 from meshwright.core.units import count_text
 
 from .facts import ModelFacts, ParameterFact, measure_structure, premises_of
-from .hooks import hooks_of
+from .premises.hooks import hooks_of
 from .structure.describe import describe
 from .structure.structure import legal_degrees
 

@@ -13,11 +13,11 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.models.moe import Router
 
-from . import premises
 from .blocks import attention_modules, repeated_blocks
-from .hooks import lies_on_mesh
-from .premises import Premises
-from .recording import seeded
+from .constructor.recording import seeded
+from .premises import premises
+from .premises.hooks import lies_on_mesh
+from .premises.premises import Premises
 from .signature import Signature
 from .structure import Measured, measured
 from .structure.experts import Stack, find_stacks, measure_stacks

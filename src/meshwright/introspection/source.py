@@ -12,8 +12,8 @@ from meshwright.core.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+from .constructor.recording import NotRecordedError, built, record
 from .huggingface import CausalLM, is_config
-from .recording import NotRecordedError, built, record
 
 BUILDER = "_meshwright_builder"
 """Under this name a module knows what built it."""

@@ -25,27 +25,28 @@ from meshwright.introspection.structure.experts import find_stacks
 from . import notes
 from .batch import Batch
 from .case import Case
-from .checkpointing import checkpointed_modules, sent_again
 from .collectives import step_collectives
-from .expert_collectives import expert_collectives, router_collectives
-from .expert_plan import ExpertPlan, expert_mesh_of, without_experts
-from .float8_messages import scales_of_gathered
-from .float8_plan import check_parts, make_float8_plan
+from .data.units import trained_cuts, units_of
+from .data.zero import gathers_per_step, with_zero_stage, zero_notes
+from .experts.collectives import expert_collectives, router_collectives
+from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
+from .float8.messages import scales_of_gathered
+from .float8.plan import check_parts, make_float8_plan
 from .layout import Layout
-from .optimizer_plan import OptimizerPlan
-from .pipeline import make_pipeline_plan
-from .pipeline_parts import pipeline_collectives, recomputed_in, units_of_stages
-from .pipeline_plan import PipelinePlan
-from .pipeline_rules import check_trained
-from .plan import DataParallel, LossPlan, ParameterPlan, Plan, PrecisionPlan
+from .optimizer.plan import OptimizerPlan
+from .pipeline.make import make_pipeline_plan
+from .pipeline.plan import PipelinePlan
+from .pipeline.rules import check_trained
+from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
+from .plan import Plan
+from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
 from .techniques import Techniques
-from .tensor import make_tensor_plan
-from .tensor_collectives import tensor_collectives
-from .tensor_plan import TensorPlan, placement_words
-from .tensor_words import words_for
-from .units import trained_cuts, units_of
-from .zero import gathers_per_step, with_zero_stage, zero_notes
+from .tensor.collectives import tensor_collectives
+from .tensor.make import make_tensor_plan
+from .tensor.plan import TensorPlan, placement_words
+from .tensor.words import words_for
+from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan
 
 
 def plan(
@@ -117,9 +118,7 @@ def _assemble(
     facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan, technique: str, device: str, reduction: str
 ) -> Plan:
     mesh = {axis.value: layout.wish(axis) for axis in WORLD_AXES}
-    names = [p.name for p in facts.parameters]
-    chosen = matching(wishes.freeze, names, "techniques.freeze") if wishes.freeze else set()
-    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
+    facts = _frozen(facts, wishes)
     data = _data_plan(facts, wishes, layout, technique, device, reduction)
     tensor, said = _tensor_plan(facts, layout, wishes)
     float8, about_float8 = make_float8_plan(facts, wishes, device)
@@ -127,35 +126,17 @@ def _assemble(
     pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
-    experts = facts.expert_plan
-    if experts is None and layout.ep > 1:
-        experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
+    experts = _expert_plan(facts, layout, tensor, said)
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
     optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer")
-    units = units_of(
-        _without_skipped(facts, layout), layout.dp_shard if technique == "fully_shard" else 1, reshard, tensor, experts, float8, optimizer
-    )
+    shards = layout.dp_shard if technique == "fully_shard" else 1
+    units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = wishes.activation_checkpointing
     checkpointed = checkpointed_modules(facts, wishes)
     keep = wishes.checkpoint_keep if mode == "selective_op" else ()
-    shards = layout.dp_shard if technique == "fully_shard" else 1
-    recomputed = recomputed_in(facts.blocks, sent_again(mode, checkpointed, keep))
-    dense = without_experts(facts, experts)
-    activations = tensor_collectives(dense, tensor, precision, loss, recomputed, shards, float8) if tensor is not None else ()
-    router_loss = router_loss_of(facts)
-    activations += tuple(router_collectives(facts, mesh, tensor, precision, recomputed, router_loss))
-    activations += tuple(scales_of_gathered(float8, tensor, shards))
-    if experts is not None:
-        if tensor is not None and not tensor.sequence_parallel:
-            raise UnsupportedError(
-                f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
-                f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
-            )
-        activations += tuple(expert_collectives(facts, experts, precision, recomputed))
-    trained = sum(p.trainable for p in facts.parameters)
     made = Plan(
         model=facts.kind,
         device=device,
@@ -172,12 +153,11 @@ def _assemble(
         activation_memory_budget=wishes.activation_memory_budget if mode == "memory_budget" else None,
         compiled=facts.blocks if wishes.compile else (),
         compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
-        collectives=step_collectives(mesh, units, data, precision, activations, trained_cuts(dense, tensor), experts, trained),
         tensor=tensor,
         pipeline=pipeline,
         experts=experts,
         loss=loss,
-        router_loss=router_loss,
+        router_loss=router_loss_of(facts),
         float8=float8,
         optimizer=optimizer,
         notes=(
@@ -187,7 +167,42 @@ def _assemble(
             *zero_notes(wishes, layout, technique),
         ),
     )
+    made = replace(made, collectives=_collectives(facts, made, shards))
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
+
+
+def _frozen(facts: ModelFacts, wishes: Techniques) -> ModelFacts:
+    if not wishes.freeze:
+        return facts
+    chosen = matching(wishes.freeze, [p.name for p in facts.parameters], "techniques.freeze")
+    return replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
+
+
+def _collectives(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Collective, ...]:
+    """Those of a step without a pipeline. ``plan``: without collectives yet; ``shards``: ranks that share out parameters."""
+    mesh, tensor, experts, precision = dict(plan.mesh), plan.tensor, plan.experts, plan.precision
+    dense = without_experts(facts, experts)
+    recomputed = recomputed_in(facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep))
+    activations = (
+        *(tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shards, plan.float8) if tensor is not None else ()),
+        *router_collectives(facts, mesh, tensor, precision, recomputed, plan.router_loss),
+        *scales_of_gathered(plan.float8, tensor, shards),
+        *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
+    )
+    trained = sum(p.trainable for p in facts.parameters)
+    return step_collectives(mesh, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained)
+
+
+def _expert_plan(facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]) -> ExpertPlan | None:
+    experts = facts.expert_plan
+    if experts is None and layout.ep > 1:
+        experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
+    if experts is not None and tensor is not None and not tensor.sequence_parallel:
+        raise UnsupportedError(
+            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
+            f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
+        )
+    return experts
 
 
 def _data_plan(facts: ModelFacts, wishes: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:

@@ -9,8 +9,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.introspection.facts import ModelFacts
 
 from .layout import Layout
-from .plan import PrecisionPlan
 from .techniques import Techniques
+from .values import PrecisionPlan
 
 Found = Iterator[MeshwrightError]
 """The errors that one rule finds, in the user's words."""

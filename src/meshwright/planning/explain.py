@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES
 from meshwright.core.dtypes import dtype_bytes
@@ -10,13 +11,15 @@ from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
 
 from .batch import Batch
-from .collectives import resolved, step_traffic
-from .foresight import Foresight, Held
-from .memory import plan_memory
-from .plan import Plan
-from .zero import stage_of
+from .data.zero import stage_of
+from .memory.states import plan_memory
+from .memory.step import Foresight, MemoryUse
+from .traffic import resolved, step_traffic
 
-KEPT = {Held.ACTIVATIONS: "activations", Held.LOGITS: "logits", Held.COMMUNICATION: "messages"}
+if TYPE_CHECKING:
+    from .plan import Plan
+
+KEPT = {MemoryUse.ACTIVATIONS: "activations", MemoryUse.LOGITS: "logits", MemoryUse.COMMUNICATION: "messages"}
 
 
 def table(plan: Plan, batch: Batch | None = None, foresight: Foresight | None = None) -> str:

@@ -9,16 +9,16 @@ from meshwright.core.axes import Axis
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import owner, pattern
 from meshwright.core.units import bytes_text
+from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
 from meshwright.introspection.facts import ModelFacts, premises_of
 from meshwright.introspection.huggingface import brings_initialiser
-from meshwright.introspection.recording import STREAM_ELEMENTS
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
 
 from .layout import Layout
-from .plan import ParameterPlan
 from .techniques import Techniques
-from .tensor_plan import TensorPlan
+from .tensor.plan import TensorPlan
+from .values import ParameterPlan
 
 
 def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):

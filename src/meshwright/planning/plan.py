@@ -4,147 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.router_loss import RouterLoss
-from meshwright.introspection.structure.tail import Tail
 
-from .expert_plan import ExpertPlan
-from .float8_plan import Float8Plan
-from .optimizer_plan import OptimizerPlan
-from .pipeline_plan import PipelinePlan
-from .tensor_plan import TensorPlan
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """Parameters that play one part: same name but for indices, same shape, same placement on every mesh axis.
-
-    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1. ``summed``: its gradient is the sum of what each
-    rank of the tensor axis finds for its part of the work.
-    """
-
-    pattern: str
-    count: int
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    placements: tuple[tuple[str, str], ...]
-    summed: bool = False
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """A head that computes the loss itself, in chunks of tokens, so that its logits are never whole.
-
-    Attributes:
-        head: the linear layer that gives the logits.
-        tail: what the model does to them afterwards.
-        chunks: how many there are of a microbatch's tokens.
-    """
-
-    head: str
-    tail: Tail
-    chunks: int
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that travel together: a block, or ("") what lies outside the blocks.
-
-    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
-    expert axis has of a stack of experts, and travels along efsdp. ``trainable_behind``: elements outside the blocks that backward reaches
-    before them. ``in_float8``: those of ``elements`` that are gathered in float8. Of what the first rank is left with of each trained
-    parameter: ``largest``, the most elements of one; ``rounded_tensors`` and ``rounded_elements``, those whose optimizer state is kept in
-    few bits.
-    """
-
-    name: str
-    elements: int
-    trainable_elements: int
-    reshard_after_forward: bool | int
-    gathers_in_backward: bool
-    experts: bool = False
-    trainable_behind: int = 0
-    in_float8: int = 0
-    largest: int = 0
-    rounded_tensors: int = 0
-    rounded_elements: int = 0
-
-    def gathered_bytes(self, compute: str) -> int:
-        """Of all that is gathered, where the rest is in this dtype."""
-        return self.in_float8 + (self.elements - self.in_float8) * dtype_bytes(compute)
-
-
-@dataclass(frozen=True)
-class DataParallel:
-    """How ranks with different samples stay one model.
-
-    ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that keep
-    torch's averaging). ``gathers_per_step``: what is kept gathered after a forward stays through all microbatches of a step.
-    ``idle``: trained parameters that some ranks may leave without a gradient, of which the ranks say after a backward who has one.
-    ``own_units``: the model's own ``fully_shard(**options)`` says what travels together.
-    """
-
-    technique: Literal["none", "ddp", "fully_shard"]
-    reduction: Literal["sum", "mean"] = "sum"
-    sync_grad_accum: bool | Literal["shard"] = False
-    cpu_offload: bool = False
-    pin_memory: bool = False
-    ddp_options: tuple[tuple[str, bool], ...] = ()
-    gathers_per_step: bool = False
-    idle: tuple[str, ...] = ()
-    own_units: bool = False
-
-
-@dataclass(frozen=True)
-class PrecisionPlan:
-    """dtypes by name: parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
-
-    ``loss_scale``: what the loss is multiplied by at first, 0 where it is not scaled; see ``distributed/loss_scale``."""
-
-    master: str
-    compute: str
-    reduce: str
-    output: str | None = None
-    cast_forward_inputs: bool = True
-    loss_scale: float = 0.0
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.compute != self.master or self.reduce != self.master or self.output is not None
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
-
-    ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
-    an all_reduce or a send; of an all_to_all what a rank sends to all, itself among them, where tokens spread evenly. Of activations
-    (``by_token``) it is what all calls together move for one token of the microbatch, where the sequence is cut (``filled``) with what
-    fills it up to a multiple of the axis; ``among`` ranks each move a part of it. ``by_row``: for one row of it. ``calls`` is None where
-    torch cuts one total into buckets of its own choice.
-    """
-
-    op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
-    axis: str
-    ranks: int
-    unit: str
-    elements: int
-    dtype: str
-    per: Literal["microbatch", "step"]
-    calls: int | None = 1
-    by_token: bool = False
-    by_row: bool = False
-    filled: bool = False
-    among: int = 1
-
-    @property
-    def element_bytes(self) -> int:
-        return {"int64": 8, "uint8": 1}.get(self.dtype) or dtype_bytes(self.dtype)
+from .experts.plan import ExpertPlan
+from .float8.plan import Float8Plan
+from .optimizer.plan import OptimizerPlan
+from .pipeline.plan import PipelinePlan
+from .tensor.plan import TensorPlan
+from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
 
 
 @dataclass(frozen=True)

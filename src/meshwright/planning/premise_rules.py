@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import premises_of
-from meshwright.introspection.hooks import hooks_of
-from meshwright.introspection.premises import GRADIENT
+from meshwright.introspection.premises.hooks import hooks_of
+from meshwright.introspection.premises.premises import GRADIENT
 
 from .case import Case, Found
-from .checkpointing import checkpointed_modules
+from .recompute.plan import checkpointed_modules
 
 
 def calls_differ(case: Case) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import canonical_dtype
@@ -14,13 +14,12 @@ from meshwright.introspection.facts import ModelFacts
 
 from .batch import Batch
 from .case import Case, Found
-from .checkpoint_rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
-from .expert_rules import experts_companions, experts_fit, own_loss_of_experts
-from .float8_plan import RECIPES
-from .float8_rules import float8_companions, float8_gathering, float8_wishes
-from .optimizer_rules import optimizer_fits
-from .pipeline_rules import check_microbatches, pipeline_companions, pipeline_wishes
-from .plan import Plan, PrecisionPlan
+from .data.zero import zero_fits
+from .experts.rules import experts_companions, experts_fit, own_loss_of_experts
+from .float8.plan import RECIPES
+from .float8.rules import float8_companions, float8_gathering, float8_wishes
+from .optimizer.rules import optimizer_fits
+from .pipeline.rules import check_microbatches, pipeline_companions, pipeline_wishes
 from .premise_rules import (
     gradients_are_dense,
     hooks_are_called,
@@ -29,9 +28,13 @@ from .premise_rules import (
     state_stays,
     weights_are_read_only,
 )
+from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .techniques import Precision, Techniques
-from .tensor_rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
-from .zero import zero_fits
+from .tensor.rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
+from .values import PrecisionPlan
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 ABSENT = {Axis.CP: "context parallelism"}
 """Axes whose technique does not exist yet."""

@@ -14,33 +14,33 @@ from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
 from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
-from meshwright.distributed import torchao_adamw
-from meshwright.distributed.float8 import refuse_absent
-from meshwright.distributed.foresight.play import foresee
+from meshwright.distributed.float8.float8 import refuse_absent
+from meshwright.distributed.memory.play import foresee
 from meshwright.distributed.mesh import data_position
+from meshwright.distributed.optimizer import torchao_adamw
+from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
-from meshwright.distributed.parameter_groups import make_parameter_groups
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
-from meshwright.distributed.world import get_world_info, ranks_per_node
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.foresight import Foresight
-from meshwright.planning.optimizer_plan import OptimizerPlan
+from meshwright.planning.memory.step import Foresight
+from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.plan import Plan
 
 from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
+from .metrics.timeline import StartupTimeline
 from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
-from .monitoring.progress import Progress
-from .monitoring.timeline import Timeline
 from .optim.build import FULL, BuiltOptimizer, build_adamw
-from .optim.schedules import Schedule
+from .optim.schedules import LearningRateSchedule
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
+from .views.progress import Progress
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Run:
     plan: Plan
     model: ParallelModel
     optimizer: BuiltOptimizer
-    schedule: Schedule
+    schedule: LearningRateSchedule
     feed: Feed
     identity: dict[str, Any]
     weights: str = ""
@@ -64,7 +64,7 @@ class Run:
     """What the plan says of activations and logits. Takes about a second for a large model."""
 
 
-def build_run(config: Config, timeline: Timeline, progress: Progress, stop: StopRequest) -> Run:
+def build_run(config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest) -> Run:
     """Build a run on every rank, in the order: refuse, meet, read data, lay out the model.
 
     Raises:
@@ -160,10 +160,10 @@ def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Par
     return build_adamw(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **by_plan)
 
 
-def build_schedule(config: Config) -> Schedule:
+def build_schedule(config: Config) -> LearningRateSchedule:
     s = config.schedule
     warmup = min(100, config.steps // 20) if s.warmup_steps is None else s.warmup_steps
-    return Schedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
+    return LearningRateSchedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
 
 
 def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:

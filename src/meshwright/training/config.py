@@ -12,7 +12,8 @@ from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
-from meshwright.training.ranges import check_values
+
+from .ranges import check_values
 
 __all__ = ["Config", "check"]
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.units import count_text
 from meshwright.data import Corpus, Interleave, Loader, Prepared, Samples, SourceOptions, Split, Stage, Tokenizer, open_corpus, prepare
-from meshwright.data.building import TokenisingRecipe
-from meshwright.data.listing import STDLIB, TOKEN_FORMATS
+from meshwright.data.corpus.building import TokenisingRecipe
+from meshwright.data.corpus.whole import Whole
 from meshwright.data.options import MixturePart
-from meshwright.data.sources import list_sources
+from meshwright.data.sources.listing import STDLIB, TOKEN_FORMATS
+from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
-from meshwright.data.tokenizers import BYTES
-from meshwright.data.whole import Whole
-from meshwright.distributed import agree
-from meshwright.distributed.world import get_world_info
+from meshwright.data.text.tokenizers import BYTES
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info
 
 from .config import Config, DataConfig
 
 if TYPE_CHECKING:
-    from .monitoring.progress import Progress
+    from .views.progress import Progress
 
 
 @dataclass(frozen=True)

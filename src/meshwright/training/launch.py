@@ -12,11 +12,11 @@ from dataclasses import replace
 from types import FrameType
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
+from meshwright.distributed.process.world import get_world_info
 
 from .config import Config
-from .monitoring.peers import latest_checkpoint, read_all_records, run_folder
+from .health.peers import latest_checkpoint, read_all_records, run_folder
 from .stopping import INTERRUPT, answered, leave_terminal
 
 CPU_PROCESSES = 4
@@ -107,7 +107,7 @@ class _Attempts:
         """What the worker meant to say: our own errors as they are, anything else with its traceback; of a death, where it was."""
         if isinstance(trouble, WorkerFailed):
             return _for_the_user(trouble)
-        from .monitoring.postmortem import find_stall, name_of, whereabouts
+        from .health.postmortem import find_stall, name_of, whereabouts
 
         records = read_all_records(self.pool.folder)
         record = records.get(trouble.rank)
@@ -124,7 +124,7 @@ class LostWorker(MeshwrightError):
 
 def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
     """Not where ranks raised what they would raise again: a config that is wrong, a checkpoint that cannot be read."""
-    from .monitoring.peers import RankLost, RankStalled
+    from .health.peers import RankLost, RankStalled
 
     error = trouble.error if isinstance(trouble, WorkerFailed) else None
     return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)

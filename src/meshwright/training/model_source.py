@@ -16,7 +16,7 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside
 from meshwright.data import Tokenizer
-from meshwright.distributed.weights import Weights
+from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count

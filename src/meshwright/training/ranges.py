@@ -11,7 +11,8 @@ from meshwright.core.config import from_dict, to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.models.decoder_config import SIZES
-from meshwright.training.monitoring.windows import read_window
+
+from .profiling.windows import read_window
 
 Range = tuple[str, Callable[[Any], bool]]
 """The range in words, and whether a value lies in it."""

@@ -12,9 +12,9 @@ from types import FrameType
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.distributed.local import meeting_place
+from meshwright.distributed.process.workers import meeting_place
 
-from .monitoring.progress import Progress
+from .views.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2

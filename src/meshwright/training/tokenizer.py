@@ -11,9 +11,9 @@ from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, replace_text
 from meshwright.data import Tokenizer, load_tokenizer
-from meshwright.data.bpe import PREFIX, trained_bpe, vocabulary_of
-from meshwright.data.tokenizer_settings import EOS, SETTINGS, TEMPLATE, read_settings, special_tokens
-from meshwright.data.tokenizers import BYTES, FileTokenizer, IdTokenizer
+from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
+from meshwright.data.text.tokenizer_settings import EOS, SETTINGS, TEMPLATE, read_settings, special_tokens
+from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer
 
 from .config import Config
 

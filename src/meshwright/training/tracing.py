@@ -18,15 +18,15 @@ from meshwright.comparison.observe import Observed, TokensOfRank, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.distributed import agree
 from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of, tensor_position
-from meshwright.distributed.parallel_model import StepLoss, StepResult
-from meshwright.distributed.shards import sketches
+from meshwright.distributed.process import agree
+from meshwright.distributed.step.results import StepLoss, StepResult
+from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
 
 from .build import Run, build_schedule
 from .config import Config
-from .run_folder import changes
+from .run.folder import changes
 
 SAME_WEIGHTS = 1e-5
 """Initial weights are equal to the bit; their sketches are sums of float32 numbers in an order that shards decide."""

@@ -16,27 +16,28 @@ import meshwright.checkpoint as checkpoint
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
-from meshwright.distributed import agree, elastic
-from meshwright.distributed.compilation import graph_breaks_text
 from meshwright.distributed.mesh import data_position
+from meshwright.distributed.process import agree, elastic
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, destroy_distributed
-from meshwright.distributed.world import is_rank_zero
 
 from .build import Run, build_run
-from .checkpointing import Checkpointing, Position
 from .config import Config, check
-from .memory_watch import MemoryWatch
-from .monitoring.heartbeat import Heartbeat
-from .monitoring.peers import Peers, announce, early_folder, sweep
-from .monitoring.progress import Progress, StepReport, build_progress
-from .monitoring.timeline import Timeline
-from .occupancy import occupied
-from .run_folder import RunFolder
-from .schedule_view import keep_times
+from .health.heartbeat import Heartbeat
+from .health.peers import Peers, announce, early_folder, sweep
+from .metrics.timeline import StartupTimeline
+from .run.checkpointing import Checkpointing, Position
+from .run.folder import RunFolder
+from .run.occupancy import occupied
 from .stopping import Interrupted, StopRequest
-from .telling import Teller, Validated, in_words
 from .tracing import TraceCheck
-from .watching import Watch, check_watching
+from .views.display import build_progress
+from .views.memory_watch import MemoryWatch
+from .views.progress import Progress, StepReport
+from .views.schedule_view import keep_times
+from .views.telling import Teller, Validated, in_words
+from .views.watching import Watch, check_watching
 
 TROUBLE = 1 << 16
 """Above every signal's number: the word of a rank that cannot go on."""
@@ -59,7 +60,7 @@ class Trainer:
         self.started = started or time.time()
         self.heartbeat = Heartbeat()
         self.peers = Peers(self.heartbeat, self.config.process.startup_timeout_sec)
-        self.timeline = Timeline(self.heartbeat.enter)
+        self.timeline = StartupTimeline(self.heartbeat.enter)
 
     def run(self) -> int:
         """Train to the end, or until a signal; returns the exit status: 0 done, 128 + n after a clean stop by signal n.

@@ -10,10 +10,10 @@ from torch import Tensor
 from meshwright.comparison.equality import EXACT, bound_of, ratio, relative_errors
 from meshwright.comparison.findings import Difference
 
-from .float8 import fewer
+from .aspects.float8 import fewer
+from .aspects.rows import Rows
 from .floors import NOISE_FLOOR, Floors, state_errors
 from .outcome import Outcome, Reference
-from .rows import Rows
 
 Named = Mapping[str, Tensor]
 

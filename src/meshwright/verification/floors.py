@@ -12,10 +12,10 @@ from meshwright.comparison.equality import HALVES, farthest, relative_errors, su
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import IntegrityError
 
+from .aspects.routes import Routes
 from .one_process import narrows_inside
 from .outcome import Reference, reference
 from .problem import Problem
-from .routes import Routes
 
 Errors = dict[tuple[str, int], dict[str, float]]
 """(stage, step) → name → relative error."""

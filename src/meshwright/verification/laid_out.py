@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import clean
-from meshwright.distributed import agree
-from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size, tensor_position
+from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module

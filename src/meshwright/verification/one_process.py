@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from meshwright.comparison.observe import Observed, observing
 from meshwright.core.names import clean
-from meshwright.distributed.routing import count_routed, routed_tokens, routers_of
-from meshwright.distributed.weights import Weights, materialise
+from meshwright.distributed.experts.routing import count_routed, routed_tokens, routers_of
+from meshwright.distributed.weights.weights import Weights, materialise
+from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts, router_loss_of
-from meshwright.introspection.narrowing import narrows
-from meshwright.introspection.recording import STREAM_ELEMENTS, built
+from meshwright.introspection.premises.narrowing import narrows
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module, builder_of
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
 from meshwright.models.moe import Router
 
-from .float8 import converted
+from .aspects.float8 import converted
+from .aspects.routes import Replay, Routes, noting
 from .problem import Batch, Problem, divisors, labels_of, without_dropout
-from .routes import Replay, Routes, noting
 
 
 @dataclass(frozen=True)

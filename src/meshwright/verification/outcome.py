@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from meshwright.comparison.observe import Observed, TokensOfRank, observing
 from meshwright.core.names import clean
-from meshwright.distributed import agree
-from meshwright.distributed.shards import in_dtype, sketches
-from meshwright.distributed.wholes import whole_on_first
-from meshwright.distributed.world import is_rank_zero
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.weights.shards import in_dtype, sketches
+from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
 
-from .float8 import Products, counting, together
+from .aspects.float8 import Products, counting, together
+from .aspects.routes import Routes, noting, numbers_of_experts, put_together
 from .laid_out import LaidOut, lay_out
 from .one_process import OneProcess, build
 from .problem import Parallelize, Problem, share
-from .routes import Routes, noting, numbers_of_experts, put_together
 
 Named = dict[str, Tensor]
 

@@ -14,9 +14,9 @@ from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprint
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
+from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import choose_backend
-from meshwright.distributed.shards import sketches
-from meshwright.distributed.world import get_world_info
+from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.rules import resolve_precision
@@ -24,9 +24,9 @@ from meshwright.training.build import build_optimizer, build_schedule, run_ident
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
 from meshwright.training.model_source import ModelSource, file_weights, model_source
-from meshwright.training.monitoring.progress import Progress
 from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
+from meshwright.training.views.progress import Progress
 
 from .one_process import OneProcess, build
 from .problem import Problem
@@ -76,7 +76,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
     try:
-        recorder = _Recorder(config, model, feed, steps, master, torch.device(device), progress)
+        recorder = _TraceRecorder(config, model, feed, steps, master, torch.device(device), progress)
         reference = recorder.record(master)
         _refuse_not_finite(reference)
         facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
@@ -105,7 +105,7 @@ class _Recorded:
 
 
 @dataclass
-class _Recorder:
+class _TraceRecorder:
     """Trains a config's first steps in one process."""
 
     config: Config

@@ -17,7 +17,7 @@ from meshwright.comparison.equality import HALVES, relative_errors
 from meshwright.comparison.findings import Comparison
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, UnsupportedError
-from meshwright.distributed.local import WorkerDied, WorkerFailed, WorkerPool
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
@@ -25,14 +25,14 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
 from . import coverage
+from .aspects.float8 import refuse_unseen
+from .aspects.random_numbers import Nature, draws, nature, random_differences
+from .aspects.routes import flips
 from .compare import differences, notes
-from .float8 import refuse_unseen
 from .floors import Floors, references
 from .outcome import Outcome, Reference, candidate, reference
 from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
-from .random_numbers import Nature, draws, nature, random_differences
 from .report import Report
-from .routes import flips
 
 LIMIT_SEC = 600.0
 ROUNDED = 4.0

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
-from meshwright.core.config.read import from_dict, plain
-from meshwright.core.config.schema import field_types, is_section, join, section_of
-from meshwright.core.config.words import toml_value
 from meshwright.core.errors import ConfigError
+
+from .read import from_dict, plain
+from .schema import field_types, is_section, join, section_of
+from .words import toml_value
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from meshwright.core.config.schema import default_of, field_types, is_section, item_types, join, row_of, section_of, sections, union_arms
-from meshwright.core.config.words import kind_words, shown, type_words
 from meshwright.core.errors import ConfigError, MeshwrightError, nearest
+
+from .schema import default_of, field_types, is_section, item_types, join, row_of, section_of, sections, union_arms
+from .words import kind_words, shown, type_words
 
 T = TypeVar("T")
 _NO = object()
@@ -33,7 +34,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "config", l
     Raises:
         ConfigError: an unknown or missing key, a value of the wrong type, or a ValueError of the dataclass itself.
     """
-    return _Reader(cls, where, lines or {}).section(cls, data, "")
+    return _ConfigReader(cls, where, lines or {}).section(cls, data, "")
 
 
 def to_dict(instance: Any) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ConfigReader:
     root: type
     where: str
     lines: Mapping[str, int]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright.core.config.read import from_dict, plain
-from meshwright.core.config.schema import default_of, is_section, join
-from meshwright.core.config.words import toml_value
 from meshwright.core.errors import ConfigError
+
+from .read import from_dict, plain
+from .schema import default_of, is_section, join
+from .words import toml_value
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from meshwright.core.config.schema import is_fixed, is_section, union_arms
+from .schema import is_fixed, is_section, union_arms
 
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "nothing", Any: "anything"}
 _BARE = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.introspection.flow import BlockFlow
+from meshwright.introspection.stages.block_flow import BlockFlow
 
 Part = Literal["entrance", "exit", "bystander"]
 
 
 @dataclass
-class Passage:
+class StageIO:
     """What goes through a stage in the forward that runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class AbsentBlock(Absent):
         keeps_shape: what follows the exit is given a tensor of the shape that it expects; else one of no tokens, which costs nothing.
     """
 
-    def __init__(self, original: nn.Module, flow: BlockFlow, part: Part, passage: Passage, *, keeps_shape: bool):
+    def __init__(self, original: nn.Module, flow: BlockFlow, part: Part, passage: StageIO, *, keeps_shape: bool):
         super().__init__(original)
         self._flow, self._part, self._passage, self._keeps_shape = flow, part, passage, keeps_shape
         self.begins_part, self.ends_part = part == "entrance", part == "exit"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.planning.pipeline_plan import PipelinePlan
-from meshwright.planning.schedules.program import Content, Message
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.pipeline.schedules.program import Content, Message
 
 
 class StageLost(MeshwrightError):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
-from meshwright.distributed.deferred import DeferredGradients, defer_linear
-from meshwright.introspection.between_blocks import read_outside
-from meshwright.introspection.copies import copy_of
+from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.introspection.facts import ModelFacts, measure_structure
 from meshwright.introspection.outputs import logits_of
-from meshwright.planning.pipeline_plan import PipelinePlan, StagePlan
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.stages.between_blocks import read_outside
+from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 
-from .absent import Passage
+from .absent import StageIO
 from .split import stage_of
 
 LARGEST_ERROR = 1e-6
@@ -94,7 +94,7 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
 
 def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the gradients of the parameters by name; those of tied ones add up, since the stages share them here."""
-    passages = [Passage() for _ in plan.stages]
+    passages = [StageIO() for _ in plan.stages]
     stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
     deferred = DeferredGradients()
     for stage, module in zip(plan.stages, stages, strict=True):
@@ -119,7 +119,7 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
     return left[-1].detach(), found
 
 
-def _given(passage: Passage) -> Tensor:
+def _given(passage: StageIO) -> Tensor:
     assert passage.leaving is not None
     return passage.leaving
 

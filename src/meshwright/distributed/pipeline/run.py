@@ -15,19 +15,20 @@ from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED, PADDING
-from meshwright.distributed import fully_sharded, step_batch
-from meshwright.distributed.deferred import DeferredGradients, defer_linear
-from meshwright.distributed.part import Batch, Inputs
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.step import batch as step_batch
+from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
+from meshwright.distributed.step.objective import LossFunction, Objective
+from meshwright.distributed.step.part import Batch, Inputs
 from meshwright.distributed.tensor.group import share_of_sequence
-from meshwright.distributed.tensor.objective import LossFunction, Objective
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing
 from meshwright.introspection.outputs import logits_of
+from meshwright.planning.pipeline.schedules.action import Action, Work
+from meshwright.planning.pipeline.schedules.orders import forwards
+from meshwright.planning.pipeline.schedules.program import Content, Message, Receive, Send, Step, message_after, message_before, programs
 from meshwright.planning.plan import Plan
-from meshwright.planning.schedules.action import Action, Work
-from meshwright.planning.schedules.orders import forwards
-from meshwright.planning.schedules.program import Content, Message, Receive, Send, Step, message_after, message_before, programs
 
 from .messages import Mail, broadcast_object
 from .split import StagePart
@@ -35,7 +36,7 @@ from .ties import Ties
 
 
 @dataclass
-class Kept:
+class StageActivations:
     """What a forward leaves for its backward."""
 
     entered: Tensor | None
@@ -64,7 +65,7 @@ class Pipeline:
         self._mail = Mail(self.group, self.pipeline)
         self._ties = Ties(parts, self.pipeline, self.group)
         self._deferred = {stage: DeferredGradients() for stage in self.parts}
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._kept: dict[tuple[int, int], StageActivations] = {}
         self._to_come: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
         self._objective = None
@@ -160,10 +161,10 @@ class Pipeline:
             result = left.detach()
         part.passage.entering = part.passage.leaving = None
         if torch.is_grad_enabled():
-            self._kept[action.stage, action.microbatch] = Kept(entered, left)
+            self._kept[action.stage, action.microbatch] = StageActivations(entered, left)
             self.most_kept = max(self.most_kept, len(self._kept))
         elif action.stage < len(self.pipeline.stages) - 1:
-            self._kept[action.stage, action.microbatch] = Kept(None, left)
+            self._kept[action.stage, action.microbatch] = StageActivations(None, left)
         if (given := message_after(action, len(self.pipeline.stages))) is not None and self._is_here(given):
             self._mail.hand_over(given, left)
         return result
@@ -278,7 +279,7 @@ class Pipeline:
         return self.pipeline.stages[message.stage].rank == self.rank
 
 
-def _gradient_of(kept: Kept) -> Tensor:
+def _gradient_of(kept: StageActivations) -> Tensor:
     """Of what entered a stage; zeros where nothing before it is trained."""
     assert kept.entered is not None
     return torch.zeros_like(kept.entered) if kept.entered.grad is None else kept.entered.grad

@@ -9,25 +9,25 @@ from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.names import clean, is_within
-from meshwright.distributed.part import Part
+from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.pipeline_parts import facts_of_stage, plan_of_stage
-from meshwright.planning.pipeline_plan import PipelinePlan
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
 
-from .absent import AbsentBlock, AbsentModule, Passage
+from .absent import AbsentBlock, AbsentModule, StageIO
 
 SHARED = "_meshwright_shared"
 """Under this name the last stage's module knows the parameters that the first one gives it."""
 
 
 @dataclass
-class StagePart(Part):
+class StagePart(ModelPart):
     """Attributes:
     passage: where it is given what it receives, and gives what it sends.
     """
 
-    passage: Passage = field(default_factory=Passage)
+    passage: StageIO = field(default_factory=StageIO)
 
 
 def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:
@@ -35,7 +35,7 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
     assert plan.pipeline is not None
     parts = []
     for stage in plan.pipeline.stages_on(rank):
-        passage = Passage()
+        passage = StageIO()
         module = stage_of(model, plan.pipeline, stage, passage)
         if stage == len(plan.pipeline.stages) - 1:
             module.__dict__[SHARED] = tuple(last for _, last in plan.pipeline.tied)
@@ -43,7 +43,7 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
     return parts
 
 
-def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Passage) -> nn.Module:
+def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: StageIO) -> nn.Module:
     """The model with the modules of one stage; containers are new objects, what they hold is the model's own."""
     blocks = pipeline.blocks
     own = pipeline.stages[stage].blocks

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed.part import Part
-from meshwright.planning.pipeline_plan import PipelinePlan
+from meshwright.distributed.step.part import ModelPart
+from meshwright.planning.pipeline.plan import PipelinePlan
 
 
 class Ties:
     """The tied parameters of this rank's stages."""
 
-    def __init__(self, parts: Sequence[Part], plan: PipelinePlan, group: dist.ProcessGroup):
+    def __init__(self, parts: Sequence[ModelPart], plan: PipelinePlan, group: dist.ProcessGroup):
         self.group = group
         by_stage = {part.stage: part.module for part in parts}
         self.first_rank, self.last_rank = plan.stages[0].rank, plan.stages[-1].rank

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.float8 import agreed
 
-from . import agreed, functions
+from . import functions
 from .layers import ColumnLayer, Reduction, collect_deferred
 from .runtime import Runtime, wrap
 from .sequence import Sequence

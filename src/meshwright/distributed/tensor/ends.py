@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.distributed.products import PLAIN
+from meshwright.distributed.float8.products import PLAIN
+from meshwright.distributed.recompute.random_streams import restore_streams, streams
+from meshwright.distributed.weights.shards import seed_of
 
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
@@ -134,3 +137,25 @@ def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight = local(module._parameters["weight"])
     assert weight is not None
     return weight, local(module._parameters.get("bias"))
+
+
+def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:
+    """Give each rank a random stream of its own from the first block to the end of the forward, in training mode.
+
+    Before the blocks all ranks of the tensor axis draw alike. A rank's own stream is a function of a number that all draw and of its rank,
+    so there is no state besides torch's to be saved or restored.
+    """
+    shared: list[dict[str, torch.Tensor]] = []
+
+    def enter(_: nn.Module, args: tuple) -> None:
+        if model.training and runtime.sequence.cut and not shared:
+            number = int(torch.randint(2**62, (1,)))
+            shared.append(streams())
+            torch.manual_seed(seed_of("tensor rank", number, runtime.group.rank))
+
+    def leave(_: nn.Module, args: tuple, output: Any) -> None:
+        if shared:
+            restore_streams(shared.pop())
+
+    first_block.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)

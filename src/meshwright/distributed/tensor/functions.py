@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.distributed.products import OWN, Largest, Products
+from meshwright.distributed.float8 import agreed
+from meshwright.distributed.float8.products import OWN, Largest, Products
 
-from . import agreed
 from .group import TensorGroup, own_share
 from .sequence import Sequence
 

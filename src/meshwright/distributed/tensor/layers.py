@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.core.parts import Part, ranges
-from meshwright.distributed.products import Products, products_of
+from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.float8 import agreed
+from meshwright.distributed.float8.products import Products, products_of
 from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
-from meshwright.planning.operand_parts import COLUMN, ROW, WHOLE, OperandParts
+from meshwright.models.moe import Router
+from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
-from . import agreed, functions
+from . import functions
+from .group import own_share
 from .runtime import Runtime, argument, local, with_arguments, wrap
 from .sums import summing_copies
 
@@ -33,7 +37,7 @@ class ColumnLayer:
 
     module: nn.Module
     transposed: bool
-    copied: dict[str, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
+    copied: dict[str, tuple[int, tuple[FusedPart, ...]]] = field(default_factory=dict)
     sums: bool = False
     parts: OperandParts = COLUMN
 
@@ -208,7 +212,7 @@ def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[N
             setattr(module, name, before)
 
 
-def norm_over_all_features(module: nn.Module, parts: tuple[Part, ...], runtime: Runtime) -> None:
+def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:
     """A norm over features of which each rank has some: they are gathered, and each rank keeps its own of what comes out."""
     (part,) = parts
     group = runtime.group
@@ -221,3 +225,24 @@ def norm_over_all_features(module: nn.Module, parts: tuple[Part, ...], runtime: 
         return run
 
     wrap(module, make)
+
+
+def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
+    """Wrap every router, so that each rank routes its own tokens where sequences are cut, and sums over a whole sequence span the ranks.
+
+    Padding of the last rank's part of a sequence is no token, and is not routed.
+    """
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.across = runtime.group.sum
+            wrap(module, lambda forward: _of_part(forward, runtime))
+
+
+def _of_part(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    def run(x: Tensor, routed: Tensor | None = None) -> Any:
+        sequence = runtime.sequence
+        if routed is None and sequence.filled:
+            routed = torch.ones((len(x), sequence.length(x.shape[1])), dtype=torch.bool, device=x.device)
+        return forward(x, None if routed is None else own_share(routed, sequence.group.rank, sequence.group.size))
+
+    return run

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.products import Products
+from meshwright.distributed.float8 import agreed
+from meshwright.distributed.float8.products import Products
 
-from . import agreed, functions
+from . import functions
 from .functions import now_or_later
 from .layers import ColumnLayer, SharedInput
 from .runtime import Runtime, holding, local, wrap

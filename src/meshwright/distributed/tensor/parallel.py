@@ -7,21 +7,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from meshwright.core.names import clean, owner
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
+from meshwright.distributed.weights.placement import distribute, placement_of_cut
 from meshwright.introspection.facts import CUT_BY
 from meshwright.introspection.structure.region import Cut, Region
-from meshwright.planning.expert_plan import ExpertPlan
+from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
-from meshwright.planning.tensor_plan import BlocksPlan, TensorPlan
+from meshwright.planning.tensor.plan import BlocksPlan, TensorPlan
 
 from . import adapted, ends, layers, normed
+from .ends import separate_streams
 from .group import ProcessGroupRanks, TensorGroup
+from .layers import routers_of_parts
 from .overlap import Overlap
-from .placement import distribute, placement_of_cut
-from .routers import routers_of_parts
 from .runtime import LocalView, Runtime, use_local_parameters
 from .sequence import Sequence
-from .streams import separate_streams
 from .sums import Sums
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -237,7 +237,7 @@ def _wrap_consumer(
     return {layer.module for layer in cut}
 
 
-def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[Part, ...]]]:
+def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[FusedPart, ...]]]:
     """(dim, parts) of a layer's parameters of which several ranks have the same parts."""
     cuts = (cut for cut in kind.cuts() if owner(cut.name) == path)
     return {cut.name.rpartition(".")[2]: (cut.dim, cut.parts) for cut in cuts if any(part.copies(ranks) > 1 for part in cut.parts)}

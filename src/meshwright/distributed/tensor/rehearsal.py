@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
-from meshwright.introspection.copies import copy_of
 from meshwright.introspection.facts import ModelFacts, measure_structure
-from meshwright.introspection.narrowing import narrows
 from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.structure.sample import Sample
-from meshwright.planning.tensor_plan import TensorPlan
+from meshwright.introspection.premises.narrowing import narrows
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import Sample
+from meshwright.planning.tensor.plan import TensorPlan
 
 from .group import by_rank, joined
 from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed.parts_tensor import placed
+from meshwright.distributed.weights.parts_tensor import placed
 
 from . import functions
 from .group import TensorGroup

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.distributed.deferred import DeferredGradients
+from meshwright.distributed.step.deferred import DeferredGradients
 
 from .group import TensorGroup, share_of_sequence
 from .overlap import Overlap

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.parts import Part, ranges
-from meshwright.distributed.shards import pieces
+from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.weights.shards import pieces
 
 from .group import TensorGroup
 
@@ -56,14 +56,14 @@ def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def summing_copies(x: Tensor, dim: int, parts: Sequence[Part], group: TensorGroup) -> Tensor:
+def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: TensorGroup) -> Tensor:
     """A rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is summed over them at once."""
     return _SummingCopies.apply(x, dim, parts, group)
 
 
 class _SummingCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[Part], group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[FusedPart], group: TensorGroup) -> Tensor:
         ctx.dim, ctx.parts, ctx.group = dim, parts, group
         return x.view_as(x)
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
+from meshwright.introspection.small.sample import Sample, samples_of
 
 from .local_form import LocalForm, local_form
 from .probe import Probe
 from .region import Region, resized, shapes_of
-from .sample import Sample, samples_of
 from .structure import Structure, forms, measure
 
 

@@ -20,9 +20,8 @@ from torch.func import functional_call
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.blocks import repeated_blocks
-
-from .sample import Sample, samples_of
-from .small import stated_width
+from meshwright.introspection.small.configs import stated_width
+from meshwright.introspection.small.sample import Sample, samples_of
 
 LARGEST_ERROR = 1e-6
 """Relative, in fp64; models that compute in fp32 inside are not exact to more."""

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 """Relative; in fp64. What is less is no influence: experts add up their tokens in another order when one is routed elsewhere."""
 
 
-class Held:
+class HeldOutputs:
     """Modules of a block whose outputs are kept; one feature of one of them may be pushed."""
 
     def __init__(self, probe: Probe, held: list[str]):

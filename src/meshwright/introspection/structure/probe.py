@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 
 from .adapters import Adapted, find_adapted
-from .held import PUSHED, Held
+from .held import PUSHED, HeldOutputs
 
 MOST_EFFORT = 4e8
 """Pushed times watched features: one to two minutes on a core."""
@@ -205,7 +205,7 @@ class Probe:
                     self._note(found[-1], name, size, index, moved)
         return found
 
-    def _moved_by(self, state: Held, values: Tensor, amounts: Tensor) -> dict[str, Tensor]:
+    def _moved_by(self, state: HeldOutputs, values: Tensor, amounts: Tensor) -> dict[str, Tensor]:
         before = values.clone()
         values.add_(amounts)
         try:
@@ -252,9 +252,9 @@ class Probe:
                 handle.remove()
 
     @contextmanager
-    def _holding(self, held: list[str]) -> Iterator[Held]:
+    def _holding(self, held: list[str]) -> Iterator[HeldOutputs]:
         """Keep the outputs of ``held`` at what was recorded."""
-        state = Held(self, held)
+        state = HeldOutputs(self, held)
         handles = [self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
         try:
             with torch.no_grad(), ExitStack() as idle:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
 
 from .adapters import Adapted
 
@@ -27,7 +27,7 @@ class Cut:
 
     name: str
     dim: int
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,13 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     return replace(found, groups=_end(found).groups)
 
 
-def _end(region: Region) -> Part:
+def _end(region: Region) -> FusedPart:
     cut = region.cut_of(f"{region.consumer}.weight")
     assert cut is not None
     return cut.parts[0]
 
 
-def _width(part: Part) -> Fraction:
+def _width(part: FusedPart) -> Fraction:
     """Slices in a group."""
     return Fraction(part.size, part.groups)
 
@@ -151,5 +151,5 @@ def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str
                 f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall into {part.groups}"
                 f" groups: how it is cut does not follow from that"
             )
-        parts.append(Part(int(size), int(groups)))
+        parts.append(FusedPart(int(size), int(groups)))
     return replace(cut, parts=tuple(parts))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.names import owner
-from meshwright.core.parts import Part
+from meshwright.core.parts import FusedPart
 
 from .adapters import Adapted
 from .latent import follow_from
@@ -191,17 +191,17 @@ def _labels(groups: list[list[int]], size: int) -> list[int | None]:
     return labels
 
 
-def _all_rows(reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]) -> dict[str, tuple[Part, ...]] | None:
+def _all_rows(reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]) -> dict[str, tuple[FusedPart, ...]] | None:
     """The parts that each producer's rows come in; None where some come in no order that can be dealt out."""
     found = {producer: _rows(r, joint, fine) for producer, r in reach.items()}
     return None if any(rows is None for rows in found.values()) else found  # type: ignore[return-value]
 
 
-def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[Part, ...] | None:
+def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[FusedPart, ...] | None:
     """Rows that act at later tokens too (keys, values) belong to the joint groups, the others (queries) to the fine ones."""
     size = reach.places.shape[1]
     firsts = [row.nonzero().flatten().tolist()[:1] for row in reach.places]
-    found: list[Part] = []
+    found: list[FusedPart] = []
     start, later = 0, reach.later.tolist()
     while start < len(later):
         end = next((i for i in range(start, len(later)) if fine is not joint and later[i] != later[start]), len(later))
@@ -215,16 +215,16 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
     return tuple(found)
 
 
-def _parts(labels: Sequence[int | None], groups: int) -> tuple[Part, ...] | None:
+def _parts(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] | None:
     """The parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares; None where it is no such sequence."""
-    parts: list[Part] = []
+    parts: list[FusedPart] = []
     start = 0
     while start < len(labels):
         width = next((i for i, label in enumerate(labels[start:]) if label != 0), len(labels) - start)
         part = [number for number in range(groups) for _ in range(width)]
         if not width or list(labels[start : start + len(part)]) != part:
             return None
-        parts.append(Part(len(part), groups))
+        parts.append(FusedPart(len(part), groups))
         start += len(part)
     return tuple(parts)
 
@@ -237,7 +237,7 @@ def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
     return all(sorted(itertools.chain(*fine[i * share : (i + 1) * share])) == group for i, group in enumerate(coarse))
 
 
-def _cuts_of_producer(probe: Probe, path: str, parts: tuple[Part, ...]) -> Iterator[Cut]:
+def _cuts_of_producer(probe: Probe, path: str, parts: tuple[FusedPart, ...]) -> Iterator[Cut]:
     """Of the tensors of a producer, whose output features come in ``parts``."""
     for name, tensor in probe.module(path)._parameters.items():
         if tensor is not None:

@@ -14,6 +14,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
 from .held import PUSHED, ROUNDING
@@ -22,7 +23,6 @@ from .normed import side_by_side
 from .probe import Call, Probe, record
 from .region import Region, resized, shapes_of
 from .regions import find_regions
-from .sample import SEQ, Sample, kinds_of
 from .tail import Tail, find_tail
 
 

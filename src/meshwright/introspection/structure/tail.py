@@ -44,7 +44,7 @@ class Tail:
 
 def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
     """Watch one forward from the head's output to the logits."""
-    watch = _Watch()
+    watch = _LogitOperations()
 
     def begin(module: nn.Module, args: tuple, output: Any) -> None:
         watch.begin(output)
@@ -58,7 +58,7 @@ def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
     return watch.tail(logits_of(output))
 
 
-class _Watch(TorchDispatchMode):
+class _LogitOperations(TorchDispatchMode):
     """Notes the operations on what the head gave."""
 
     def __init__(self) -> None:

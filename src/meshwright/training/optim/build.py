@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.distributed.torchao_adamw import TorchaoAdamW
-from meshwright.planning.optimizer_plan import OptimizerPlan
+from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
+from meshwright.planning.optimizer.plan import OptimizerPlan
 
 Implementation = Literal["fused", "foreach", "plain", "torchao"]
 

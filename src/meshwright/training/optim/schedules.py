@@ -54,7 +54,7 @@ def learning_rate(
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """A schedule with its settings; see :func:`learning_rate`, whose value it is at every step.
 
     Raises:

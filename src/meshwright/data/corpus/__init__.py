@@ -1,0 +1,1 @@
+"""Make, cache and open corpora of token ids."""

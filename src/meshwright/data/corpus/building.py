@@ -1,0 +1,232 @@
+"""Building: the files of a scan become the documents of a corpus, tokenised in batches over all processors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
+from meshwright.data.options import SourceOptions
+from meshwright.data.sources.formats import RECORD_FORMATS, BadRow, digest_of, first_record
+from meshwright.data.sources.scan import Scan, SourceFile
+from meshwright.data.text.tasks import Example, Task, choose_task
+from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch
+
+from .corpus import TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
+
+_BATCH_CHARACTERS = 1 << 20
+"""Text that is handed to the tokenizer at once: enough to keep all processors busy, little enough to hold."""
+
+_NAMED = 3
+"""Rows that cannot be used are named up to so many; the others are counted."""
+
+Say = Callable[[str], None]
+Split = str
+
+
+class TokenisingRecipe:
+    """The corpus of text or records.
+
+    Raises:
+        ConfigError: a task that the records or the tokenizer cannot serve.
+    """
+
+    def __init__(self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float):
+        self.scan, self.options, self.tokenizer, self.fraction = scan, options, tokenizer, fraction
+        self.task = self._choose_task()
+        if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
+            raise ConfigError(
+                f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no encode_aligned (see"
+                f" meshwright.data.text.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json files have it"
+            )
+
+    def _choose_task(self) -> Task:
+        if self.scan.format == "text":
+            if self.options.task not in ("auto", "text"):
+                raise ConfigError(
+                    f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these files are text"
+                )
+            return choose_task(SourceOptions(task="text"), self.tokenizer, {})
+        return choose_task(self.options, self.tokenizer, first_record([file.path for file in self.scan.files], self.scan.format))
+
+    @property
+    def key(self) -> str:
+        """Of all that decides the documents and their ids."""
+        made_of: dict[str, Any] = {
+            "version": VERSION,
+            "tokenizer": [self.tokenizer.fingerprint, self.tokenizer.vocab_size, self.tokenizer.end_of_document],
+            "validation_fraction": float(self.fraction),
+            "documents": [[file.name, file.n_bytes, file.digest] for file in self.scan.files],
+        }
+        if self.scan.format != "text":
+            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, self.options.on_bad_row]
+        return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
+
+    @property
+    def folder_name(self) -> str:
+        return f"corpus-{self.key}"
+
+    def find_damage(self, folder: Path) -> str:
+        """See ``corpus.find_damage``; a corpus of something else in this one's place counts as damaged."""
+        trouble = find_damage(folder, contents=True)
+        if not trouble and (meta := read_meta(folder)).key != self.key:
+            return f"it was made of something else, with the tokenizer {meta.tokenizer}"
+        return trouble
+
+    def read_meta(self, folder: Path) -> Meta:
+        return read_meta(folder)
+
+    def build(self, folder: Path, target: Path, say: Say, progress: Callable[[int, int], None]) -> None:
+        """Tokenise and write.
+
+        Raises:
+            ConfigError: a record that cannot be used, unless those are skipped; nothing that can.
+            IntegrityError: a file changed since the scan.
+        """
+        n = len(self.scan.files)
+        what = f"{n} documents" if self.scan.format == "text" else f"{n} {self.scan.format} files (task: {self.task.name})"
+        say(f"tokenising {what} with {self.tokenizer!r} into {target}")
+        skipped: dict[str, int] = {}
+        facts = {
+            "key": self.key,
+            "tokenizer": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "end_of_document": self.tokenizer.end_of_document,
+            "task": self.task.name,
+            "is_whole": self.task.is_whole,
+            "validation_fraction": float(self.fraction),
+            "n_source_bytes": self.scan.n_bytes,
+            "skipped": skipped,
+        }
+        examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
+        meta = write_corpus(folder, self.encode(examples), facts)
+        if not meta.training.n_learnt:
+            why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
+            n = meta.training.n_documents
+            raise ConfigError(f"data.source = {list(self.options.source)} holds nothing to learn: {n} documents to train on, {why}")
+        learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
+        say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
+
+    def unsplit(self, say: Say = lambda line: None) -> Iterator[tuple[Split, Example]]:
+        """Every document in order, none held out, read without a look at what the scan found. Raises ConfigError for a row that cannot
+        be used, unless those are skipped."""
+        for file in self.scan.files:
+            if self.scan.format == "text":
+                yield TRAINING, ((file.text(), True),)
+                continue
+            for _, examples in self._rows(file, {}, say):
+                yield from ((TRAINING, example) for example in examples)
+
+    def _texts(self, progress: Callable[[int, int], None]) -> Iterator[tuple[Split, Example]]:
+        files = self.scan.files
+        if len(files) == 1:
+            text = files[0].read()
+            cut = cut_point(len(text), self.fraction)
+            yield from ((split, ((part, True),)) for split, part in ((TRAINING, text[:cut]), (VALIDATION, text[cut:])) if part)
+            return
+        held = hold_out([file.name for file in files], [file.n_bytes for file in files], self.fraction)
+        done = 0
+        for file, is_held in zip(files, held, strict=True):
+            yield VALIDATION if is_held else TRAINING, ((file.read(), True),)
+            done += file.n_bytes
+            progress(done, self.scan.n_bytes)
+
+    def _records(self, skipped: dict[str, int], say: Say, progress: Callable[[int, int], None]) -> Iterator[tuple[Split, Example]]:
+        files = self.scan.files
+        held = hold_out_rows([file.digest for file in files], [file.n_records for file in files], self.fraction)
+        done, total = 0, sum(file.n_records for file in files)
+        for file, is_held in zip(files, held, strict=True):
+            for place, examples in self._rows(file, skipped, say):
+                if place >= file.n_records:
+                    raise file.changed(file.path.stat().st_size)
+                yield from ((VALIDATION if is_held[place] else TRAINING, example) for example in examples)
+                if place % 1000 == 0:
+                    progress(done + place, total)
+            if digest_of(file.path) != file.digest:
+                raise file.changed(file.n_bytes)
+            done += file.n_records
+            progress(done, total)
+            if skipped.get(file.name, 0) > _NAMED:
+                say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
+
+    def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
+        """The examples of each row of a file that can be used, with the row's place among all rows, from 0."""
+        for place, (number, record) in enumerate(RECORD_FORMATS[self.scan.format].records(file.path)):
+            where = f"{file.path}, row {number}"
+            try:
+                if isinstance(record, BadRow):
+                    raise record
+                examples = self.task.examples(record, where)
+                _check_text(examples, where)
+                yield place, examples
+            except BadRow as bad:
+                if self.options.on_bad_row == "refuse":
+                    raise ConfigError(f"{bad}. To leave such rows out, set data.on_bad_row = 'skip'") from None
+                skipped[file.name] = skipped.get(file.name, 0) + 1
+                if skipped[file.name] <= _NAMED:
+                    say(f"skipped: {bad}")
+
+    def encode(self, examples: Iterator[tuple[Split, Example]]) -> Iterator[Encoded]:
+        """Their ids, and which of them are learnt."""
+        end = np.array([self.tokenizer.end_of_document], dtype=np.uint32)
+        for batch in _batches(examples):
+            texts = ["".join(text for text, _ in example) for _, example in batch]
+            if not self.task.is_whole:
+                for (split, _), ids in zip(batch, encode_batch(self.tokenizer, texts), strict=True):
+                    yield split, np.concatenate([ids, end]), None
+                continue
+            assert isinstance(self.tokenizer, AligningTokenizer)
+            aligned = self.tokenizer.encode_aligned(texts, special=self.task.special)
+            for (split, example), (ids, ends) in zip(batch, aligned, strict=True):
+                learnt = learnt_tokens(example, ends)
+                if self.task.ends:
+                    ids, learnt = np.concatenate([ids, end]), np.append(learnt, True)
+                yield split, ids, learnt
+
+
+def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
+    """Which tokens are learnt: those that end in a piece that is, so that no part of an answer is left out.
+
+    ``ends``: the last character that each token stands for. A token may begin in a prompt: most tokenizers draw a prompt's last blank and
+    the answer's first word together.
+    """
+    bounds = np.cumsum([len(text) for text, _ in example])
+    is_learnt = np.array([learnt for _, learnt in example] + [False])
+    return is_learnt[np.searchsorted(bounds, ends, side="right")]
+
+
+def _check_text(examples: list[Example], where: str) -> None:
+    """Raise BadRow for text that no tokenizer can take."""
+    for example in examples:
+        for text, _ in example:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise BadRow(f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})") from None
+
+
+def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[Split, Example]]]:
+    """Examples in lists of about _BATCH_CHARACTERS."""
+    batch: list[tuple[Split, Example]] = []
+    size = 0
+    for example in examples:
+        batch.append(example)
+        size += sum(len(text) for text, _ in example[1])
+        if size >= _BATCH_CHARACTERS or len(batch) >= 10_000:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def texts_of(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of every document of a scan, in order; rows that cannot be used are passed over."""
+    recipe = TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0)
+    yield from ("".join(text for text, _ in example) for _, example in recipe.unsplit())

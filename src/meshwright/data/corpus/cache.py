@@ -1,0 +1,191 @@
+"""The cache of corpora: each is keyed by what it was made of, made once per node, and whole as soon as it has its name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.files import sync_folder
+from meshwright.data.holdout import check_fraction
+from meshwright.data.options import SourceOptions
+from meshwright.data.sources.listing import TOKEN_FORMATS
+from meshwright.data.sources.scan import Scan, scan_sources
+from meshwright.data.text.tokenizers import Tokenizer
+
+from .building import TokenisingRecipe
+from .corpus import Corpus, Meta, TooLong, open_tokenised
+from .mapped import PREFIX, Index, IndexingRecipe, open_index
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+"""Is told how much is done, of how much."""
+
+
+class Recipe(Protocol):
+    """How a folder of the cache is made, and how it is known to be whole."""
+
+    @property
+    def folder_name(self) -> str:
+        """A function of all that decides the contents."""
+        ...
+
+    def build(self, folder: Path, target: Path, say: Say, progress: Progress) -> None:
+        """Fill the empty ``folder``, whose name will be ``target``."""
+        ...
+
+    def find_damage(self, folder: Path) -> str:
+        """What is wrong with ``folder``, in words; empty when it is whole."""
+        ...
+
+    def read_meta(self, folder: Path) -> Any: ...
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A corpus that lies ready: give ``folder`` to ``open_corpus``."""
+
+    folder: Path
+    key: str
+    """Equal wherever the documents, the tokenizer and the fraction are equal: nodes can compare it."""
+    scan: Scan
+    meta: Meta | Index
+    was_built: bool
+    """False when the cache had it already."""
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/meshwright``, or ``~/.cache/meshwright`` where that is unset (or relative, which the XDG rules say to ignore)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
+
+
+def prepare(
+    source: SourceOptions | str | Sequence[str],
+    tokenizer: Tokenizer,
+    validation_fraction: float = 0.0,
+    cache_dir: str | Path | None = None,
+    say: Say = _log.info,
+    progress: Progress = lambda done, total: None,
+) -> Prepared:
+    """See that the corpus of ``source`` lies in the cache, tokenising it when it does not.
+
+    Files of token ids are not copied: they are read once, checked and indexed, and used where they lie. Call it in one process per
+    node and let the others open ``folder`` afterwards; called in several at once it is safe too: one builds, the others wait for it.
+
+    Args:
+        source: files and folders, or all that can be said of a source.
+        validation_fraction: part of the bytes (of records: of the rows) to hold out, by whole documents (of a single text, its
+            end; of token ids, the last documents); in [0, 1).
+        cache_dir: None (or an empty text) means ``default_cache_dir()``.
+        say: is told, a line at a time, what was found, what is built, waited for or found damaged.
+
+    Raises:
+        ConfigError: a source or fraction that cannot be used (see ``scan_sources``); a record or an id that cannot (with its place);
+            a cache folder that cannot be written.
+        IntegrityError: a file changed while it was being tokenised.
+    """
+    check_fraction(validation_fraction)
+    options = source if isinstance(source, SourceOptions) else SourceOptions((source,) if isinstance(source, str) else tuple(source))
+    root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    scan = scan_sources(options.source, options.format, memory=root)
+    say(f"sources: {scan}")
+    kind = IndexingRecipe if scan.format in TOKEN_FORMATS else TokenisingRecipe
+    recipe: Recipe = kind(scan, options, tokenizer, validation_fraction)
+    folder, was_built = root / recipe.folder_name, False
+    try:
+        if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
+            root.mkdir(parents=True, exist_ok=True)
+            with only_one(folder.with_name(f"{folder.name}.lock"), say) as alone:
+                was_built = _build_unless_whole(folder, alone, recipe, say, progress)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about four times the bytes of the sources;"
+            f" set data.cache to a folder that has room and can be written"
+        ) from error
+    meta = recipe.read_meta(folder)
+    return Prepared(folder, meta.key, scan, meta, was_built)
+
+
+def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, progress: Progress) -> bool:
+    """True when this process built it; False when another had done so."""
+    trouble = recipe.find_damage(folder)
+    if not trouble:
+        return False
+    if folder.exists():
+        say(f"the cached corpus {folder} is damaged ({trouble}): it is made anew")
+    host = socket.gethostname()
+    if alone:  # so no living process of this host is at it: what lies there was left by one that was killed
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+            if left.name.removeprefix(f"{folder.name}.tmp-").partition("-")[2] == host:
+                shutil.rmtree(left, ignore_errors=True)
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{host}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        recipe.build(temporary, folder, say, progress)
+        return _give_name(temporary, folder, recipe)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
+    """Rename a whole corpus to its name. False when another process was first (only where files cannot be locked)."""
+    while True:
+        try:
+            os.rename(temporary, folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not recipe.find_damage(folder):
+                return False
+            damaged = folder.with_name(f"{folder.name}.tmp-damaged-{socket.gethostname()}")
+            os.rename(folder, damaged)  # not removed in place: a reader would see half of it
+            shutil.rmtree(damaged, ignore_errors=True)
+            continue
+        sync_folder(folder.parent)
+        return True
+
+
+def open_corpus(folder: str | Path, too_long: TooLong = "refuse") -> Corpus:
+    """Map a corpus (``Prepared.folder``) into memory, read-only. Reads only what is used.
+
+    ``too_long``: what becomes of conversations longer than a sample; see SourceOptions.
+
+    Raises:
+        IntegrityError: there is no whole corpus in ``folder``.
+    """
+    folder = Path(folder)
+    return open_index(folder) if folder.name.startswith(PREFIX) else open_tokenised(folder, too_long)
+
+
+@contextlib.contextmanager
+def only_one(path: Path, say: Say, what: str = "corpus") -> Iterator[bool]:
+    """Hold the lock file ``path``. The system frees it when its holder dies, so it is never stale. Yields whether it is held."""
+    import fcntl
+
+    with open(path, "a") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that makes the same {what} ({path})")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            say(f"{path.parent} cannot lock files ({error.strerror}): processes that start together each make the {what}, and one is kept")
+            alone = False
+        yield alone

@@ -1,0 +1,244 @@
+"""A corpus on disk: the files of its folder, how they are written, checked and opened.
+
+For each split (``training``, ``validation``):
+
+- ``<split>.tokens``: the ids of its documents end to end; little-endian uint16 where the vocabulary has at most 65,536 ids, else uint32
+- ``<split>.offsets``: little-endian int64, where each document begins, and at the end the number of tokens
+- ``<split>.learnt``: uint8 per token, 1 where it is learnt; only where documents are laid whole into samples (conversations)
+
+and ``meta.json``: Meta, written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import sync_folder
+
+from .packing import Split, Stream
+from .whole import Whole
+
+VERSION = 2
+META = "meta.json"
+TRAINING, VALIDATION = "training", "validation"
+
+TooLong = Literal["refuse", "truncate", "skip"]
+
+Encoded = tuple[str, np.ndarray, np.ndarray | None]
+"""A document: its split, its ids, and which of them are learnt (None: all)."""
+
+
+@dataclass
+class SplitSize:
+    """What a split's files hold."""
+
+    n_documents: int = 0
+    n_tokens: int = 0
+    n_learnt: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+    """blake2b of each array file."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a corpus is made of, and how large its files are."""
+
+    version: int
+    key: str
+    """Digest of the tokenizer, the task, the names and contents of the files, and the fraction held out."""
+    tokenizer: str
+    """The tokenizer's fingerprint."""
+    vocab_size: int
+    end_of_document: int
+    dtype: str
+    """Of the ids, as numpy writes it: ``<u2`` or ``<u4``."""
+    task: str
+    is_whole: bool
+    """Documents are laid whole into samples."""
+    validation_fraction: float
+    n_source_bytes: int
+    skipped: dict[str, int]
+    """How many rows of each file were left out because they could not be used."""
+    training: SplitSize
+    validation: SplitSize
+
+    @property
+    def n_documents(self) -> int:
+        return self.training.n_documents + self.validation.n_documents
+
+    @property
+    def n_tokens(self) -> int:
+        return self.training.n_tokens + self.validation.n_tokens
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each array file must have."""
+        sizes = {}
+        for name, part in ((TRAINING, self.training), (VALIDATION, self.validation)):
+            sizes[f"{name}.tokens"] = part.n_tokens * np.dtype(self.dtype).itemsize
+            sizes[f"{name}.offsets"] = (part.n_documents + 1) * 8
+            if self.is_whole:
+                sizes[f"{name}.learnt"] = part.n_tokens
+        return sizes
+
+    def digests(self) -> dict[str, str]:
+        return self.training.digests | self.validation.digests
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """An opened corpus: two splits over memory-mapped arrays."""
+
+    meta: Any
+    training: Split
+    validation: Split
+    """May be empty: no documents, no tokens."""
+
+
+def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
+    """The corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
+    trouble = find_damage(folder)
+    if trouble:
+        raise IntegrityError(f"{folder} holds no whole corpus: {trouble}. Call prepare(...) again: it makes the corpus anew")
+    meta = read_meta(folder)
+
+    def split(name: str) -> Split:
+        tokens, offsets = _mapped(folder / f"{name}.tokens", meta.dtype), _mapped(folder / f"{name}.offsets", "<i8")
+        if not meta.is_whole:
+            return Stream(name, tokens, offsets)
+        return Whole(name, tokens, offsets, _mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
+
+    return Corpus(meta, split(TRAINING), split(VALIDATION))
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """A file as an array (one of 0 bytes cannot be mapped)."""
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def find_damage(folder: Path, *, contents: bool = False) -> str:
+    """What is wrong with the corpus in ``folder``, in words; empty when it is whole.
+
+    ``contents`` also reads the arrays that changed after ``meta.json`` was written, the last of all files; else sizes only.
+    """
+    try:
+        meta = read_meta(folder)
+        written = (folder / META).stat().st_mtime_ns
+        if meta.version != VERSION:
+            return f"{META} is of version {meta.version}, and this meshwright reads version {VERSION}"
+        for name, expected in meta.sizes().items():
+            status = (folder / name).stat()
+            if status.st_size != expected:
+                return f"{name} has {status.st_size} bytes and {META} says {expected}"
+            if contents and status.st_mtime_ns > written and _digest_file(folder / name) != meta.digests()[name]:
+                return f"the bytes of {name} are not those that were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError, KeyError) as error:
+        return f"{META} cannot be read ({error})"
+    return ""
+
+
+def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, Any]) -> Meta:
+    """Write ``documents`` into the empty ``folder``, and see that the disk has them.
+
+    ``facts`` are the fields of Meta that are known beforehand.
+
+    Raises:
+        ConfigError: an id outside [0, vocab_size), which a smaller dtype would turn into another id.
+    """
+    dtype = np.dtype("<u2" if facts["vocab_size"] <= 1 << 16 else "<u4")
+    with contextlib.ExitStack() as stack:
+        writers = {name: _SplitWriter(folder, name, dtype, facts["is_whole"], stack) for name in (TRAINING, VALIDATION)}
+        for name, ids, learnt in documents:
+            if len(ids) and not (ids.min() >= 0 and ids.max() < facts["vocab_size"]):
+                raise ConfigError(
+                    f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size is"
+                    f" {facts['vocab_size']}: vocab_size must be one more than the largest id"
+                )
+            writers[name].add(ids, learnt)
+        parts = {name: writer.close() for name, writer in writers.items()}
+    meta = Meta(**facts, version=VERSION, dtype=dtype.str, training=parts[TRAINING], validation=parts[VALIDATION])
+    write_meta(folder, asdict(meta))
+    return meta
+
+
+class _SplitWriter:
+    """Appends documents to the files of one split."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, is_whole: bool, stack: contextlib.ExitStack):
+        self._dtype = dtype
+        self._lengths = [0]
+        self._n_learnt = 0
+        self._files = {
+            kind: (f"{name}.{kind}", stack.enter_context(array_file(folder / f"{name}.{kind}")))
+            for kind in ("tokens", "offsets", *(("learnt",) if is_whole else ()))
+        }
+
+    def add(self, ids: np.ndarray, learnt: np.ndarray | None) -> None:
+        self._files["tokens"][1].write(ids.astype(self._dtype))
+        if "learnt" in self._files:
+            learnt = np.ones(len(ids), dtype=np.uint8) if learnt is None else learnt.astype(np.uint8)
+            self._files["learnt"][1].write(learnt)
+            self._n_learnt += int(learnt.sum())
+        self._lengths.append(len(ids))
+
+    def close(self) -> SplitSize:
+        offsets = np.cumsum(self._lengths, dtype="<i8")
+        self._files["offsets"][1].write(offsets)
+        learnt = self._n_learnt if "learnt" in self._files else int(offsets[-1])
+        return SplitSize(len(offsets) - 1, int(offsets[-1]), learnt, {name: file.digest.hexdigest() for name, file in self._files.values()})
+
+
+class ArrayFile:
+    """A file that arrays are appended to, with the digest of what went in."""
+
+    def __init__(self, file: BinaryIO):
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._file = file
+
+    def write(self, array: np.ndarray) -> None:
+        data = np.ascontiguousarray(array).view(np.uint8).data
+        self.digest.update(data)
+        self._file.write(data)
+
+
+@contextlib.contextmanager
+def array_file(path: Path) -> Iterator[ArrayFile]:
+    """Make ``path``; its contents are on the disk when the block ends without an error."""
+    with open(path, "wb") as file:
+        yield ArrayFile(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_meta(folder: Path, values: dict[str, Any]) -> None:
+    """Write ``meta.json`` and see that the disk has it and the folder's names."""
+    with open(folder / META, "w", encoding="utf-8") as text:
+        json.dump(values, text, indent=1)
+        text.flush()
+        os.fsync(text.fileno())
+    sync_folder(folder)
+
+
+def read_meta(folder: Path) -> Meta:
+    values = json.loads((folder / META).read_text(encoding="utf-8"))
+    if values["version"] != VERSION:
+        return Meta(**{f.name: values.get(f.name) for f in fields(Meta)})
+    for name in (TRAINING, VALIDATION):
+        values[name] = SplitSize(**values[name])
+    return Meta(**{field.name: values[field.name] for field in fields(Meta)})
+
+
+def _digest_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

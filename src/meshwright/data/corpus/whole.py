@@ -1,0 +1,140 @@
+"""Whole documents: conversations are laid uncut into samples, since a prompt cut off from its answer teaches nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.losses import PADDING
+
+from .packing import IGNORE_INDEX, Rows, check_length, checked, number_documents
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """Documents that are never cut: each sample holds as many as fit, and padding behind them.
+
+    Which documents share a sample is decided by best-fit decreasing (Johnson 1974; for training: Ding et al. 2024, "Fewer
+    truncations improve language modeling"), from the lengths alone. What a document teaches does not depend on its neighbours:
+    they do not see each other, positions begin at 0, and padding has no labels.
+    """
+
+    name: str
+    tokens: np.ndarray
+    """(tokens,), of an integer dtype."""
+    offsets: np.ndarray
+    """int64 of shape (documents + 1,)."""
+    is_learnt: np.ndarray
+    """uint8 of shape (tokens,): 1 where the token is to be predicted, 0 where it is only read."""
+    too_long: Literal["refuse", "truncate", "skip"] = "refuse"
+    padding: int = 0
+    """The id behind the last document of a sample."""
+    _packed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(self.offsets)
+
+    def n_too_long(self, seq_len: int) -> int:
+        """Documents that do not fit into a sample."""
+        return int((self.lengths > seq_len).sum())
+
+    def n_samples(self, seq_len: int) -> int:
+        """See ``Split``. Raises ConfigError also where a document does not fit and the policy is to refuse."""
+        check_length(seq_len)
+        n_long = self.n_too_long(seq_len)
+        if n_long and self.too_long == "refuse":
+            raise ConfigError(
+                f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than data.seq_len = {seq_len}"
+                f" (the longest has {self.lengths.max()} tokens). Raise data.seq_len, or say what becomes of them:"
+                f" data.too_long = 'truncate' or 'skip'"
+            )
+        n = len(self._bins(seq_len)[1]) - 1
+        if not n:
+            raise ConfigError(
+                f"the {self.name} split has {self.n_documents} conversations and none that fits data.seq_len = {seq_len}: raise it"
+            )
+        return n
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``."""
+        indexes = checked(indexes, self.n_samples(seq_len), self.name)
+        members, bounds = self._bins(seq_len)
+        tokens, labels, documents, positions = np.empty((4, len(indexes), seq_len), dtype=np.int64)
+        tokens.fill(self.padding)
+        learnt = np.zeros((len(indexes), seq_len), dtype=np.uint8)
+        row_of, starts, ends = [], [], []
+        for row, index in enumerate(indexes.tolist()):
+            at = 0
+            chosen = members[bounds[index] : bounds[index + 1]]
+            for begin, end in zip(self.offsets[chosen].tolist(), self.offsets[chosen + 1].tolist(), strict=True):
+                n = min(end - begin, seq_len)
+                tokens[row, at : at + n] = self.tokens[begin : begin + n]
+                learnt[row, at : at + n - 1] = self.is_learnt[begin + 1 : begin + n]
+                at += n
+                if at < seq_len:  # the next document, or the padding, which is a document of its own: nothing attends to it
+                    row_of.append(row)
+                    starts.append(at)
+            ends.append(at)
+        labels[:, :-1] = tokens[:, 1:]
+        labels[learnt == 0] = IGNORE_INDEX
+        number_documents(np.array(row_of, dtype=np.int64), np.array(starts, dtype=np.int64), documents, positions)
+        documents[np.arange(seq_len) >= np.array(ends)[:, None]] = PADDING
+        return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+
+    def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Documents in the order of the samples, and where each sample begins among them."""
+        if seq_len not in self._packed:
+            lengths = np.where(self.lengths > seq_len, 0 if self.too_long == "skip" else seq_len, self.lengths)
+            self._packed[seq_len] = best_fit(lengths, seq_len)
+        return self._packed[seq_len]
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items into bins, by best-fit decreasing: each item, the longest first, into the fullest bin that still has room for it.
+
+    Args:
+        lengths: whole numbers of shape (items,); an item of length 0 goes into no bin. capacity: at least the longest of them.
+
+    Returns:
+        The items in the order of their bins, and where each bin begins among them (and at the end their number); both int64.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    rooms: list[int] = []  # the different rooms that bins have left, sorted
+    bins_with: dict[int, list[int]] = {}
+    members: list[list[int]] = []
+    for item in order.tolist():
+        length = int(lengths[item])
+        if not length:
+            break
+        i = bisect_left(rooms, length)
+        if i < len(rooms):
+            room = rooms[i]
+            number = bins_with[room].pop()
+            if not bins_with[room]:
+                del bins_with[room], rooms[i]
+        else:
+            room, number = capacity, len(members)
+            members.append([])
+        members[number].append(item)
+        left = room - length
+        if left:
+            if left not in bins_with:
+                insort(rooms, left)
+            bins_with.setdefault(left, []).append(number)
+    bounds = np.cumsum([0, *map(len, members)], dtype=np.int64)
+    return np.array([item for bin_ in members for item in bin_], dtype=np.int64), bounds

@@ -1,0 +1,1 @@
+"""Find and read the files that a user names."""

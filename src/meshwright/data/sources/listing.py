@@ -1,0 +1,153 @@
+"""Listing: which files a user's words stand for, and in which format they are. Nothing is read."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.files import inside, refuse_links_out
+
+from .formats import SUFFIXES, is_saved_dataset, suffix_of
+
+STDLIB = "stdlib"
+"""The word that stands for the source code of the running Python's own standard library."""
+
+_PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
+_CODE = frozenset(
+    {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".jl", ".r", ".sh", ".sql"}
+)
+TEXT_SUFFIXES = _PROSE | _CODE
+"""What is text in a folder (upper and lower case alike)."""
+
+TOKEN_FORMATS = ("npy", "bin", "megatron")
+"""Formats that hold token ids."""
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, str, Path]], str, int]:
+    """(source, name, path) of every file; their format; how many files of other formats there were."""
+    if not sources:
+        raise ConfigError(f"data.source is empty: name at least one file or folder, or '{STDLIB}'")
+    listed, n_other = [], 0
+    formats: dict[str, str] = {}
+    for source in sources:
+        formats[source] = _format_of(source, format)
+        names, others = _files_of(source, formats[source])
+        listed += [(source, name, path) for name, path in names]
+        n_other += others
+    if len(set(formats.values())) > 1:
+        said = ", ".join(f"{source} is {found}" for source, found in formats.items())
+        raise ConfigError(f"data.source: {said}. Sources that are read as one have one format; make each a part of data.mixture")
+    return listed, formats[sources[0]], n_other
+
+
+def kind_of(path: Path) -> str | None:
+    """The format that a file's name stands for, None for any other."""
+    suffix = suffix_of(path)
+    if suffix in TEXT_SUFFIXES:
+        return "text"
+    if suffix == ".bin" and path.with_suffix(".idx").exists():
+        return "megatron"
+    return next((format for format, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+
+
+def _format_of(source: str, wanted: str) -> str:
+    """The format of one source."""
+    if source == STDLIB:
+        if wanted not in ("auto", "text"):
+            raise ConfigError(f"data.format = '{wanted}': '{STDLIB}' is text")
+        return "text"
+    path = Path(source).expanduser()
+    if not source.strip() or not path.exists():
+        raise ConfigError(
+            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, [STDLIB])}"
+            f" Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
+        )
+    if wanted != "auto":
+        return wanted
+    if not path.is_dir():
+        if path.suffix.lower() == ".json":
+            raise ConfigError(
+                f"data.source: {path} is one JSON document. Write a record per line (jq -c '.[]' {path.name} > {path.stem}.jsonl), or set"
+                f" data.format = 'text' if its characters are what is to be learnt"
+            )
+        return kind_of(path) or "text"
+    if is_saved_dataset(path):
+        return "dataset"
+    kinds = Counter(kind for file in _walk(path, frozenset({"__pycache__"}), source) if (kind := kind_of(file)))
+    if len(kinds) > 1:
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise ConfigError(
+            f"data.source: the folder {path} holds files of several formats ({said}): say which with data.format, or name files"
+        )
+    return next(iter(kinds), "text")
+
+
+def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
+    """(name, path) of the files of one source, sorted by name, and how many files of other formats there were."""
+    if source == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [(path.relative_to(root).as_posix(), path) for path in _walk(root, _NOT_LIBRARY, source) if path.suffix == ".py"]
+        return sorted(files), 0
+    root = Path(source).expanduser().absolute()  # what is remembered of a file must hold in every working folder
+    if format == "dataset":
+        refuse_links_out(root)
+    if not root.is_dir() or format == "dataset":
+        return [(root.name, _index_of(root) if format == "megatron" else root)], 0
+    every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]
+    suffixes = TEXT_SUFFIXES if format == "text" else SUFFIXES[format]
+    chosen = sorted((name, path) for name, path in every if suffix_of(path) in suffixes)
+    if not chosen:
+        raise ConfigError(
+            f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds)."
+            f" In a folder these are taken: {' '.join(sorted(suffixes))}; a file of another kind is taken when you name it itself"
+        )
+    return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
+
+
+def _index_of(path: Path) -> Path:
+    """Megatron's index of a .bin file."""
+    return path.with_suffix(".idx")
+
+
+def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
+    """Every file below ``root``; links to folders are followed, each real folder once (links can form a circle).
+
+    Raises:
+        ConfigError: a link leads out of ``root``.
+    """
+
+    def fail(error: OSError):
+        raise unreadable(source, error) from error
+
+    visited: set[tuple[int, int]] = set()
+    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=fail):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in visited:
+            subfolders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
+        files = [name for name in files if not name.startswith(".")]
+        for path in (Path(folder, name) for name in (*subfolders, *files)):
+            if path.is_symlink() and source != STDLIB:
+                _inside_source(root, path, source)
+        yield from (Path(folder, name) for name in files)
+
+
+def _inside_source(root: Path, path: Path, source: str) -> None:
+    try:
+        inside(root, path.relative_to(root).as_posix())
+    except ConfigError as error:
+        raise ConfigError(f"data.source: {source!r}: {error}, or name it in data.source itself") from None
+
+
+def unreadable(source: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"data.source: {source!r}: cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out of the sources"
+    )

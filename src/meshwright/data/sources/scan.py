@@ -1,0 +1,231 @@
+"""Sources: the files and folders that a user names become a sorted list of files, each read once and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import replace_text
+
+from .formats import RECORD_FORMATS, digest_of
+from .listing import STDLIB, TOKEN_FORMATS, list_files, unreadable
+
+_SETTLED_SEC = 2.0
+"""A file that changed less than this ago may change again without its time stamp telling."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source (of a saved dataset: its folder).
+
+    ``name`` is its path below the source that it came from (with ``/``), which does not change when the source is moved.
+    ``digest`` is the blake2b of its bytes, 32 hex digits. ``n_records`` counts rows; a text file is one record.
+    """
+
+    name: str
+    path: Path
+    n_bytes: int
+    digest: str
+    n_records: int = 1
+
+    def read(self) -> str:
+        """The text of a text file, without any translation of line ends.
+
+        Raises:
+            IntegrityError: the file is gone, or not what it was when it was scanned.
+        """
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise IntegrityError(f"{self.path} could be read a moment ago, and cannot be now ({error.strerror}): start again") from error
+        if _digest(data) != self.digest:
+            raise self.changed(len(data))
+        return data.decode("utf-8")
+
+    def text(self) -> str:
+        """The text of a text file as it is now, whatever it was when it was scanned.
+
+        Raises:
+            ConfigError: it is not UTF-8.
+        """
+        data = self.path.read_bytes()
+        if problem := _utf8_problem(data):
+            raise ConfigError(_undecodable(self.path, problem))
+        return data.decode("utf-8")
+
+    def changed(self, n_bytes: int) -> IntegrityError:
+        """What to raise when the file is not what it was."""
+        return IntegrityError(
+            f"{self.path} changed while the corpus was being made ({self.n_bytes} bytes before, {n_bytes} now): start again"
+        )
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the sources hold, and what was passed over."""
+
+    files: tuple[SourceFile, ...]
+    """Not empty; sources in the order given, files of one source sorted by name."""
+    format: str = "text"
+    """One for all: see SourceOptions."""
+    n_empty: int = 0
+    """Files of 0 bytes."""
+    n_other: int = 0
+    """Files in folders that are of another format."""
+    n_repeated: int = 0
+    """Files that an earlier source, or another link, had already brought in; each counts once."""
+    n_undecodable: int = 0
+    """Files of the standard library that are not UTF-8 (elsewhere such a file is an error)."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(file.n_bytes for file in self.files)
+
+    def __str__(self) -> str:
+        notes = ((self.n_empty, "empty"), (self.n_other, "not text"), (self.n_repeated, "named twice"), (self.n_undecodable, "not UTF-8"))
+        if self.format != "text":
+            notes = ((self.n_empty, "empty"), (self.n_other, f"not {self.format}"), (self.n_repeated, "named twice"))
+        passed_over = ", ".join(f"{count} {why}" for count, why in notes if count)
+        what = f"{len(self.files)} documents"
+        if self.format in RECORD_FORMATS:
+            what = f"{sum(file.n_records for file in self.files)} rows in {len(self.files)} {self.format} files"
+        elif self.format in TOKEN_FORMATS:
+            what = f"{len(self.files)} {self.format} files of token ids"
+        return f"{what}, {self.n_bytes} bytes" + (f" (passed over: {passed_over})" if passed_over else "")
+
+
+def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
+    """What ``scan_sources`` would read, without reading it: no digests, and no rows counted.
+
+    Raises:
+        ConfigError: see ``scan_sources``, as far as names and sizes tell.
+    """
+    listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
+    files = tuple(file for _, name, path in listed if (file := SourceFile(name, path, _size(path), "", 0)).n_bytes)
+    if not files:
+        raise _nothing(listed)
+    return Scan(files, found, n_other=n_other)
+
+
+def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Path | None = None) -> Scan:
+    """Read every file of ``sources`` once: its size, its digest, its rows; and of text, whether it is UTF-8.
+
+    Each source is a file, a folder (searched recursively for files of the format, links inside it followed; names that begin with a dot are
+    left out), or the word ``stdlib``: the ``*.py`` of the running Python's standard library without its tests and without
+    installed packages (a folder of that name is ``./stdlib``).
+
+    Args:
+        format: see SourceOptions; "auto" goes by the files' names, and takes a file of no known name, named itself, as text.
+        memory: a folder that keeps what was found, so that files whose size and time stamp are as they were are not read again.
+
+    Raises:
+        ConfigError: no source; a path that does not exist or cannot be read; a folder without a file of the format, or with several
+            formats; sources of different formats; text that is not UTF-8; nothing but empty files.
+    """
+    listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
+    known = memory and _memory_of(listed, found, memory)
+    if known and known.is_file() and (remembered := _recall(known)):
+        return remembered
+    scan = _read_all(listed, found, n_other)
+    if known:
+        with contextlib.suppress(OSError):  # it is only a memory: a cache that cannot be written is told of where it must be
+            known.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(known, json.dumps(asdict(scan), default=str))
+    return scan
+
+
+def _read_all(listed: list[tuple[str, str, Path]], format: str, n_other: int) -> Scan:
+    files: list[SourceFile] = []
+    seen: set[Path] = set()
+    counts = {"n_empty": 0, "n_repeated": 0, "n_undecodable": 0}
+    for source, name, path in listed:
+        real = path.resolve()
+        if real in seen:
+            counts["n_repeated"] += 1
+            continue
+        seen.add(real)
+        try:
+            file, trouble = _read_text(name, path, source) if format == "text" else (_read_other(name, path, format), "")
+        except OSError as error:
+            raise unreadable(source, error) from error
+        if trouble or not file.n_bytes:
+            counts[trouble or "n_empty"] += 1
+        else:
+            files.append(file)
+    if not files:
+        raise _nothing(listed)
+    return Scan(tuple(files), format, n_other=n_other, **counts)
+
+
+def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
+    sources = list(dict.fromkeys(source for source, _, _ in listed))
+    return ConfigError(f"data.source = {sources}: {len(listed)} files, all of 0 bytes. Name files that hold text")
+
+
+def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
+    """The file, and which count it falls under if it is passed over."""
+    data = path.read_bytes()
+    problem = _utf8_problem(data)
+    if problem and source != STDLIB:
+        raise ConfigError(_undecodable(path, problem))
+    return SourceFile(name, path, len(data), _digest(data)), "n_undecodable" if problem else ""
+
+
+def _read_other(name: str, path: Path, format: str) -> SourceFile:
+    size = _size(path)
+    if not size or format in TOKEN_FORMATS:  # ids are read once, and checked, when they are indexed
+        return SourceFile(name, path, size, "")
+    return SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[format].count(path))
+
+
+def _size(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+
+
+def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -> Path | None:
+    """The file that remembers a scan of just these files as they are; None where one changed a moment ago."""
+    facts: list[object] = [format, "scan 2"]
+    for source, name, path in listed:
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            try:
+                status = each.stat()
+            except OSError as error:
+                raise unreadable(source, error) from error
+            if abs(time.time() - status.st_mtime) < _SETTLED_SEC:
+                return None
+            facts.append([source == STDLIB, name, str(each.absolute()), status.st_size, status.st_mtime_ns, status.st_ino])
+    return folder / f"scan-{_digest(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
+
+
+def _recall(path: Path) -> Scan | None:
+    try:
+        values = json.loads(path.read_text())
+        files = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
+        return Scan(files, **values)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # it is made anew
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _utf8_problem(data: bytes) -> UnicodeDecodeError | None:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error
+    return None
+
+
+def _undecodable(path: Path, problem: UnicodeDecodeError) -> str:
+    return (
+        f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start} ({problem.reason})."
+        f" Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out of the sources"
+    )

@@ -1,0 +1,1 @@
+"""Text to tokens: tokenizers, chat templates, and what is learnt from a record."""

@@ -1,0 +1,157 @@
+"""Tasks: what is learnt from a record. Each turns one into examples: text in pieces, of which some are learnt and some only read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.options import SourceOptions
+from meshwright.data.sources.formats import BadRow, Record, column
+
+from .chat import ChatTemplate, load_template
+from .tokenizers import Tokenizer
+
+Piece = tuple[str, bool]
+"""Text, and whether it is learnt."""
+
+Example = tuple[Piece, ...]
+"""The pieces of one document."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How records become documents."""
+
+    name: str
+    examples: Callable[[Record, str], list[Example]]
+    """The examples of a record; the text says where the record lies, for errors. Raises BadRow."""
+    is_whole: bool
+    """Documents are laid whole into samples; else they are cut into rows."""
+    ends: bool
+    """A document is closed by the end-of-document token, which is learnt."""
+    special: bool = False
+    """Special tokens that are spelt out in the text are tokens (a chat template writes them); else they are text."""
+    fingerprint: str = ""
+    """What else decides the examples."""
+
+
+def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
+    """The task that ``options`` name, or that the columns of ``sample`` stand for.
+
+    Raises:
+        ConfigError: a chat without a template.
+    """
+    name = task_name(options, sample)
+    if name == "chat":
+        key = "messages" if options.column == "text" else options.column
+        template = load_template(options.template, getattr(tokenizer, "folder", None))
+        chat = _Chat(key, template)
+        decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
+        return Task("chat", chat.examples, is_whole=True, ends=False, special=True, fingerprint=decides)
+    if options.template:
+        raise ConfigError(f"data.template is set, and the task is '{name}': only the task 'chat' has a template")
+    if name == "completion":
+        return Task(name, _completion, is_whole=True, ends=True)
+    if name == "alpaca":
+        return Task(name, _alpaca, is_whole=True, ends=True)
+    return Task("text", _Text(options.column).examples, is_whole=False, ends=True, fingerprint=options.column)
+
+
+def task_name(options: SourceOptions, sample: Record) -> str:
+    """The task by name; "auto" goes by the columns."""
+    if options.task != "auto":
+        return options.task
+    if isinstance(sample.get("messages"), list) or (options.column != "text" and isinstance(sample.get(options.column), list)):
+        return "chat"
+    if "prompt" in sample and "completion" in sample:
+        return "completion"
+    if "instruction" in sample and "output" in sample:
+        return "alpaca"
+    return "text"
+
+
+@dataclass(frozen=True)
+class _Text:
+    column: str
+
+    def examples(self, record: Record, where: str) -> list[Example]:
+        return [((_text(record, self.column, where), True),)]
+
+
+def _completion(record: Record, where: str) -> list[Example]:
+    return [((_text(record, "prompt", where), False), (_text(record, "completion", where), True))]
+
+
+_ALPACA = "Below is an instruction that describes a task"
+"""How the format's prompts begin; the wording is that of its publication (Taori et al. 2023), which models were trained on."""
+
+
+def _alpaca(record: Record, where: str) -> list[Example]:
+    instruction, answer = _text(record, "instruction", where), _text(record, "output", where)
+    if given := record.get("input") or "":
+        prompt = (
+            f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately completes the"
+            f" request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
+        )
+    else:
+        prompt = (
+            f"{_ALPACA}. Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+        )
+    return [((prompt, False), (answer, True))]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """Conversations: the assistant's turns are learnt, with the tokens that end them, and nothing else.
+
+    What an answer is, the template tells itself: the text of the messages up to and with it, less the text that asks for it. A
+    template may write earlier turns differently once others follow (some drop an earlier answer's reasoning); then each answer
+    becomes an example of its own, just as the model would meet it.
+    """
+
+    column: str
+    template: ChatTemplate
+
+    def examples(self, record: Record, where: str) -> list[Example]:
+        messages = self._messages(record, where)
+        others = {"tools": record["tools"]} if record.get("tools") else {}
+        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not answers:
+            raise BadRow(f"{where}: the conversation has no turn of the role 'assistant', so there is nothing to learn")
+        try:
+            asked = [self.template.render(messages[:i], prompts_answer=True, **others) for i in answers]
+            answered = [self.template.render(messages[: i + 1], **others) for i in answers]
+            whole = self.template.render(messages, **others)
+        except ValueError as error:
+            raise BadRow(f"{where}: {error}") from error
+        for before, after in zip(asked, answered, strict=True):
+            if not after.startswith(before):
+                raise BadRow(
+                    f"{where}: the chat template writes an answer differently from how it asks for it: it asks with {before[-40:]!r}, and"
+                    f" the conversation with the answer does not begin like that"
+                )
+        ends = [0, *map(len, answered[:-1])]
+        if all(whole.startswith(after) for after in answered) and all(end <= len(text) for end, text in zip(ends, asked, strict=True)):
+            pieces: list[Piece] = []
+            for end, before, after in zip(ends, asked, answered, strict=True):
+                pieces += [(after[end : len(before)], False), (after[len(before) :], True)]
+            return [tuple(pieces)]  # what follows the last answer is not learnt, and nothing after it is: it is left out
+        return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
+
+    def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
+        messages = column(record, self.column, where)
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+            raise BadRow(
+                f"{where}: '{self.column}' must be a list of messages with a role and a content each, and is {str(messages)[:60]!r}"
+            )
+        return messages
+
+
+def _text(record: Record, name: str, where: str) -> str:
+    value = column(record, name, where)
+    if not isinstance(value, str):
+        raise BadRow(f"{where}: the column '{name}' must hold text, and holds {type(value).__name__} {repr(value)[:60]}")
+    return value

@@ -1,0 +1,256 @@
+"""Tokenizers: text to ids and back. Bytes need no file; anything else is a local tokenizer.json. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.files import inside
+from meshwright.distributed.process.world import is_rank_zero
+
+from .tokenizer_settings import stated_end
+
+log = logging.getLogger("meshwright")
+
+BYTES = "bytes"
+"""The name of the tokenizer that needs no file."""
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]")
+"""Special tokens that end a document, the best first: the last resort for a tokenizer.json beside which no file says which one does."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the corpus needs of a tokenizer; bring your own by having these five."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, ``end_of_document`` included."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that the corpus puts after each document; ``encode`` never returns it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the ids: two tokenizers with one fingerprint encode every text alike."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of ``text``: 1-D, of an integer dtype, without special tokens."""
+        ...
+
+    def decode(self, ids) -> str:
+        """The text of ``ids`` (any sequence of whole numbers), special tokens left out."""
+        ...
+
+
+@runtime_checkable
+class AligningTokenizer(Tokenizer, Protocol):
+    """What conversations need besides: to know which text each id stands for."""
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text its ids, and the last character (counted from 0) that each stands for; two 1-D arrays.
+
+        ``special``: special tokens that are spelt out in the text become tokens.
+        """
+        ...
+
+
+def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text; by the tokenizer's own ``encode_batch`` where it has one."""
+    several = getattr(tokenizer, "encode_batch", None)
+    return several(texts) if several else [tokenizer.encode(text) for text in texts]
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 for the end of a document: a vocabulary of 257."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes-257-end-256"
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint16 of shape (bytes of the UTF-8 of ``text``,)."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer; it has no special tokens that could be spelt out."""
+        aligned = []
+        for text in texts:
+            ids = self.encode(text)
+            aligned.append((ids, np.cumsum((ids & 0xC0) != 0x80) - 1))  # a byte 10xxxxxx goes on with a character
+        return aligned
+
+    def decode(self, ids) -> str:
+        """Ids of 256 and above are left out; bytes that are no UTF-8 become the replacement character."""
+        ids = np.asarray(ids).reshape(-1)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
+
+
+class FileTokenizer:
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk.
+
+    Truncation and padding that the file asks for are switched off, and a special token spelt out in the text is encoded as
+    plain text: otherwise a document would be cut short, or ended, by what it happens to say.
+
+    Args:
+        path: the file, or a folder that holds a ``tokenizer.json``.
+        end_of_document: the special token that ends a document; by default the one that the files beside it state, as models that
+            learnt from it end their texts (``eos_token``, else ``eos_token_id`` of the model). Where none does, the first of END_TOKENS
+            that the file has, and that is logged.
+
+    Raises:
+        MissingExtraError: the package ``tokenizers`` is not installed.
+        ConfigError: no such file, not a tokenizer, or no special token that ends a document.
+    """
+
+    def __init__(self, path: str | Path, end_of_document: str | None = None):
+        self.path = Path(path).expanduser()
+        if self.path.is_dir():
+            self.path = inside(self.path, "tokenizer.json")
+        if not self.path.is_file():
+            raise ConfigError(f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or '{BYTES}'")
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise MissingExtraError(f"the tokenizer {self.path}", "tokenizers", "hf") from error
+        content = self.path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exception for what it cannot parse; a panic of Rust is no Exception
+            raise ConfigError(
+                f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self._with_special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        self._with_special.encode_special_tokens = False
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_of_document: int = self._find_end(end_of_document)
+        self.fingerprint: str = f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
+
+    def _find_end(self, wanted: str | None) -> int:
+        if wanted is None and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token)) is not None:
+            self._tokenizer.add_special_tokens([stated])  # as transformers does: spelt out in a text it is text
+            self._with_special.add_special_tokens([stated])
+            wanted = stated
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        for candidate in END_TOKENS if wanted is None else (wanted,):
+            if candidate in special:
+                if wanted is None and is_rank_zero():
+                    log.warning(f"{self.path}: no file beside it says which token ends a text, so {candidate} is taken to")
+                return special[candidate]
+        held = ", ".join(sorted(special)) or "none"
+        if wanted is not None:
+            raise ConfigError(f"{self.path} has no special token '{wanted}'.{nearest(wanted, special)} Its special tokens: {held}")
+        raise ConfigError(
+            f"data.tokenizer: {self.path} has no special token that ends a document (looked for {' '.join(END_TOKENS)};"
+            f" its special tokens: {held}). Add one to the file, or name the one that is meant:"
+            f" FileTokenizer({str(self.path)!r}, end_of_document='...')"
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint32 of shape (tokens,), without special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, over all processors."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer."""
+        found = (self._with_special if special else self._tokenizer).encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, dtype=np.uint32), np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64))
+            for encoding in found
+        ]
+
+    @property
+    def end_token(self) -> str:
+        """The text of ``end_of_document``."""
+        return self._tokenizer.id_to_token(self.end_of_document) or ""
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokenizer's other files lie, its chat template among them."""
+        return self.path.parent
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
+
+    def spell_out(self, ids) -> str:
+        """The text of ``ids`` with the special tokens in it."""
+        return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=False)
+
+    def __repr__(self) -> str:
+        return f"FileTokenizer({str(self.path)!r})"
+
+
+class IdTokenizer:
+    """No text, only ids: for corpora whose tokenizer is not at hand.
+
+    Args:
+        vocab_size: one more than the largest id.
+        end_of_document: the id that ends a document.
+    """
+
+    def __init__(self, vocab_size: int, end_of_document: int):
+        self.vocab_size, self.end_of_document = vocab_size, end_of_document
+        self.fingerprint = f"ids-{vocab_size}-end-{end_of_document}"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids that are written out, like "5 17 2"."""
+        try:
+            return np.array([int(word) for word in text.split()], dtype=np.uint32)
+        except ValueError:
+            raise ConfigError(f"data.tokenizer = 'ids:...' knows no words: write ids, like '5 17 2', not {text[:40]!r}") from None
+
+    def decode(self, ids) -> str:
+        return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
+
+    def __repr__(self) -> str:
+        return f"IdTokenizer({self.vocab_size}, {self.end_of_document})"
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """``bytes``; the path of a ``tokenizer.json`` or of a folder that holds one; or ``ids:VOCABULARY:END`` (see IdTokenizer).
+
+    Raises:
+        ConfigError: none of these; names of models on a hub are not looked up, because nothing is downloaded here.
+    """
+    if name_or_path == BYTES:
+        return ByteTokenizer()
+    if name_or_path.startswith("ids:"):
+        return _id_tokenizer(name_or_path)
+    if name_or_path.strip() and Path(name_or_path).expanduser().exists():
+        return FileTokenizer(name_or_path)
+    raise ConfigError(
+        f"data.tokenizer = {name_or_path!r} is not '{BYTES}' and no file or folder.{nearest(name_or_path, [BYTES])}"
+        f" Nothing is downloaded here: for a model's tokenizer, save it first with"
+        f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set data.tokenizer = 'folder'"
+    )
+
+
+def _id_tokenizer(name: str) -> IdTokenizer:
+    words = name.split(":")[1:]
+    if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
+        raise ConfigError(
+            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends a document,"
+            f" like ids:50257:50256"
+        )
+    return IdTokenizer(int(words[0]), int(words[1]))

@@ -1,0 +1,1 @@
+"""Data parallelism applied: DDP, FSDP2, HSDP, and gradient accumulation."""

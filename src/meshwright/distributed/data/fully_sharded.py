@@ -1,0 +1,286 @@
+"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP): ZeRO-3 (arXiv 1910.02054) on torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from meshwright.core.axes import Axis
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError
+from meshwright.core.names import clean, is_within
+from meshwright.distributed.float8 import gather as float8_gather
+from meshwright.distributed.mesh import axis_sizes, get_expert_mesh
+from meshwright.introspection.facts import SHARED_OUT_BY
+from meshwright.planning.plan import Plan
+from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
+
+
+def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
+    """Shard every unit of the plan, then the root, in place. ``model`` may be on meta."""
+    mesh = _mesh(device_mesh)
+    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
+    whole = policy(plan.precision)
+    inner = replace(whole, output_dtype=None)  # what a block hands to the next one is no output of the model
+    for unit in plan.units:
+        if unit.experts:
+            _check_shared_out(model, unit, plan)
+            _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh, inner)
+    if plan.data.own_units:
+        reshard = next((unit.reshard_after_forward for unit in plan.units if unit.name), False)
+        cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=inner, **shared)
+    for unit in plan.units:
+        if unit.name and not unit.experts and not plan.data.own_units:
+            block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, mp_policy=inner, **shared)
+            if unit.reshard_after_forward and not unit.gathers_in_backward:
+                block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
+    fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
+    model.register_forward_hook(_see_into_output)
+    if plan.float8 is not None and plan.float8.all_gather and plan.size(Axis.DP_SHARD) > 1:
+        float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
+    for module in sharded_modules(model):
+        if plan.data.reduction == "sum":
+            # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    if plan.device == "cuda":
+        _prefetch(model)
+    return model
+
+
+def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
+    if model.__dict__.get(SHARED_OUT_BY) is None:
+        assert plan.experts is not None
+        raise ConfigError(
+            f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing would add up their"
+            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with ep = 1."
+        )
+
+
+def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """A stack of experts, of which each rank of the expert axis has a share already; what it is given has its dtypes."""
+    experts, mesh = plan.experts, get_expert_mesh(device_mesh)
+    assert experts is not None
+    if mesh is None:
+        raise ConfigError(
+            f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
+            f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give all of it, as"
+            " init_distributed made it."
+        )
+    replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
+    made = fully_shard(
+        stack,
+        mesh=mesh[(*replicas, Axis.EFSDP.value)],
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=replace(policy, cast_forward_inputs=False),
+        offload_policy=_offload(plan),
+        shard_placement_fn=lambda parameter: Shard(experts.sharded_dim(tuple(parameter.shape))),
+    )
+    if unit.reshard_after_forward and not unit.gathers_in_backward:
+        made.set_unshard_in_backward(False)
+    made.set_force_sum_reduction_for_comms(True)  # of a mean, each rank finds its part already
+    made.set_gradient_divide_factor(1.0)
+
+
+def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
+    """Start the root's backward from the logits of an object of the user's own.
+
+    torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients unreduced.
+    """
+    logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        begin_backward_at(root, logits)
+
+
+def begin_backward_at(root: Any, tensor: Tensor) -> None:
+    """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not sharded)."""
+    if isinstance(root, FSDPModule) and tensor.requires_grad:
+        root._get_fsdp_state()._register_pre_backward_hook(tensor)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
+    """torch's policy for the planned dtypes (empty where nothing is mixed: torch then casts nothing)."""
+    if not precision.is_mixed:
+        return MixedPrecisionPolicy()
+    output = torch_dtype(precision.output) if precision.output else None
+    return MixedPrecisionPolicy(
+        torch_dtype(precision.compute), torch_dtype(precision.reduce), output, cast_forward_inputs=precision.cast_forward_inputs
+    )
+
+
+@contextmanager
+def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterator[None]:
+    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+
+    What ``data`` keeps gathered through a step is freed by the backward of its last microbatch, before anything can change the weights.
+    """
+    modules, sync = sharded_modules(model), data.sync_grad_accum
+    try:
+        for module in modules:
+            module.set_is_last_backward(is_last)
+            if data.gathers_per_step:
+                module.set_reshard_after_backward(is_last, recurse=False)
+            if sync == "shard":
+                module.set_requires_all_reduce(is_last, recurse=False)
+            elif sync is False:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+        yield
+    except BaseException:
+        recover(model)
+        raise
+    finally:
+        if not is_last:
+            for module in modules:
+                module.set_is_last_backward(True)
+                module.set_reshard_after_backward(True, recurse=False)
+                module.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for ``reduce_gradients``,
+    and what the plan keeps gathered after a forward is kept until then."""
+    modules = sharded_modules(model)
+    _keep_gathered(model, plan)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    except BaseException:
+        recover(model)
+        raise
+    finally:
+        for module in modules:
+            module.set_is_last_backward(True)
+            module.set_reshard_after_backward(True, recurse=False)
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def _keep_gathered(model: nn.Module, plan: Plan) -> None:
+    """Until the last backward, what the plan does not free after a forward."""
+    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce what was postponed, last blocks first; what torch would do behind a last backward."""
+    for module in sharded_modules(model):
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    _reduce_now(model)
+
+
+def reduce_between(model: nn.Module, plan: Plan) -> None:
+    """Reduce what was postponed so far, inside ``postponing``, where more microbatches follow."""
+    modules = sharded_modules(model)
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+        if plan.data.sync_grad_accum == "shard":
+            module.set_requires_all_reduce(False, recurse=False)
+    _reduce_now(model)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _reduce_now(model: nn.Module) -> None:
+    modules = sharded_modules(model)
+    for module in (*reversed(modules[1:]), *modules[:1]):
+        for group in _groups(module):
+            group.post_backward()
+    for module in modules[:1]:
+        module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """torch keeps them under another name since 2.12."""
+    state: Any = module._get_fsdp_state()
+    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+
+
+def parameter_groups(model: nn.Module) -> list[Any]:
+    """torch's own, of all units of a model."""
+    return [group for module in sharded_modules(model) for group in _groups(module)]
+
+
+def reduces(model: nn.Module) -> bool:
+    """Whether the gradients that a backward leaves now are summed over all data ranks."""
+    return all(group.reduce_grads and group.all_reduce_grads for module in sharded_modules(model) for group in _groups(module))
+
+
+def recover(model: nn.Module) -> None:
+    """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
+    for module in sharded_modules(model)[:1]:
+        begun = module._get_fsdp_state()._is_root is not None  # torch makes the state at the first forward
+        if begun and hasattr(module, "reset_iter_state"):  # torch >= 2.12
+            module.reset_iter_state()
+    for module in sharded_modules(model):
+        for group in _groups(module):
+            group._partial_reduce_output = None  # torch < 2.12 keeps it
+            for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward without backward they would go stale at the next optimizer step."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def _mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    sizes = axis_sizes(device_mesh)
+    if Axis.DP_SHARD.value not in sizes:
+        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {tuple(sizes)}")
+    if sizes.get(Axis.DP_REPLICATE.value, 1) > 1:
+        return device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]
+    return device_mesh[Axis.DP_SHARD.value]
+
+
+def _offload(plan: Plan) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=plan.data.pin_memory) if plan.data.cpu_offload else OffloadPolicy()
+
+
+def _prefetch(model: nn.Module) -> None:
+    """Gather the next unit while this one computes, in forward and backward order."""
+    units = {name: module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
+    forward, backward = gathering_orders(list(units))
+    for this, following in zip(forward, forward[1:], strict=False):
+        units[this].set_modules_to_forward_prefetch([units[following]])
+    for this, following in zip(backward, backward[1:], strict=False):
+        units[this].set_modules_to_backward_prefetch([units[following]])
+
+
+def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
+    """In which order forward and backward come to units, which stand in the order of modules: to a unit inside another after that one."""
+    together: list[list[str]] = []
+    for name in units:
+        if together and is_within(name, together[-1][0]):
+            together[-1].append(name)
+        else:
+            together.append([name])
+    return units, [name for names in reversed(together) for name in names]
+
+
+def device_of(plan: Plan) -> torch.device:
+    """Where parameters rest under this plan."""
+    if plan.data.cpu_offload or plan.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,86 @@
+"""Gradients of parameters that some ranks use and others do not, by their rows, under fully_shard.
+
+torch packs those gradients of a unit that exist, in order: ranks that used other parameters would add up gradients of different ones. So
+what is missing is filled up with zeros before it travels; and behind the backward the ranks say which parameters anybody used: one that
+nobody did keeps no gradient, as in one process, where an optimizer passes it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.axes import DATA_AXES
+from meshwright.core.names import clean
+from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.process.agree import word_device
+from meshwright.planning.plan import Plan
+
+from .fully_sharded import parameter_groups
+
+
+def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
+    """Watch over the plan's idle parameters of a model whose units are sharded."""
+    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    watched = [
+        (group, parameter)
+        for group in parameter_groups(model)
+        for parameter in group.fsdp_params
+        if names.get(id(parameter.sharded_param)) in plan.data.idle
+    ]
+    if watched:
+        usage = _Usage([parameter for _, parameter in watched], groups_of(device_mesh, *DATA_AXES))
+        for group in dict.fromkeys(group for group, _ in watched):
+            group.post_backward = _filling(group, [parameter for other, parameter in watched if other is group], usage)
+
+
+class _Usage:
+    """Which parameters had a gradient since they had none, on this rank; said to the others behind each backward that reduces."""
+
+    def __init__(self, parameters: Sequence[Any], groups: list[dist.ProcessGroup]):
+        self.parameters, self.groups = parameters, groups
+        self.used = {id(parameter): False for parameter in parameters}
+        self._is_waiting = False
+
+    def note(self, parameter: Any, begins: bool, has_gradient: bool) -> None:
+        self.used[id(parameter)] = has_gradient or (self.used[id(parameter)] and not begins)
+
+    def agree_behind_backward(self) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            Variable._execution_engine.queue_callback(self._agree)
+
+    def _agree(self) -> None:
+        self._is_waiting = False
+        words = torch.tensor([self.used[id(parameter)] for parameter in self.parameters], dtype=torch.int64, device=word_device())
+        for group in self.groups:
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+        for parameter, used in zip(self.parameters, words.tolist(), strict=True):
+            self.used[id(parameter)] = bool(used)
+            if not used:
+                parameter.sharded_param.grad = None
+
+
+def _filling(group: Any, parameters: list[Any], usage: _Usage):
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            for parameter in parameters:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                has_gradient = parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+                begins = parameter.sharded_param.grad is None and group._partial_reduce_output is None
+                usage.note(parameter, begins, has_gradient)
+                if not has_gradient and gathered is not None:
+                    gathered.grad = torch.zeros_like(gathered)
+            if group.all_reduce_grads:
+                usage.agree_behind_backward()
+        reduce(*unused)
+
+    return post_backward

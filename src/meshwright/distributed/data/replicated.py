@@ -1,0 +1,112 @@
+"""Replicated data parallelism: torch's DistributedDataParallel (arXiv 2006.15704) on whole parameters."""
+
+# no postponed annotations here: torch reads those of the communication hook as objects
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.introspection.outputs import logits_of
+from meshwright.planning.plan import Plan
+from meshwright.planning.values import DataParallel
+
+
+def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
+    """Wrap a model whose weights exist. They are not broadcast: equal ones are the init law's business, and audited. Buffers are, before
+    each forward, where the user steps by himself: as torch does by default.
+    """
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
+    if plan.data.idle:  # torch looks for what a forward left unused from the tensors in its output
+        options["find_unused_parameters"] = True
+        model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
+    with warnings.catch_warnings():
+        # torch 2.13 announces a successor of broadcast_buffers, and says to keep using it where buffers must not be synced
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=device_mesh.get_group(Axis.DP_REPLICATE.value),
+            init_sync=False,
+            broadcast_buffers=plan.data.reduction == "mean",
+            **options,
+        )
+    setattr(wrapped, TRAINED, _trained(model))
+    if plan.data.reduction == "sum":
+        wrapped.register_comm_hook(device_mesh.get_group(Axis.DP_REPLICATE.value), _sum)
+    return wrapped
+
+
+def _show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
+    """Give DDP the logits of an object that it does not look into."""
+    return output if _tensors_are_seen(output) else logits_of(output)
+
+
+def _refuse_hidden_tensors(model: nn.Module, args: Any, output: Any) -> None:
+    if not _tensors_are_seen(output):
+        raise UnsupportedError(
+            f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its parameters may be"
+            f" left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use parallelize."
+        )
+
+
+def _tensors_are_seen(output: Any) -> bool:
+    return dataclasses.is_dataclass(output) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+
+
+def refuse_other_trained(module: nn.Module) -> None:
+    """Raise ConfigError where other parameters are trained than when DDP was told of them: it reduces those, and no others."""
+    told, now = getattr(module, TRAINED, None), _trained(module.module) if isinstance(module, DistributedDataParallel) else None
+    if told is not None and now is not None and told != now:
+        name = clean(min(told ^ now))
+        raise ConfigError(
+            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of at the start. Lay"
+            f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard, which follows."
+        )
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce a bucket as a sum (DDP without a hook divides by the group's size)."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None  # an asynchronous call on a group that this rank is in
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@contextmanager
+def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: bool) -> Iterator[None]:
+    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+
+    DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced already once, not
+    from every replica, so all but the first give it up here. (The mean of equal values is that value: averaging needs nothing.)
+    """
+    if data.reduction == "sum" and not getattr(wrapped, UNREDUCED, False) and dist.get_rank(wrapped.process_group) > 0:
+        reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
+        if reduced:
+            torch._foreach_zero_(reduced)
+    # torch records a static graph in the first backward, which must be a synced one
+    records = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
+    travels = is_last or data.sync_grad_accum is True or records
+    setattr(wrapped, UNREDUCED, True)
+    with nullcontext() if travels else wrapped.no_sync():
+        yield
+    setattr(wrapped, UNREDUCED, not travels)
+
+
+TRAINED = "_meshwright_trained"
+"""Set on the wrapper: names of the parameters of which DDP reduces gradients."""
+UNREDUCED = "_meshwright_unreduced"
+"""Set on the wrapper while ``.grad`` holds what this replica alone computed."""

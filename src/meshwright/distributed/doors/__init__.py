@@ -1,0 +1,1 @@
+"""Public calls of other systems' users. Each ends in ``order.apply``."""

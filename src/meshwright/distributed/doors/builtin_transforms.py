@@ -1,0 +1,309 @@
+"""The built-in transforms: each technique under its registered name, with the option names that its users know."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.core.imports import import_classes_from_paths
+from meshwright.core.names import clean
+from meshwright.distributed import order
+from meshwright.distributed.mesh import (
+    axis_sizes,
+    build_mesh,
+    can_merge_data,
+    data_groups,
+    known_mesh,
+    plan_sizes,
+    sizes_of_stage,
+    with_data_on,
+)
+from meshwright.distributed.parallelize import single_process_mesh
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
+from meshwright.distributed.step.part import ModelPart
+from meshwright.distributed.weights import audit
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
+from meshwright.planning.recompute.operators import check_kept
+from meshwright.planning.rules import raise_all
+from meshwright.planning.techniques import Techniques, TensorStyleWish
+
+from .functions import averaging_plan, float8_plan, proven_tensor_plan
+from .transform_options import (
+    ActivationCheckpointTransformConfig,
+    CompileTransformConfig,
+    DDPTransformConfig,
+    ExpertParallelTransformConfig,
+    Float8TransformConfig,
+    FullyShardTransformConfig,
+    TensorParallelTransformConfig,
+)
+from .transform_registry import BaseDistributedTransform, DDPWrappedModel, equip, register_model_transform
+
+log = logging.getLogger("meshwright")
+
+
+class _Planned(BaseDistributedTransform):
+    """A transform that makes a plan and applies some rows of the order."""
+
+    rows: tuple[str, ...]
+    broadcasts = False
+    """Whether ranks that bring different weights get the first one's; else they are refused."""
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        raise NotImplementedError
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if kwargs:
+            raise ConfigError(f"{type(self).__name__}.apply takes the model alone, and was given {', '.join(kwargs)}")
+        facts = model_facts(model)
+        if (device := self.context.get("device")) is not None and not facts.on_meta:
+            model = model.to(device)
+        device_mesh = self.device_mesh()
+        plan = self.plan(facts, device_mesh)
+        site = order.Site(device_mesh, facts, self.context.get("seed", 0))
+        lay = order.apply if self.broadcasts else order.apply_brought
+        return equip(self.finish(lay(model, plan, site, self.rows), facts, plan, device_mesh), plan)
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        """What is left to do when the plan has been applied."""
+        return model
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = self.context.get("device_mesh")
+        return None if given is None else known_mesh(given)
+
+    def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+        device = device_mesh.device_type if device_mesh is not None else "cpu"
+        return plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device, wishes, "mean")
+
+
+def mesh_of_world(layout: Layout) -> DeviceMesh:
+    """The mesh of a layout over all processes.
+
+    Raises:
+        ConfigError: the layout does not fit the world, or the world has several processes and no process group yet.
+    """
+    device_type = choose_backend(DEFAULT_BACKEND)[1]
+    if dist.is_initialized():
+        return build_mesh(layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None), device_type)
+    if (world := get_world_info()[2]) > 1:
+        raise ConfigError(
+            f"there are {world} processes and no process group: call init_distributed before the transforms, or give them device_mesh="
+        )
+    layout.resolve(world)
+    return single_process_mesh(device_type)
+
+
+@register_model_transform("ddp", DDPTransformConfig)
+class DDPTransform(_Planned):
+    """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first.
+
+    Beside tensor or pipeline parallelism, where torch's DDP knows neither parts of parameters nor several backwards at a time, the same
+    is done by fully_shard over a shard axis of one rank.
+    """
+
+    rows = ("weights", "ddp", "fully_shard")
+    broadcasts = True
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        sizes = axis_sizes(device_mesh)
+        if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
+            return self._replicated(facts, device_mesh, sizes)
+        plan = self.wished(facts, device_mesh, Techniques(data_parallel="ddp"))
+        return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
+
+    def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
+        where = " and ".join(f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1)
+        changed = [name for name, value in vars(self.config).items() if value != getattr(DDPTransformConfig(), name)]
+        if changed:
+            raise ConfigError(f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out.")
+        if (shards := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
+            raise ConfigError(
+                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard, or put those ranks"
+                f" into dp_replicate"
+            )
+        return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques())
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return given if given is not None else mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        groups = data_groups(device_mesh)
+        if not groups:
+            log.info("ddp: the mesh %s has no data axis larger than 1, so there is nothing to replicate", axis_sizes(device_mesh))
+        if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
+            for tensor in (*model.parameters(), *model.buffers()):
+                for group in groups:
+                    dist.broadcast(getattr(tensor, "_local_tensor", tensor).detach(), group=group, group_src=0)
+        audit.audit([ModelPart(model, plan, facts)], groups)
+        if isinstance(model, DistributedDataParallel):
+            model.__class__ = DDPWrappedModel
+        return model
+
+
+@register_model_transform("fully_shard", FullyShardTransformConfig)
+class FullyShardTransform(_Planned):
+    """Parameters, gradients and optimizer state sharded over the data axes."""
+
+    rows = ("fully_shard", "weights")
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        c: FullyShardTransformConfig = self.config
+        acts = c.mixed_precision is not None or (c.offload is not None and c.offload.cpu_offload)
+        if kwargs or acts or get_world_info()[2] > 1 or not agree.alone() or any(p.is_meta for p in model.parameters()):
+            return super().apply(model, **kwargs)
+        log.info("fully_shard: there is one process, so there is nothing to shard")
+        return equip(model if self.context.get("device") is None else model.to(self.context["device"]), None)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        assert device_mesh is not None
+        c: FullyShardTransformConfig = self.config
+        policy = MixedPrecisionPolicy() if c.mixed_precision is None else c.mixed_precision.policy
+        wishes = Techniques(
+            reshard_after_forward=c.reshard_after_forward,
+            sync_grad_accum=c.sync_grad_accum,
+            cpu_offload=c.offload is not None and c.offload.cpu_offload,
+        )
+        plan = averaging_plan(facts, device_mesh, policy, wishes)
+        pinned = c.offload is None or c.offload.pin_memory
+        own = callable(getattr(facts.module, "fully_shard", None))
+        if own:
+            log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
+        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.device == "cuda", own_units=own))
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        if given is None:
+            layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
+            if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
+                layout = replace(layout, dp_replicate=1)
+            given = mesh_of_world(layout)
+        replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in DATA_AXES)
+        if replicas > 1 and not self.config.use_hybrid_sharding:
+            if self.collective is not None and can_merge_data(given):  # it has ranks; a mesh that is given says who replicates
+                return with_data_on(given, Axis.DP_SHARD)
+            raise ConfigError(
+                f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over dp_replicate ="
+                f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set use_hybrid_sharding = true."
+            )
+        return given
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        audit.audit([ModelPart(model, plan, facts)], data_groups(device_mesh))
+        return model
+
+
+@register_model_transform("float8", Float8TransformConfig)
+class Float8Transform(_Planned):
+    """Linear layers of the blocks multiply in float8."""
+
+    rows = ("float8",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: Float8TransformConfig = self.config
+        if c.enable_fsdp_float8_all_gather and c.recipe != "tensorwise":
+            raise UnsupportedError(
+                f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe = {c.recipe} has one for"
+                " each row. Use false, or recipe = tensorwise."
+            )
+        wishes = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
+        return float8_plan(facts, wishes, c.enable_fsdp_float8_all_gather)
+
+
+@register_model_transform("tensor_parallel", TensorParallelTransformConfig)
+class TensorParallelTransform(_Planned):
+    """Layers, embedding and head cut over the tensor axis; gradients are right when backward ends."""
+
+    rows = ("tensor_parallel",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: TensorParallelTransformConfig = self.config
+        if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
+            log.info("tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+        rows = tuple(TensorStyleWish(pattern, style) for pattern, style in c.plan.items())
+        wishes = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
+        return proven_tensor_plan(facts, device_mesh, wishes)
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+
+
+@register_model_transform("expert_parallel", ExpertParallelTransformConfig)
+class ExpertParallelTransform(_Planned):
+    """Experts shared out over the expert axis; tokens travel to theirs and back."""
+
+    rows = ("expert_parallel",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
+            log.info("expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+        return self.wished(facts, device_mesh, Techniques())
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+
+
+@register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)
+class ActivationCheckpointTransform(_Planned):
+    """Recompute activations in backward."""
+
+    rows = ("activation_checkpoint",)
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self._modules = [(clean(name), module) for name, module in model.named_modules()]
+        return super().apply(model, **kwargs)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: ActivationCheckpointTransformConfig = self.config
+        if c.use_reentrant:
+            raise UnsupportedError(
+                "activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false."
+            )
+        if c.ops_to_save:
+            raise_all(list(check_kept(c.ops_to_save, "activation_checkpoint.ops_to_save")))
+        if not c.layer_classes:
+            mode = "selective_op" if c.ops_to_save else "full"
+            kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
+            return self.wished(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
+        alone = {name for name in c.layer_classes if "." not in name}
+        classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))
+        if unknown := sorted(alone - {kind.__name__ for _, module in self._modules for kind in type(module).__mro__}):
+            near = nearest(unknown[0], {type(module).__name__ for _, module in self._modules})
+            raise ConfigError(f"activation_checkpoint.layer_classes: no module of {facts.kind} is of the class '{unknown[0]}'.{near}")
+        chosen = tuple(n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__})
+        if not chosen:
+            raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
+        made = self.wished(facts, device_mesh, Techniques())
+        return replace(made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save))
+
+
+@register_model_transform("compile", CompileTransformConfig)
+class CompileTransform(_Planned):
+    """torch.compile on each repeated block."""
+
+    rows = ("compile",)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        c: CompileTransformConfig = self.config
+        wishes = Techniques(compile=True)
+        if c.activation_memory_budget is not None:
+            wishes = replace(wishes, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget)
+        plan = self.wished(facts, device_mesh, wishes)
+        return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))

@@ -1,0 +1,293 @@
+"""One public function per technique: each makes a plan for the model at hand and applies its one row."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed import order
+from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, known_mesh, plan_sizes, sizes_of_stage
+from meshwright.distributed.parallelize import single_process_mesh
+from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.modes import ActivationCheckpointing, checkpointing_mode
+from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.introspection.cluster import local_device
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.moe import Router
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Precision, Techniques
+
+from .other_config import decoder_config
+from .stage_plan import facts_of_whole, plan_of_stage_module
+
+log = logging.getLogger("meshwright")
+
+
+def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
+    """Compute in ``param_dtype``, reduce gradients in fp32, cast the inputs of each unit."""
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
+) -> nn.Module:
+    """Shard ``model`` in place with FSDP2: each repeated block a unit, then the root. Returns it.
+
+    Gradients are averaged over all data ranks, as torch does. With both data axes larger than 1 it is hybrid: sharded over
+    dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is logged, but a
+    policy given explicitly still acts, over a mesh of size 1.
+
+    Args:
+        mp_policy: dtypes; None means ``default_mp_policy()``.
+        reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many ranks.
+
+    Raises:
+        ConfigError: the model is sharded already, a later technique came first, the number does not divide dp_shard, or the mesh has an
+            axis that is none of ours.
+        IntegrityError: data ranks bring different weights. Build the model on meta, or under the same seed on every rank.
+        UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is one stage's module.)
+    """
+    device_mesh = known_mesh(device_mesh)
+    if not has_dp_mesh(device_mesh) and mp_policy is None:
+        log.info("apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
+
+
+def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), sequences between blocks too (arXiv 2205.05198). Returns it.
+
+    How it can be cut is measured and then rehearsed on a small copy of it (``introspection.structure``), so it may be any transformer.
+    Weights, biases, embedding and head become DTensors on the tensor axis; norms and activations between blocks work on each rank's
+    part of the sequence. The model still takes whole batches, equal on all ranks of the axis, and returns whole logits. Gradients are right
+    when backward ends: what several ranks hold a summand of is summed there. Apply it before ``apply_ac`` and ``apply_fsdp2``.
+
+    Raises:
+        ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on the model.
+        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+    """
+    device_mesh = known_mesh(device_mesh)
+    if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
+        log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    plan = proven_tensor_plan(facts, device_mesh, Techniques())
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+
+
+def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+    """A plan that cuts over the tensor axis of a mesh alone, rehearsed; it cuts nothing where there is no such axis."""
+    if (whole := facts_of_whole(facts)) is not None:
+        return plan_of_stage_module(proven_tensor_plan(whole, device_mesh, wishes), facts)
+    ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
+    if ranks > 1 and facts.module is not None:
+        order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
+    device = device_mesh.device_type if device_mesh is not None else "cpu"
+    shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
+    sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
+    plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
+    if plan.tensor is not None and facts.tensor_plan is None:
+        prove(facts, plan.tensor, sums_at_once=True)
+    return plan
+
+
+def averaging_plan(
+    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques, *, cuts: bool = False
+) -> Plan:
+    """Make a plan that shards over the data axes of a mesh, with torch's averaging and torch's policy.
+
+    Args:
+        cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no matter of the plan's.
+    """
+    _warn_of_routers(facts)
+    wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
+    sizes = sizes_of_stage(device_mesh)
+    if not cuts and facts.tensor_plan is None and get_expert_mesh(device_mesh) is None:
+        sizes.pop(Axis.TP.value, None)
+    plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+    _warn_of_scaling(plan)
+    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
+
+
+def _warn_of_routers(facts: ModelFacts) -> None:
+    """What a ParallelModel does for routers in a step is left to a loop of the user's own."""
+    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
+    wished = [key for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss") if any(getattr(config, key) for config in configs)]
+    if wished:
+        log.warning(
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their losses wait in"
+            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone. parallelize() does it all.",
+            ", ".join(wished),
+        )
+
+
+def _warn_of_scaling(plan: Plan) -> None:
+    if plan.precision.compute == "float16":
+        log.warning(
+            "float16: these functions lay a model out and take no steps. Scale the loss in your loop (torch.amp.GradScaler), or small"
+            " gradients vanish; parallelize() does it."
+        )
+
+
+def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
+    """torch's policy in our words; what it leaves open stays as torch would have it."""
+
+    def name(dtype: torch.dtype | None, otherwise: str) -> str:
+        return otherwise if dtype is None else str(dtype).removeprefix("torch.")
+
+    compute = name(policy.param_dtype, model_dtype)
+    output = name(policy.output_dtype, "") or None
+    return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
+
+
+def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Share the experts of ``model`` out over the expert axis, in place: each rank has its part of every layer's, and tokens travel to
+    theirs and back (arXiv 2006.16668). Returns it.
+
+    Experts are found by what they are, stacked in tensors with one row for each, in any model; that they compute alone is tried on a
+    small copy first. Ranks of the axis have other rows (or, beside ``tp``, other parts of the sequence). Behind ``apply_fsdp2`` their
+    gradients are averaged as those of dense parameters are. Apply it behind ``apply_tensor_parallel`` and before ``apply_ac`` and
+    ``apply_fsdp2``.
+
+    Args:
+        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, there is nothing to do, which is logged.
+
+    Raises:
+        ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later technique came first.
+        UnsupportedError: the experts do not compute alone.
+    """
+    device_mesh = known_mesh(device_mesh)
+    if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
+        log.info("apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+        return model
+    facts = model_facts(model)
+    order.refuse_misorder("expert_parallel", order.applied(model), facts.kind)
+    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
+
+
+def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
+    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only), ``every_n`` (each
+    second block), ``selective_op`` (every block, but for results of some operators), ``offload`` (none: they wait in host memory). Returns
+    the model.
+
+    Each mode has the defaults of its keys. Parameter names stay as they are.
+
+    Raises:
+        ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name (``modules``,
+            ``memory_budget``), or sharding came first.
+    """
+    wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
+    facts = model_facts(model)
+    plan = plan_for_mesh_sizes(facts, {}, "cpu", wishes, "mean")
+    return order.apply_brought(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
+
+
+def apply_float8(
+    model: nn.Module, enable_fsdp_float8_all_gather: bool = True, *, recipe: str = "tensorwise", filter: tuple[str, ...] = ()
+) -> nn.Module:
+    """Let the linear layers inside the blocks of ``model`` multiply in float8 (arXiv 2209.05433), in place, by torchao. Returns it.
+
+    Parameters stay the very same, in their own dtype, and so do names and hooks. The head, embeddings, norms, routers and stacks of experts
+    stay in high precision, and so does a layer whose dims do not divide by 16, which is logged. Without a GPU it is emulated. Apply it
+    before all other techniques.
+
+    Args:
+        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, bit by bit what rounding a gathered weight gives;
+            a recipe with scales for each row cannot, which is logged.
+        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        filter: regular expressions on paths of linear layers that are not converted.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        ConfigError: an unknown recipe, no layer that can be converted, or another technique came first.
+        UnsupportedError: the GPU is older than float8.
+    """
+    gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
+    if enable_fsdp_float8_all_gather and not gathers:
+        log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
+    facts = model_facts(model)
+    wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
+    return order.apply_brought(model, float8_plan(facts, wishes, gathers), order.Site(None, facts), only=("float8",))
+
+
+def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan:
+    """A plan for this process alone; what stays in high precision is logged. Raises ConfigError where another technique came first.
+
+    Args:
+        all_gather: FSDP, when it is applied, gathers weights in float8.
+    """
+    assert facts.module is not None
+    order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
+    plan = plan_for_mesh_sizes(facts, {}, local_device(), wishes, "mean")
+    for note in plan.notes:
+        log.info("%s", note)
+    assert plan.float8 is not None
+    return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
+
+
+def build_parallel_model(
+    model_config: Any,
+    device: torch.device | str,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    ac_mode: ActivationCheckpointing | str = "none",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    param_dtype: torch.dtype = torch.bfloat16,
+    compile_model: bool = False,
+    fp8: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a model on meta, lay it onto the mesh in the one order, and give it weights; gradients are averaged over data ranks.
+
+    Args:
+        model_config: a model config (KempnerForge's ModelConfig too), or a function that returns a module.
+        device: where it computes; it must be of the mesh's kind.
+        device_mesh: our axis names; None: one process.
+        mp_policy: dtypes; None: ``default_mp_policy(param_dtype)``.
+        param_dtype: dtype of the computation where ``mp_policy`` is None; parameters rest in fp32.
+        fp8: linear layers multiply in float8, by the recipe "tensorwise"; weights travel in ``param_dtype``.
+        seed: of the initial weights, which are equal on every layout.
+
+    Returns:
+        The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the same).
+
+    Raises:
+        ConfigError, UnsupportedError: refused before anything is built.
+        MissingExtraError: fp8 without torchao.
+    """
+    if get_pp_size(device_mesh) > 1:
+        raise UnsupportedError(
+            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module: use parallelize,"
+            f" which runs the whole pipeline, or build_stage_module for a loop of your own"
+        )
+    kind = torch.device(device).type
+    device_mesh = known_mesh(device_mesh) if device_mesh is not None else None
+    if device_mesh is not None and device_mesh.device_type != kind:
+        raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
+    if device_mesh is None and not agree.alone():
+        raise ConfigError(
+            "device_mesh = None means one process, but the process group has more: give the mesh that init_distributed returned"
+        )
+    device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
+    module = as_module(decoder_config(model_config))
+    facts = model_facts(module)
+    mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
+    wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes, cuts=True)
+    return order.apply(module, plan, order.Site(device_mesh, facts, seed))

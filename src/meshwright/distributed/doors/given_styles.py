@@ -1,0 +1,86 @@
+"""Tensor plans that are given to a function, torch's own styles among them, read as rows of words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean, selected
+from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.tensor.styles import STYLES
+
+from .styles import Style, translate_to_torch_parallel_style
+
+
+def wishes_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleWish, ...]:
+    """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours. Raises ConfigError for an empty one.
+
+    A layer with adapters is named by its own path, as models of transformers name it, or by that of the layer inside.
+    """
+    if plan is not None and not plan:
+        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
+    paths = {clean(name) for name, _ in model.named_modules()}
+    rows = []
+    for pattern, style in (plan or {}).items():
+        word, named = word_of(style, f"tp_shard_plan['{pattern}']"), selected(pattern, paths)
+        adapted = {path: f"{path}{HOST}" for path in named if f"{path}{HOST}" in paths}
+        rows += [TensorStyleWish(adapted.get(path, path), word) for path in sorted(named)] if adapted else [TensorStyleWish(pattern, word)]
+    return tuple(rows)
+
+
+HOST = ".base_layer"
+"""Where libraries of adapters keep the layer that they are beside."""
+
+
+def word_of(style: str | ParallelStyle, where: str) -> str:
+    """The word for a style, torch's own ones too.
+
+    Raises:
+        ConfigError: a word that is none.
+        UnsupportedError: an object that only its author knows.
+    """
+    if isinstance(style, Style):
+        return style.word
+    if isinstance(style, str):
+        return translate_to_torch_parallel_style(style).word  # type: ignore[attr-defined]
+    whole, features, tokens = Replicate(), Shard(-1), Shard(1)
+    if type(style) is ColwiseParallel:
+        _check_layouts(style, where, reads=(whole, tokens), gives=(whole, features))
+        return "colwise_gather_output" if style.output_layouts == (whole,) else "colwise"
+    if type(style) is RowwiseParallel:
+        _check_layouts(style, where, reads=(whole, features), gives=(whole, tokens))
+        return "rowwise_split_input" if style.input_layouts == (whole,) else "rowwise"
+    if type(style) is SequenceParallel:
+        return "sequence_parallel"
+    if isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
+        raise UnsupportedError(
+            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as the layers need it, cut"
+            f" along the sequence between blocks. Leave the pattern out"
+        )
+    raise UnsupportedError(
+        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or leave the pattern out and"
+        f" apply this style yourself with torch's parallelize_module"
+    )
+
+
+def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
+    """Refuse layouts of torch's style that no word stands for; of the others it is ours whether activations are whole or cut by tokens."""
+    for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
+        if (said := getattr(style, name)[0]) not in legal:
+            raise UnsupportedError(
+                f"{where}: a {type(style).__name__} with {name} = {said}. Legal here: {' or '.join(map(str, legal))}; or leave the pattern"
+                f" out and apply this style yourself with torch's parallelize_module"
+            )

@@ -1,0 +1,139 @@
+"""One call that lays any model of transformers (any transformer) onto a mesh: tensor parallelism, then FSDP2 or HSDP.
+
+The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks, since users of these
+functions bring mean losses; no second call completes them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.errors import ConfigError
+from meshwright.core.imports import import_classes_from_paths
+from meshwright.distributed import order
+from meshwright.distributed.mesh import NEMO_NAMES, has_dp_mesh, known_mesh, sizes_of_stage
+from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.distributed.weights.wholes import whole_everywhere
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.own_plan import own_tensor_plan
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.techniques import Techniques
+
+from .functions import averaging_plan, default_mp_policy
+from .given_styles import wishes_of
+from .styles import translate_to_torch_parallel_style
+from .zero.megatron import HAVE_NVFSDP
+from .zero.strategy import nvfsdp_strategy_parallelize
+
+__all__ = [
+    "HAVE_NVFSDP",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
+    "to_cpu",
+    "translate_to_torch_parallel_style",
+]
+
+log = logging.getLogger("meshwright")
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> nn.Module:
+    """Cut ``model`` in place over the mesh's ``tp`` axis, then shard it with FSDP2 (HSDP) over its data axes. Returns it.
+
+    Tensor parallelism is with sequence parallelism, embedding and head are cut over the vocabulary; the model takes whole batches, equal
+    on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms too, is right when backward ends, averaged
+    over data ranks. Each repeated block is a unit; the last one keeps its parameters after forward. A model on meta stays there.
+
+    Args:
+        device_mesh: our axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
+        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a data axis of size 1
+            too, beside a tensor axis; on a mesh without either, and on one that has no data axis, the model's own dtype is kept unless a
+            policy is given.
+        tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what it does not name
+            stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that differs is logged.
+        offload_policy: torch's CPUOffloadPolicy, or None.
+
+    Raises:
+        ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and legal values.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
+        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+    """
+    device_mesh = known_mesh(device_mesh, NEMO_NAMES)
+    sizes = sizes_of_stage(device_mesh)
+    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
+    cuts = sizes.get(Axis.TP.value, 1) > 1
+    has_data_axis = any(axis.value in sizes for axis in DATA_AXES)  # of size 1 too: a call computes in one dtype, however many ranks
+    shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload or (cuts and has_data_axis)
+    if tp_shard_plan and not cuts:
+        log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
+    if not cuts and not shards:
+        log.info("fsdp2_strategy_parallelize: the mesh %s has no axis larger than 1, so there is nothing to do", sizes)
+        return model
+    facts = model_facts(model)
+    if shards:
+        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), wishes, cuts=True)
+    else:
+        plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
+    if plan.tensor is not None and facts.tensor_plan is None:
+        prove(facts, plan.tensor, sums_at_once=True)
+        for note in (f"the plan is {plan.tensor.source}", *plan.notes):
+            log.info("fsdp2_strategy_parallelize: %s", note)
+    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
+
+
+def _offloads(policy: OffloadPolicy | None) -> bool:
+    if policy is None or type(policy) is OffloadPolicy:
+        return False
+    if isinstance(policy, CPUOffloadPolicy):
+        return True
+    raise ConfigError(f"offload_policy is a {type(policy).__name__}: legal are None and torch's CPUOffloadPolicy")
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The tensor-parallel plan that a model of transformers brings along: module pattern -> style, by the names of ``model``.
+
+    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, a tied head or embedding
+    included; patterns that name nothing of this model are left out.
+
+    Raises:
+        ConfigError (a ValueError): it brings none.
+    """
+    plan = own_tensor_plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{type(model).__name__} brings no tensor-parallel plan along (neither _tp_plan nor config.base_model_tp_plan). None is needed:"
+            f" leave tp_shard_plan = None, and how it can be cut is measured"
+        )
+    return {pattern: translate_to_torch_parallel_style(style) for pattern, style in plan.items()}
+
+
+def to_cpu(v: Any) -> Any:
+    """A tensor on the CPU: of a DTensor the whole (all ranks of its mesh call this); values of other kinds as they are.
+
+    Raises:
+        ConfigError (a ValueError): a DTensor that is neither on the CPU nor on CUDA.
+    """
+    if isinstance(v, DTensor):
+        if v.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"to_cpu: the DTensor is on {v.device.type}; legal are cpu and cuda. Materialise it first")
+        return whole_everywhere(v).cpu()
+    return v.cpu() if isinstance(v, Tensor) else v

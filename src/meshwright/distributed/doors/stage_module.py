@@ -1,0 +1,124 @@
+"""One stage of our decoder as a module of its own, for users who bring their own loop and torch's pipeline classes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.weights.weights import write_by_law
+from meshwright.models.decoder import Block, document_mask, refuse_longer, rotary_tables, weight_law_of
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.layers import RMSNorm
+from meshwright.planning.pipeline.split import compute_layer_assignment
+
+from .other_config import decoder_config
+
+log = logging.getLogger("meshwright")
+
+
+class PipelineStageModule(nn.Module):
+    """The layers of one stage; embedding on the first, final norm and head on the last. Names, and so initial weights and checkpoints, are
+    those of the whole model (``layers.4...``). Built under ``torch.device("meta")`` it has no weights until ``to_empty`` and
+    ``init_weights_and_freqs``.
+
+    Args:
+        config: of the whole decoder; KempnerForge's ModelConfig too, where it says nothing that our decoder has not.
+        stage_id, num_stages: which of how many.
+        layer_range: (first, one behind the last) of its layers.
+        seed: of the initial weights.
+
+    Attributes:
+        pipeline_group: the ranks with the other stages, once ``build_pipeline_stage`` was given this one.
+
+    Raises:
+        ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize`` keeps equal.
+        UnsupportedError: a field of a foreign config asks for what our decoder has not.
+    """
+
+    def __init__(self, config: DecoderConfig | Any, stage_id: int, num_stages: int, layer_range: tuple[int, int], *, seed: int = 0):
+        super().__init__()
+        config = decoder_config(config)
+        self.pipeline_group: dist.ProcessGroup | None = None
+        start, end = layer_range
+        if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
+            raise ConfigError(
+                f"stage {stage_id} of {num_stages} with the layers {start} to {end - 1} is not in a model of {config.n_layers} layers:"
+                f" stages are numbered from 0, and each has one layer or more"
+            )
+        self.config, self.stage_id, self.num_stages, self.layer_range = config, stage_id, num_stages, (start, end)
+        self.is_first, self.is_last = stage_id == 0, stage_id == num_stages - 1
+        if config.tied_embeddings and num_stages > 1 and (self.is_first or self.is_last):
+            raise ConfigError(
+                "model.tied_embeddings: stages of their own hold two tables that nobody keeps equal. Use parallelize with layout.pp,"
+                " which sums both gradients, or set tied_embeddings = false."
+            )
+        self.embedding = nn.Embedding(config.vocab_size, config.dim) if self.is_first else None
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(start, end)})
+        self.norm = RMSNorm(config.dim, config.norm_eps) if self.is_last else None
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else None
+        if self.is_first and self.is_last and config.tied_embeddings and self.head is not None and self.embedding is not None:
+            self.head.weight = self.embedding.weight
+        if not next(self.parameters()).is_meta:
+            self.init_weights_and_freqs(seed)
+        ends = "".join([", embedding" if self.is_first else "", ", norm and head" if self.is_last else ""])
+        log.info("stage %d of %d: layers %d to %d%s", stage_id, num_stages, start, end - 1, ends)
+
+    def init_weights_and_freqs(self, seed: int = 0) -> None:
+        """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives the same names.
+
+        (Rotary frequencies are computed in each forward, so there are none to initialise.)
+        """
+        with torch.no_grad():
+            write_by_law(self, seed)
+
+    def weight_law(self, name: str) -> tuple[str, float]:
+        """How a parameter starts: as in the whole model."""
+        return weight_law_of(self.config, name)
+
+    @property
+    def token_embedding(self) -> nn.Embedding | None:
+        """The embedding, under KempnerForge's name; None but on the first stage."""
+        return self.embedding
+
+    @property
+    def output_head(self) -> nn.Linear | None:
+        """The head, under KempnerForge's name; None but on the last stage."""
+        return self.head
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Hidden states (rows, seq, dim), or logits (rows, seq, vocab) of the last stage.
+
+        Args:
+            x: on the first stage token ids, (rows, seq) int64; else hidden states, (rows, seq, dim).
+            positions, document_ids: (rows, seq) int64, as of ``Decoder``; every stage is given them.
+
+        Raises:
+            ValueError: seq is longer than the config's ``max_seq_len``.
+        """
+        refuse_longer(self.config, x.shape[1])
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        cos, sin = rotary_tables(self.config, positions, x.dtype)
+        mask = None if document_ids is None else document_mask(document_ids)
+        routed = () if self.config.moe is None else (None if document_ids is None else document_ids >= 0,)
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask, *routed)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def build_stage_module(config: DecoderConfig | Any, pp_rank: int, pp_size: int, *, seed: int = 0) -> PipelineStageModule:
+    """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial weights.
+
+    Raises:
+        ValueError: fewer layers than stages. ConfigError: no such rank.
+    """
+    config = decoder_config(config)
+    layers = compute_layer_assignment(config.n_layers, pp_size)
+    return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed)

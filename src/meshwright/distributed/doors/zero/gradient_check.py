@@ -1,0 +1,72 @@
+"""A check of gradients when a backward ends, of which all ranks learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from meshwright.core.errors import ConfigError, NonFiniteError
+from meshwright.core.names import clean
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.process import agree
+
+
+class GradientCheck:
+    """Raises behind every backward whose gradients are summed over the ranks, on all of them, where one is not finite on any.
+
+    Behind a microbatch whose gradients wait for the next one nothing is looked at: what is wrong there is in the sum.
+
+    Args:
+        groups: of all ranks that go through the same backward.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[dist.ProcessGroup]):
+        self.model, self.groups, self._waits = model, groups, False
+        model.register_forward_hook(self._begin)
+
+    def _begin(self, model: nn.Module, inputs: tuple, output: Any) -> None:
+        """Behind FSDP2's own hooks, so that its gradients are reduced when the check comes."""
+        self._waits = False
+        if not torch.is_grad_enabled():
+            return
+        leaves = [*tree_leaves(output), getattr(output, "logits", None)]
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        if not tensors:
+            raise ConfigError(
+                f"check_for_nan_in_grad = True: {type(model).__name__} returns a {type(output).__name__}, in which no tensor is found whose"
+                f" backward could be waited for. Return logits (or an object with .logits), or set it to False."
+            )
+        for tensor in tensors.values():
+            tensor.register_hook(self._wait_for_the_end)
+
+    def _wait_for_the_end(self, gradient: Tensor) -> None:
+        if not self._waits:
+            self._waits = True
+            Variable._execution_engine.queue_callback(self._check)
+
+    def _check(self) -> None:
+        self._waits = False
+        if not fully_sharded.reduces(self.model):
+            return
+        named = [(clean(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+        words = agree.total(torch.stack([_is_wrong(parameter) for _, parameter in named]), self.groups)
+        if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise NonFiniteError(
+                f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The optimizer has not stepped."
+            )
+
+
+def _is_wrong(parameter: Tensor) -> Tensor:
+    """1 or 0, of this rank's part of its gradient; 0-dim int64, where the parameter is."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), dtype=torch.int64, device=parameter.device)
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return (~local.isfinite().all()).long()

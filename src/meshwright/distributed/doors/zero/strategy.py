@@ -1,0 +1,254 @@
+"""nvFSDP's one call, as a door into our engine: ZeRO stages 0 to 3 for any transformer, beside tensor parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.distributed import order
+from meshwright.distributed.data.fully_sharded import sharded_modules
+from meshwright.distributed.doors.given_styles import wishes_of
+from meshwright.distributed.doors.transform_registry import equip
+from meshwright.distributed.mesh import (
+    NEMO_NAMES,
+    axis_sizes,
+    can_merge_data,
+    get_expert_mesh,
+    groups_of,
+    known_mesh,
+    sizes_of_stage,
+    with_data_on,
+)
+from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Precision, Techniques
+
+from . import megatron
+from .gradient_check import GradientCheck
+from .optimizer_swap import OptimizerSwap
+from .options import ZeroOptions
+from .units import unit_classes, with_units
+
+log = logging.getLogger("meshwright")
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | Sequence[str | type] | None = None,
+    nvfsdp_unit_modules: Sequence[str | type] | Mapping[str, str | ParallelStyle] | None = None,
+    tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
+    """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage (arXiv 1910.02054). In place.
+
+    With megatron-fsdp, CUDA and a CUDA mesh it is the back end (untested on a GPU); everywhere else ours, on FSDP2, which is meant below.
+    Gradients are averaged over data ranks. ``model.accumulation_context(is_last_microbatch)`` is around each microbatch of several; what a
+    stage keeps gathered until the last one is freed by its backward, so that nothing is stale whoever calls ``optimizer.step()``. Without
+    it every backward counts as the last. With one data rank nothing is sharded, which is logged; everything else acts.
+
+    Args:
+        device_mesh: our axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel. Over ``dp_replicate`` what is
+            sharded is replicated (HSDP).
+        optimizer: made from the model's parameters, without state; its groups point to the laid out parameters afterwards. As in the older
+            signature this position may hold the unit modules instead, and the next one tp_shard_plan.
+        nvfsdp_unit_modules: classes, or "package.module.Class", of modules whose parameters travel together; None: each repeated block.
+        tp_shard_plan: as in ``fsdp2_strategy_parallelize``.
+        data_parallel_sharding_strategy: no_shard (ZeRO-0), optim (1), optim_grads (2), optim_grads_params (3; also "params" and
+            "grads_params").
+        init_nvfsdp_with_meta_device: the model is on meta; each rank makes its own share of the weights, by the model's law.
+        grad_reduce_in_fp32: sum gradients over ranks in fp32, else in the model's dtype.
+        preserve_fp32_weights: parameters at rest and optimizer state in fp32, computation in the model's dtype.
+        overlap_grad_reduce: reductions run beside the backward; False: each is waited for.
+        overlap_param_gather: the next unit is gathered while one computes; False: when it is needed.
+        check_for_nan_in_grad: ``NonFiniteError`` on all ranks, naming parameters, behind a backward with a gradient that is not finite.
+        average_in_collective: divide inside the reduction instead of behind it.
+        disable_bucketing: every module that has parameters is a unit of its own.
+        calculate_per_token_loss: gradients are sums over data ranks: divide the loss by the tokens of all.
+
+    Returns:
+        The model; and the optimizer, where one was given.
+
+    Raises:
+        ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another model.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
+        UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp, nccl_ub,
+            fsdp_double_buffer), and what this engine has not.
+    """
+    given = locals()
+    optimizer, units, tp_shard_plan = _by_kind(optimizer, nvfsdp_unit_modules, tp_shard_plan)
+    device_mesh = known_mesh(device_mesh, NEMO_NAMES)
+    options = ZeroOptions.of(given | {"nvfsdp_unit_modules": units})
+    options.check()
+    facts = model_facts(model)
+    _check_meta(facts, options)
+    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model))
+    swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
+    if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
+        if get_expert_mesh(device_mesh) is not None:
+            raise UnsupportedError("the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize.")
+        classes = unit_classes(model, facts, options)
+        if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
+            plan = _planned(facts, {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}, device_mesh.device_type, wishes)
+            model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+            if swap is not None:
+                swap.apply(model)
+        model, optimizer = megatron.lay_out(model, optimizer, device_mesh, options, classes)
+        return model if optimizer is None else (model, optimizer)
+    options.check_native()
+    model = _lay_out(model, facts, device_mesh, options, wishes)
+    if swap is None or optimizer is None:
+        return model
+    swap.apply(model)
+    return model, optimizer
+
+
+def _by_kind(
+    third: Any, fourth: Any, tp_shard_plan: Mapping[str, str | ParallelStyle] | None
+) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None]:
+    """(optimizer, unit modules, plan), of the arguments behind the mesh in today's order or in the older one, without the optimizer."""
+    optimizer, units = third, fourth
+    if isinstance(third, (list, tuple)):
+        optimizer, units = None, third
+        if isinstance(fourth, Mapping):
+            fourth, tp_shard_plan = None, tp_shard_plan or fourth
+        if fourth is not None:
+            raise ConfigError("the unit modules were given twice, third and as nvfsdp_unit_modules: give them once")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"the third argument is a {type(optimizer).__name__}: it is an optimizer, or, as in the older signature, a list of unit modules"
+        )
+    if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
+        raise ConfigError(f"nvfsdp_unit_modules is a {type(units).__name__}: it is a list of classes, or of their paths")
+    return optimizer, units, tp_shard_plan
+
+
+def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, wishes: Techniques) -> nn.Module:
+    device_mesh = _mesh_of_stage(device_mesh, options)
+    wishes = replace(wishes, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options))  # type: ignore[arg-type]
+    plan = _planned(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes)
+    plan = with_units(model, facts, plan, options)
+    _check(plan, options)
+    if plan.data_ranks == 1:
+        log.info(
+            "nvfsdp_strategy_parallelize: there is one data rank, so %s shards nothing; precision, units, and the check of gradients act",
+            options.strategy,
+        )
+    rows = ("master_dtype", "tensor_parallel", "fully_shard", *(("weights",) if facts.on_meta else ()))
+    model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=rows)
+    _configure(model, plan, options)
+    if options.check_for_nan_in_grad:
+        GradientCheck(model, groups_of(device_mesh, *DATA_AXES, Axis.TP))
+    return equip(model, plan)
+
+
+def _planned(facts: ModelFacts, sizes: dict[str, int], device: str, wishes: Techniques) -> Plan:
+    """With torch's averaging; what it cuts is rehearsed."""
+    plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
+    if plan.tensor is not None and facts.tensor_plan is None:
+        prove(facts, plan.tensor, sums_at_once=True)
+    for note in plan.notes:
+        log.info("nvfsdp_strategy_parallelize: %s", note)
+    return plan
+
+
+def _check_meta(facts: ModelFacts, options: ZeroOptions) -> None:
+    if facts.on_meta != options.init_nvfsdp_with_meta_device:
+        where, value = ("on meta", True) if facts.on_meta else ("not on meta", False)
+        raise ConfigError(
+            f"init_nvfsdp_with_meta_device = {options.init_nvfsdp_with_meta_device}, but the {facts.kind} is {where}. Set it to {value}"
+            + ("." if value else ", or build the model under torch.device('meta').")
+        )
+
+
+def _precision(facts: ModelFacts, options: ZeroOptions) -> Precision:
+    """fp64 is wider than the fp32 that two switches speak of, and stays."""
+    own = facts.parameters[0].dtype
+    wide = own if own == "float64" else "float32"
+    return Precision(wide if options.preserve_fp32_weights else own, own, wide if options.grad_reduce_in_fp32 else own)
+
+
+def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
+    """The mesh; for no_shard with all data ranks on the replicating axis."""
+    sizes = axis_sizes(device_mesh)
+    replicas, shards = (sizes.get(axis.value, 1) for axis in DATA_AXES)
+    if options.stage and shards == 1 < replicas:
+        raise ConfigError(
+            f"data_parallel_sharding_strategy = {options.strategy} shards over dp_shard, which is 1 on this mesh beside dp_replicate ="
+            f" {replicas}. Make the mesh with dp_shard = {replicas} and dp_replicate = 1, or use no_shard."
+        )
+    if options.stage or shards == 1:
+        return device_mesh
+    if not can_merge_data(device_mesh):
+        raise ConfigError(
+            f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over dp_shard = {shards}."
+            f" Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
+        )
+    return with_data_on(device_mesh, Axis.DP_REPLICATE)
+
+
+def _check(plan: Plan, options: ZeroOptions) -> None:
+    if options.calculate_per_token_loss and plan.experts is not None:
+        raise UnsupportedError(
+            f"calculate_per_token_loss = True does not go with experts that are shared out (ep = {plan.experts.ranks}): their gradients are"
+            f" averaged where tokens come back. Use parallelize(), which sums."
+        )
+    if not options.overlap_grad_reduce and plan.device == "cuda" and plan.size(Axis.DP_REPLICATE) > 1:
+        raise UnsupportedError(
+            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for those over dp_replicate ="
+            f" {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
+        )
+
+
+def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
+    """What torch lets be said of each unit."""
+    stacks = {unit.name for unit in plan.units if unit.experts}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and clean(name) not in stacks and not options.average_in_collective:
+            module.set_force_sum_reduction_for_comms(True)  # torch then divides behind the reduction, by all data ranks
+            if options.calculate_per_token_loss:
+                module.set_gradient_divide_factor(1.0)
+    for module in sharded_modules(model):
+        if not options.overlap_param_gather:
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([module])  # an empty list would be torch's own choice: the one before
+        if not options.overlap_grad_reduce:
+            module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (what torch asks for is not public)
+
+
+class _Waiting:
+    """A reduce-scatter that the host waits for, so that no later work of the backward is queued beside it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+        if output_tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()

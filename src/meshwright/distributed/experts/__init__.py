@@ -1,0 +1,1 @@
+"""Expert parallelism applied, and the routing of a step."""

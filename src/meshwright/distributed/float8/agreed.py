@@ -1,0 +1,87 @@
+"""What ranks of the tensor axis agree on before they multiply in float8: the largest magnitude of an operand that each has a part of.
+
+So a part is rounded with the scale that the whole has in one process. Nothing travels where no operand asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.distributed.tensor.group import TensorGroup
+from meshwright.introspection.converted import is_rounded
+from meshwright.planning.float8.operand_parts import WHOLE
+
+from .products import Largest, Products
+
+
+def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: TensorGroup) -> list[Largest]:
+    """What layers of one input need for their outputs; one message."""
+    operands = [part for weight, way in zip(weights, ways, strict=True) for part in _of_forward(x, weight, way)]
+    found = _agreed(operands, group)
+    return [Largest(x, weight) for x, weight in zip(found[::2], found[1::2], strict=True)]
+
+
+def before_gradients(
+    gradients: Sequence[Tensor], ways: Sequence[Products], earlier: Sequence[Largest], needed: Sequence[bool], group: TensorGroup
+) -> list[Largest]:
+    """What layers of one input need for their gradients, with what they had for their outputs; one message.
+
+    Args:
+        gradients: of their outputs.
+        needed: whether a layer's gradients are asked for.
+    """
+    operands = [g if asked and way.parts.gradient else None for g, way, asked in zip(gradients, ways, needed, strict=True)]
+    return [before._replace(gradient=found) for before, found in zip(earlier, _agreed(operands, group), strict=True)]
+
+
+def to_save(largest: Sequence[Largest]) -> list[Tensor | None]:
+    """What ``before_outputs`` gave, as a node saves it for backward."""
+    return [tensor for one in largest for tensor in (one.x, one.weight)]
+
+
+def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
+    """What ``to_save`` made of it."""
+    return [Largest(x, weight) for x, weight in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: TensorGroup) -> Tensor:
+    """A linear layer between messages, differentiable: this rank's output features, or its summand."""
+    if way.parts == WHOLE:
+        return way.linear(x, weight, bias)
+    made = _AgreedLinear.apply(x, weight, way, group)
+    return made if bias is None else made + bias.to(made.dtype)
+
+
+class _AgreedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: Products, group: TensorGroup) -> Tensor:
+        (largest,) = before_outputs(x, [weight], [way], group)
+        ctx.save_for_backward(x, weight, *to_save([largest]))
+        ctx.way, ctx.group = way, group
+        return way.output(x, weight, None, largest)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        x, weight, *rest = ctx.saved_tensors
+        (largest,) = before_gradients([gradient], [ctx.way], saved(rest), [True], ctx.group)
+        grad_x = ctx.way.of_input(gradient, weight, largest) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.way.of_weight(gradient, x, largest) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _of_forward(x: Tensor, weight: Tensor, way: Products) -> tuple[Tensor | None, Tensor | None]:
+    return x if way.parts.x else None, weight if way.parts.weight and not is_rounded(weight) else None
+
+
+def _agreed(operands: Sequence[Tensor | None], group: TensorGroup) -> list[Tensor | None]:
+    """The largest magnitude of each on any rank."""
+    found = [operand.abs().max().float() for operand in operands if operand is not None]
+    if not found:
+        return [None] * len(operands)
+    together = iter(group.largest(torch.stack(found)).unbind())
+    return [None if operand is None else next(together) for operand in operands]

@@ -1,0 +1,85 @@
+"""float8 training of linear layers (arXiv 2209.05433), by torchao: operands of products are rounded to float8 with a scale of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
+from meshwright.introspection.facts import ROUNDED_BY
+from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.plan import Plan
+
+CAPABILITY = (8, 9)
+"""The first of NVIDIA's GPUs that multiply in float8."""
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Convert the planned linear layers in place: parameters stay the very same, and so do names, hooks and modes.
+
+    Raises:
+        MissingExtraError, UnsupportedError: see ``refuse_absent``.
+        ConfigError: the forward of a layer was replaced by another technique, which the converted one would not have.
+    """
+    assert plan.float8 is not None
+    refuse_absent(plan)
+    config = config_of(plan.float8)
+    made: dict[nn.Module, nn.Module] = {}
+    for path in plan.float8.modules:
+        linear = model.get_submodule(path)
+        if "forward" in vars(linear):
+            raise ConfigError(f"{path} has a forward that was put there from outside, and float8 would drop it. Apply float8 first.")
+        made[linear] = _converted(linear, config)
+    for parent in list(model.modules()):
+        parent._modules.update({name: made[child] for name, child in parent._modules.items() if child in made})
+    model.__dict__[ROUNDED_BY] = plan.float8
+    return model
+
+
+def refuse_absent(plan: Plan) -> None:
+    """Whether what the plan's float8 needs is here. Needs no process group.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        UnsupportedError: the GPU of this process is older than float8.
+    """
+    if plan.float8 is None:
+        return
+    _torchao(plan.float8)
+    if plan.device == "cuda" and (found := torch.cuda.get_device_capability()) < CAPABILITY:
+        raise UnsupportedError(
+            f"techniques.float8 = {plan.float8.recipe} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or newer, and"
+            f" {torch.cuda.get_device_name()} has {'.'.join(map(str, found))}. Set techniques.float8 = none."
+        )
+
+
+def config_of(plan: Float8Plan) -> Any:
+    """torchao's config of a plan. Raises MissingExtraError without torchao."""
+    config = _torchao(plan).Float8LinearConfig.from_recipe_name(plan.recipe)
+    # a weight's gradient is a product over tokens, of which there may be any number
+    return replace(config, emulate=plan.emulated, pad_inner_dim=not plan.emulated)
+
+
+def _torchao(plan: Float8Plan) -> Any:
+    try:
+        import torchao.float8
+    except ImportError as error:
+        raise MissingExtraError(f"techniques.float8 = '{plan.recipe}'", "torchao", "float8") from error
+    return torchao.float8
+
+
+def _converted(linear: nn.Module, config: Any) -> nn.Module:
+    """torchao's takes over the parameters alone: hooks and what else was noted on the layer come along."""
+    made = _torchao_linear(linear, config)
+    own = vars(made)
+    own.update({key: value for key, value in vars(linear).items() if key not in own or "hook" in key or key == "training"})
+    return made
+
+
+def _torchao_linear(linear: nn.Module, config: Any) -> nn.Module:
+    from torchao.float8 import convert_to_float8_training
+
+    return convert_to_float8_training(linear, config=config)

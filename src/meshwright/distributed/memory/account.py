@@ -1,0 +1,165 @@
+"""What the memory of a step is held for: every storage that its operators make, told apart by who holds it and by what made it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.distributed.data.fully_sharded import parameter_groups
+from meshwright.distributed.weights.shards import memory_of
+from meshwright.planning.memory.step import MemoryUse
+
+from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
+
+LOOKS_EVERY = 8
+"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and whatever could be
+more than was ever seen."""
+UNSEEN = 0.01
+"""Share of the most by which something may grow before somebody looks."""
+
+
+class MemoryAccount(TorchDispatchMode):
+    """``with MemoryAccount(models, vocabulary) as account: forward and backward``, then ``account.most``.
+
+    Attributes:
+        most: of each kind the most bytes that were held at a time, between two operators. Parameters that are gathered, or on their way,
+            are parameters; gradients of gathered ones are gradients; what lies ready to be sent, and what came, are messages.
+        most_together: the most of all kinds at a time, the optimizer's left out.
+
+    Args:
+        models: local modules.
+        vocabulary: last dims by which logits are known. One that is a width of the model too tells nothing: logits are activations then.
+        looks_every: operators between two looks; by default ``LOOKS_EVERY``.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], vocabulary: Iterable[int], *, looks_every: int = 0):
+        super().__init__()
+        self.most: Counter[MemoryUse] = Counter()
+        self.most_together = 0
+        self._parameters = [p for model in models for p in model.parameters()]
+        self._groups = [group for model in models for group in parameter_groups(model)]
+        self._shards = addresses(parameter.sharded_param for parameter in self._gathered())
+        widths = {p.shape[-1] for p in self._parameters if p.dim()}
+        self._vocabulary = set(vocabulary) - widths
+        self._storages: Storages[MemoryUse] = Storages()
+        self._seen: Counter[MemoryUse] = Counter()
+        self._since: Counter[MemoryUse] = Counter()
+        self._looks_every = looks_every or LOOKS_EVERY
+        self._operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "prim":  # asks for a device and the like
+            return func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
+        made = func(*args, **(kwargs or {}))
+        new = newly_made(addresses(given), made)
+        sends = func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or self._copies_shards(given)
+        if sends:
+            self.note_messages([*given, *tensors_in(made)])
+        else:
+            for tensor in new:
+                self._note(tensor, MemoryUse.LOGITS if self._is_logits(tensor) else MemoryUse.ACTIVATIONS)
+        self._operators += 1
+        if sends or ((_writes(func) or (new and not _allocates(func))) and self._should_look()):
+            self.look()
+        return made
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.look()
+
+    def note_messages(self, tensors: Iterable[Tensor]) -> None:
+        """These are sent, or come."""
+        for tensor in tensors:
+            self._note(tensor, MemoryUse.COMMUNICATION)
+
+    def _copies_shards(self, given: Sequence[Tensor]) -> bool:
+        """Whether shards are made ready to be gathered: in another dtype, one behind the other."""
+        return bool(self._shards) and not self._shards.isdisjoint(addresses(given))
+
+    def _is_logits(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
+
+    def _note(self, tensor: Tensor, held: MemoryUse) -> None:
+        if tensor.device.type == "meta":  # it takes no memory
+            return
+        self._storages.follow(tensor, held)
+        self._since[held] += storage_of(tensor).nbytes()
+
+    def _should_look(self) -> bool:
+        """From time to time, and where there may be more than ever. Nobody looks behind an operator that computes nothing: what was taken
+        from one owner is then on its way to another."""
+        may_be_more = (self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
+        return self._operators % self._looks_every == 0 or any(may_be_more)
+
+    def look(self) -> None:
+        """Count what is there now."""
+        now: Counter[MemoryUse] = Counter()
+        owned: set[int] = set()
+        for held, tensors in ((MemoryUse.PARAMETERS, self._of_parameters()), (MemoryUse.GRADIENTS, self._of_gradients())):
+            for address, size in stored(tensors).items():
+                if address not in owned:
+                    owned.add(address)
+                    now[held] += size
+        for address, size, held in self._storages.there():
+            if address not in owned:
+                now[held] += size
+        self.most |= now
+        self.most_together = max(self.most_together, now.total())
+        self._seen, self._since = now, Counter()
+
+    def now(self) -> Counter[MemoryUse]:
+        """By kind what is there."""
+        self.look()
+        return self._seen
+
+    def take(self) -> Counter[MemoryUse]:
+        """By kind the most at a time since this was asked last."""
+        self.look()
+        most, self.most = self.most, Counter()
+        return most
+
+    def _of_parameters(self) -> Iterator[Tensor]:
+        yield from self._parameters
+        arriving = [getattr(group, "_all_gather_result", None) for group in self._groups if not group.is_unsharded]
+        yield from (result.all_gather_output for result in arriving if result is not None)
+        for parameter in self._gathered():
+            yield from parameter.all_gather_outputs
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
+
+    def _of_gradients(self) -> Iterator[Tensor]:
+        yield from (p.grad for p in self._parameters if p.grad is not None)
+        for parameter in self._gathered():
+            whole = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+            yield from (gradient for gradient in (parameter.unsharded_accumulated_grad, whole) if gradient is not None)
+
+    def _gathered(self) -> Iterator[Any]:
+        return (parameter for group in self._groups for parameter in group.fsdp_params)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the state of an optimizer that has taken a step."""
+        plain = [memory for tensor in tensors_in([*optimizer.state.values()]) for memory in memory_of(tensor)]
+        self.most[MemoryUse.OPTIMIZER] = sum(stored(plain).values())
+
+
+def _allocates(func: Any) -> bool:
+    """Whether it only makes room: what for is known when something is written there, and nobody looks before."""
+    return func.namespace == "aten" and "empty" in func._opname
+
+
+def _writes(func: Any) -> bool:
+    """Whether it writes into its arguments; of one that does not say, yes."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or schema.is_mutable
+
+
+def dims_of_logits(vocabulary: int, ranks: int) -> set[int]:
+    """Last dims by which logits are known: all token ids, or what one of the ranks of the tensor axis has of them."""
+    share = -(-vocabulary // ranks)
+    return {vocabulary, share, vocabulary - share * (ranks - 1)}

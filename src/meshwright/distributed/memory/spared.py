@@ -1,0 +1,103 @@
+"""Blocks that are alike are played a few times each; the others hand on what they are given, and what they would have kept is added."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.core.names import clean, is_within
+from meshwright.planning.plan import Plan
+
+from .account import MemoryAccount, MemoryUse
+
+Kind = tuple[Any, ...]
+PLAYED = 4
+"""Of a kind: the first, the second, which is measured, and the last two, around which the most is held (what waits in host memory comes
+back one block ahead)."""
+
+
+class SparedBlocks:
+    """Wraps the blocks of a module that is ready to be played.
+
+    A block that keeps what all of its kind keep is passed over only once one of its kind has shown that it gives one tensor of the shape
+    of one that it takes; else it is played.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, blocks: Sequence[str], account: MemoryAccount):
+        self._account = account
+        self._ways: dict[Kind, Callable[[tuple, dict[str, Any]], Any]] = {}
+        self._kept: dict[Kind, Counter[MemoryUse]] = {}
+        self._passed: dict[str, Kind] = {}
+        self._entered: tuple[Kind, Counter[MemoryUse]] | None = None
+        members: dict[Kind, list[str]] = {}
+        for number, path in enumerate(blocks):
+            members.setdefault(_kind(module.get_submodule(path), path, number, plan), []).append(path)
+        for kind, paths in members.items():
+            for place, path in enumerate(paths):
+                is_spared = len(paths) > PLAYED and 1 < place < len(paths) - 2
+                self._wrap(module.get_submodule(path), path, kind, is_spared=is_spared, is_measured=place == 1)
+
+    def kept(self) -> Counter[MemoryUse]:
+        """What the blocks that were passed over would have kept."""
+        total: Counter[MemoryUse] = Counter()
+        for kind in self._passed.values():
+            total.update(self._kept[kind])
+        return total
+
+    def _wrap(self, block: nn.Module, path: str, kind: Kind, *, is_spared: bool, is_measured: bool) -> None:
+        forward = block.forward
+
+        def played(*args: Any, **kwargs: Any) -> Any:
+            self._enter(kind if is_measured else None)
+            if is_spared and kind in self._kept and kind in self._ways:
+                self._passed[path] = kind
+                return self._ways[kind](args, kwargs)
+            output = forward(*args, **kwargs)
+            if kind not in self._ways and (way := _way(args, kwargs, output)) is not None:
+                self._ways[kind] = way
+            return output
+
+        block.forward = played
+
+    def _enter(self, kind: Kind | None) -> None:
+        """From one block's entry to the next one's, what is held grows by what the first keeps."""
+        if self._entered is not None:
+            entered, before = self._entered
+            self._kept.setdefault(entered, self._account.now() - before)
+        self._entered = None if kind is None or kind in self._kept else (kind, self._account.now())
+
+
+def _kind(block: nn.Module, path: str, number: int, plan: Plan) -> Kind:
+    """What makes blocks keep as much as each other: their modules, sizes and settings, and what the plan does to them."""
+    modules = tuple((name, type(module), _settings(module, number)) for name, module in block.named_modules())
+    parameters = tuple((clean(name), p.shape, p.requires_grad) for name, p in block.named_parameters())
+    treated = tuple(other.removeprefix(path) for other in plan.checkpointed if is_within(other, path))
+    return modules, parameters, treated
+
+
+def _settings(module: nn.Module, number: int) -> tuple[tuple[str, Any], ...]:
+    """Plain values that a module holds, but for its block's number."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and (isinstance(v, bool) or v != number)))
+
+
+def _way(args: tuple, kwargs: dict[str, Any], output: Any) -> Callable[[tuple, dict[str, Any]], Any] | None:
+    """How a block hands on: which argument has the shape of its one output; None where that is not how."""
+    is_tuple = type(output) is tuple and len(output) == 1
+    given = output[0] if is_tuple else output
+    if not isinstance(given, Tensor):
+        return None
+    taken = [*enumerate(args), *kwargs.items()]
+    keys = [key for key, value in taken if isinstance(value, Tensor) and value.shape == given.shape and value.dtype == given.dtype]
+    if not keys:
+        return None
+    key = keys[0]
+
+    def way(args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden = args[key] if isinstance(key, int) else kwargs[key]
+        return (hidden,) if is_tuple else hidden
+
+    return way

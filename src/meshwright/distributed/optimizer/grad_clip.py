@@ -1,0 +1,176 @@
+"""One global gradient norm over plain tensors and DTensors on any mixture of meshes, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.doors.stage_module import PipelineStageModule
+from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.weights.shards import SHARDS, pieces
+
+EPSILON = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils does."""
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """A view of this rank's gradients.
+
+    Attributes:
+        tensor: the view.
+        groups: over which such parts are disjoint (sharded, not replicated).
+        copies: on how many ranks of those groups this one lies.
+    """
+
+    tensor: Tensor
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    copies: int = 1
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
+    """This rank's part of every gradient; together they cover its gradients once.
+
+    A gradient that is a summand on each rank (``Partial``: torch's SequenceParallel leaves norms such) is summed first, in place of it.
+    """
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+            summed = [Replicate() if place.is_partial() else place for place in gradient.placements]
+            gradient = parameter.grad = gradient.redistribute(placements=summed)
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1)
+            if any(hasattr(place, "parts") for place in gradient.placements):
+                here = [GradientPart(piece.local, groups, piece.copies) for piece in pieces(gradient)]
+                found += here or [GradientPart(gradient._local_tensor, groups)]  # no rank may miss a collective
+            else:
+                found.append(GradientPart(gradient._local_tensor, groups))
+        else:
+            found.append(GradientPart(gradient))
+    return found
+
+
+def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    """The 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
+
+    Each part's sum of squares is reduced over exactly the groups that shard it, so replicas count once.
+
+    Args:
+        over: groups whose ranks have other parameters (pipeline stages).
+    """
+    norm = _norm_of_stage(parts)
+    if not over:
+        return norm
+    square = norm.double().square()
+    for group in over:
+        square = _summed(square, group)
+    return square.sqrt()
+
+
+def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
+    by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
+    for part in parts:
+        by_groups.setdefault((part.groups, part.copies), []).append(part.tensor)
+    if not by_groups:
+        return torch.zeros(())
+    squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    for (groups, copies), tensors in by_groups.items():
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        norms = torch._foreach_norm(tensors, 2) if wide == tensors[0].dtype else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+        square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
+        squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
+    for groups in squares:
+        for group in groups:
+            squares[groups] = _summed(squares[groups], group)
+    first, *others = squares.values()
+    return torch.stack([first, *(s.to(first) for s in others)]).sum().sqrt() if others else first.sqrt()
+
+
+def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce a scalar, on the accelerator where the group knows no CPU back end (offloaded gradients live on the CPU)."""
+    if value.device.type == "cpu" and "cpu" not in {device.type for device in group._device_types}:
+        moved = value.cuda()
+        dist.all_reduce(moved, group=group)
+        return moved.cpu()
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:
+    """Multiply every gradient in place."""
+    tensors = [part.tensor for part in parts]
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+@contextmanager
+def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Parameter]]) -> Iterator[None]:
+    """Inside, gradients are so many times as large as they are outside; those that there are already too."""
+    if factor == 1.0:
+        yield
+        return
+    scale_gradients(local_gradients(parameters()), factor)
+    try:
+        yield
+    finally:
+        scale_gradients(local_gradients(parameters()), 1 / factor)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True, *, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """Scale the model's gradients in place so that their global 2-norm is at most ``max_norm``.
+
+    Args:
+        model: of a pipeline this rank's stage module, or an ``nn.ModuleList`` of its stage modules: the norm is over those of all ranks.
+        foreach: multiply all gradients in one call; False: one by one.
+        device_mesh: has the pp axis of stage modules that ``build_pipeline_stage`` was not given yet.
+
+    Returns:
+        The norm before clipping: 0-dim, at least fp32, equal on every rank.
+
+    Raises:
+        ConfigError: stage modules of which nobody said over which ranks they lie, or not all of this rank's.
+    """
+    parts = local_gradients(model.parameters())
+    norm = total_norm(parts, _ranks_of_stages(model, device_mesh))
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    if foreach:
+        scale_gradients(parts, factor)
+    else:
+        for part in parts:
+            part.tensor.mul_(factor.to(part.tensor.device))
+    return norm
+
+
+def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The group whose ranks have the other stages of a pipeline; none where the model is no stage."""
+    stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
+    if not stages or stages[0].num_stages == 1:
+        return []
+    group = stages[0].pipeline_group
+    if group is None:
+        if not (groups := groups_of(device_mesh, Axis.PP)):
+            raise ConfigError(
+                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know which ranks have the"
+                f" others: give the stage to build_pipeline_stage first, or say device_mesh= (with a pp axis)"
+            )
+        (group,) = groups
+    each = stages[0].num_stages // group.size()
+    if len(stages) != each:
+        raise ConfigError(
+            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}: give all of this"
+            f" rank's at once, nn.ModuleList([...]), since the norm is one"
+        )
+    return [group]

@@ -1,0 +1,130 @@
+"""Optimizer state alone in host memory (as in ZeRO-Offload, arXiv 2101.06840, but that the device computes the step): for the step it comes
+to the device by portions, so the arithmetic is the very one of state that stays there.
+
+On CUDA host memory is pinned, and copies follow on the stream that computes. On the CPU the same is done by plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.weights.shards import in_memory, memory_of
+from meshwright.planning.optimizer.plan import MOMENTS, ROOM
+
+from .torchao_adamw import TorchaoAdamW
+
+COUPLED = ("LBFGS",)
+"""Of torch's optimizers those that look at all parameters together."""
+
+
+def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
+    """One step, some parameters after the others; the state of each is on ``device`` while its own are stepped, else in host memory.
+
+    Args:
+        device: where the step is computed.
+        room: bytes of state that may be there at a time; a single parameter may have more.
+
+    Raises:
+        UnsupportedError: an optimizer whose step cannot be taken by portions.
+    """
+    _check(optimizer)
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            optimizer.param_groups = [group]
+            _step_group(optimizer, group, device, room)
+    finally:
+        optimizer.param_groups = groups
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # what is in host memory may be read from now on
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    ours = isinstance(optimizer, TorchaoAdamW)
+    if not ours and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
+        raise UnsupportedError(
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of torch's own"
+            f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are registered on this"
+            " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
+        )
+
+
+def _step_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, room: int) -> None:
+    every = group["params"]
+    try:
+        for portion in portions([p for p in every if p.grad is not None], room):
+            group["params"] = portion
+            rested = {p: _fetch(optimizer.state[p], device) for p in portion if p in optimizer.state}
+            optimizer.step()
+            for parameter in portion:
+                _put_back(optimizer.state.get(parameter, {}), rested.get(parameter, {}), device)
+    finally:
+        group["params"] = every
+
+
+def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+    """Parameters whose state, two tensors like each, takes at most ``room`` bytes together; at least one."""
+    portion: list[Tensor] = []
+    taken = 0
+    for parameter in parameters:
+        size = MOMENTS * sum(plain.nbytes for plain in memory_of(parameter))
+        if portion and taken + size > room:
+            yield portion
+            portion, taken = [], 0
+        portion.append(parameter)
+        taken += size
+    if portion:
+        yield portion
+
+
+def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Bring a parameter's state; what it was in host memory."""
+    rested = {key: value for key, value in state.items() if _moves(value) and value.device.type == "cpu"}
+    for key, host in rested.items():
+        state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
+    return rested
+
+
+def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.device) -> None:
+    """Leave a parameter's state where it rested, or, where it is new, in host memory that is its own from now on."""
+    for key, value in state.items():
+        if not _moves(value):
+            continue
+        if key not in rested:
+            state[key] = at_rest(value, device)
+            continue
+        for host, plain in zip(memory_of(rested[key]), memory_of(value), strict=True):
+            host.copy_(plain, non_blocking=True)
+        state[key] = rested[key]
+
+
+def _moves(value: Any) -> bool:
+    """Tensors like the parameter do; counts of steps stay where the optimizer wants them."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _copied(plain: Tensor, device: torch.device) -> Tensor:
+    here = torch.empty_like(plain, device=device)
+    here.copy_(plain, non_blocking=True)
+    return here
+
+
+def at_rest(state: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory, pinned where it will travel to a GPU."""
+    return in_memory(state, [_to_host(plain, pinned=device.type == "cuda") for plain in memory_of(state)])
+
+
+def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:
+    host = torch.empty_like(plain, device="cpu", pin_memory=pinned)
+    host.copy_(plain, non_blocking=True)
+    return host

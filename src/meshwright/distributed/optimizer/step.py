@@ -1,0 +1,40 @@
+"""The step of an optimizer, as the plan has it: of the kind that was asked for, with its state where it was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.core.errors import ConfigError
+from meshwright.planning.optimizer.plan import OptimizerPlan
+
+from . import host_states
+from . import rehearsal as optimizer_rehearsal
+from .torchao_adamw import TorchaoAdamW
+
+
+def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.device) -> None:
+    """Step an optimizer whose gradients are ready.
+
+    Raises:
+        ConfigError: it is not what the plan says.
+        UnsupportedError: its state cannot come by portions, or it does not update parameters that are cut as it does whole ones.
+    """
+    check(optimizer, plan)
+    if not isinstance(optimizer, TorchaoAdamW):
+        optimizer_rehearsal.refuse_unequal(optimizer)
+    if plan.in_host_memory:
+        host_states.step(optimizer, device)
+    else:
+        optimizer.step()
+
+
+def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
+    """Whether an optimizer holds and rounds what the plan says. Raises ConfigError."""
+    kind = type(optimizer).__name__
+    have = (optimizer.state_word, optimizer.stochastic) if isinstance(optimizer, TorchaoAdamW) else ("full", False)
+    if have != (plan.state, plan.stochastic_rounding):
+        said = f"techniques.optimizer_state = {plan.state}, techniques.stochastic_rounding = {str(plan.stochastic_rounding).lower()}"
+        raise ConfigError(
+            f"optimizer: the model was laid out with {said}, and this {kind} would do otherwise. Make it with"
+            f" meshwright.training.optim.build.build_adamw(groups, plan=model.plan.optimizer, named_parameters=model.named_parameters())."
+        )

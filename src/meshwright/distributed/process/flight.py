@@ -1,0 +1,124 @@
+"""The collective that this rank waits in, from torch's flight recorder (``setup`` switches it on). Safe to ask from any thread."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PendingCollective:
+    """A collective that has begun on this rank and has not ended."""
+
+    name: str
+    """As torch calls it: all_gather, reduce_scatter, all_reduce, …"""
+    group: str
+    """The mesh axis, or "world"."""
+    number: int
+    """It is the group's so many-th collective on this rank."""
+    ranks: tuple[int, ...]
+    """Members of the group."""
+    since: float
+    """Unix time at which it began."""
+
+
+class Flight:
+    """Looks for a collective that does not end.
+
+    Asking where the groups are costs microseconds, but a whole record some tens of milliseconds: it is read only once a group has
+    stood at the same collective for two looks.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._known: tuple[dict[str, int], PendingCollective | None] = ({}, None)
+
+    def look(self) -> PendingCollective | None:
+        """The collective that was under way at the look before and still is; the oldest of several."""
+        try:
+            open_now = _open_collectives()
+            stuck = {group: number for group, number in open_now.items() if self._before.get(group) == number}
+            self._before = open_now
+            if not stuck:
+                return None
+            if self._known[0] != stuck or self._known[1] is None:
+                self._known = stuck, _oldest_open()
+            return self._known[1]
+        except Exception:  # noqa: BLE001  (the recorder is torch's private matter: another torch may lack it, and no run may stop for it)
+            return None
+
+
+def _dump(**options: bool) -> list[dict[str, Any]]:
+    """What each recorder of this torch says; nothing before torch.distributed was imported."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
+    return [pickle.loads(dump(includeStackTraces=False, **options)) for dump in found if dump is not None]
+
+
+def _open_collectives() -> dict[str, int]:
+    """Recorder's id of a group -> number of its last collective, of groups that have not completed theirs."""
+    said = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
+    return {
+        f"{recorder}/{group}": int(at["last_enqueued_collective"])
+        for recorder, groups in enumerate(said)
+        for group, at in groups.items()
+        if int(at["last_enqueued_collective"]) > int(at["last_completed_collective"])
+    }
+
+
+def _oldest_open() -> PendingCollective | None:
+    entries = [entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])]
+    waiting = [entry for entry in entries if not entry["retired"] and not entry.get("time_discovered_completed_ns")]
+    if not waiting:
+        return None
+    first = min(waiting, key=lambda entry: entry["time_created_ns"])
+    name, words = first["process_group"]
+    number = int(first["p2p_seq_id"] if first["is_p2p"] else first["collective_seq_id"])
+    kind = str(first["profiling_name"]).rpartition(":")[2]
+    return PendingCollective(kind, axis_of(words), number, _members(name), first["time_created_ns"] / 1e9)
+
+
+def axis_of(description: str) -> str:
+    """The name of a group as our messages have it: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
+    return "world" if description == "default_pg" else description.removeprefix("mesh_") or "unnamed"
+
+
+def _members(name: str) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    groups = dist.distributed_c10d._world.pg_names
+    return next((tuple(dist.get_process_group_ranks(group)) for group, known in groups.items() if known == name), ())
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective that this rank took part in. ``created_ns``: when it was issued, in Unix time."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+    created_ns: int
+
+
+def issued(since_ns: int) -> list[Issued]:
+    """The collectives since a moment, as far back as the recorder remembers, in order. Costs some 10 µs for each that it remembers."""
+    collects = gc.isenabled()
+    gc.disable()  # a record is thousands of small objects: the collector would wake, and look through all of torch for 0.2 s
+    try:
+        entries = [entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])]
+        recent = [entry for entry in entries if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]]
+        recent.sort(key=lambda entry: entry["time_created_ns"])
+        members = {name: _members(name) for name in {entry["process_group"][0] for entry in recent}}
+        return [
+            Issued(axis_of(words), members[name], int(entry["collective_seq_id"]), int(entry["time_created_ns"]))
+            for entry in recent
+            for name, words in [entry["process_group"]]
+        ]
+    except Exception:  # noqa: BLE001  (as above: another torch may lack the recorder, and no run may stop for it)
+        return []
+    finally:
+        if collects:
+            gc.enable()

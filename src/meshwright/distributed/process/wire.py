@@ -1,0 +1,94 @@
+"""Counting what goes over the wire, below our code: every c10d operation that torch dispatches, with its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.planning.traffic import wire_bytes
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+}
+"""torch's operation names -> ours; any other c10d operation keeps torch's name, so that nothing goes uncounted."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks; ``kept``: how much of it goes to this
+    rank itself, where ranks are given unequal parts."""
+
+    op: str
+    ranks: int
+    tensor_bytes: int
+    kept: int | None = None
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that this rank sends (see ``planning.collectives``)."""
+        if self.kept is not None:
+            return self.tensor_bytes - self.kept
+        return wire_bytes(self.op, self.tensor_bytes, self.ranks)
+
+
+class WireCounter(TorchDispatchMode):
+    """``with WireCounter() as wire: …`` then ``wire.sent`` (in order) and ``wire.operations`` (dispatched operations in all)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Sent] = []
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operations[str(func)] += 1
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: tuple) -> None:
+        if name in ("wait_tensor", "barrier", "recv_"):  # who receives sends nothing
+            return
+        group = next((g for a in args if (g := _group(a)) is not None), None)
+        ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
+        sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
+        if name == "alltoall_base_":
+            _, given, _, _, splits, *_ = args
+            rank, row = dist.get_rank(group), given[:1].numel() * given.element_size()
+            self.sent.append(Sent(KINDS[name], ranks, sides[1], splits[rank] * row if splits else None))
+            return
+        self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
+
+    def totals(self) -> dict[tuple[str, int], float]:
+        """Bytes by (operation, ranks of the group)."""
+        found: dict[tuple[str, int], float] = {}
+        for item in self.sent:
+            found[item.op, item.ranks] = found.get((item.op, item.ranks), 0.0) + item.bytes
+        return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject):
+        with suppress(RuntimeError, TypeError):  # a script object of another kind, such as a reduce operation
+            return dist.ProcessGroup.unbox(value)
+    return None

@@ -1,0 +1,300 @@
+"""Worker processes of one host, kept alive between jobs. Torch-free in the parent.
+
+Workers are forked from a server that has imported torch already (so four start in a fraction of a second), and from a parent
+that never ran a multi-threaded kernel (so OpenMP survives the fork). Each job is a function that every rank runs; the ranks
+meet in a file store of the job's own, so that no port can clash.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import itertools
+import math
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import ConfigError, MeshwrightError
+
+from .world import STORE
+
+PRELOAD = "meshwright.distributed.process.preload"
+
+
+class WorkerDied(MeshwrightError):
+    """A worker process ended in the middle of a job; the others were stopped."""
+
+    def __init__(self, rank: int, exit_code: int | None, pid: int = 0):
+        how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code and exit_code < 0 else f"exited with status {exit_code}"
+        super().__init__(f"rank {rank} {how} in the middle of the job; the other ranks were stopped")
+        self.rank, self.exit_code, self.pid, self.how = rank, exit_code, pid, how
+
+
+class WorkerFailed(MeshwrightError):
+    """A worker raised; the text is its traceback. ``error`` is the exception where it could travel.
+
+    ``is_echo``: a collective that broke because another rank was in trouble first.
+    """
+
+    def __init__(self, rank: int, text: str, error: BaseException | None, is_echo: bool = False):
+        super().__init__(f"rank {rank} failed:\n{text}")
+        self.rank, self.error, self.is_echo = rank, error, is_echo
+
+
+class WorkerTimeout(MeshwrightError):
+    """A job took longer than its limit; all workers were stopped."""
+
+
+class WorkerPool:
+    """``size`` worker processes. ``run`` gives them a job; after a death or a timeout they are replaced at the next job.
+
+    Args:
+        threads: intra-op threads per worker; 0: the cores shared out evenly.
+
+    Attributes:
+        folder: a temporary folder that goes with the pool; workers find it by ``meeting_place``.
+    """
+
+    def __init__(self, size: int, *, threads: int = 0):
+        self.size = size
+        self.threads = threads or max(1, (os.cpu_count() or 1) // size)
+        self._context = mp.get_context("forkserver")
+        _keep_socket_paths_short()
+        self._context.set_forkserver_preload([PRELOAD])
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._jobs = itertools.count()
+        self.folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
+
+    def start(self) -> None:
+        """Start the workers that are not there yet (``run`` does it too)."""
+        if self._processes and all(p.is_alive() for p in self._processes):
+            return
+        self._stop_workers()
+        for rank in range(self.size):
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}")
+            with _not_from_the_current_folder():
+                process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float | None = None) -> list[Any]:
+        """Run ``function(*args)`` on ranks 0 … world-1 at once and return their results in rank order.
+
+        Raises:
+            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout`` seconds. Of
+                several ranks' troubles it is the cause that is raised, not what followed from it on the others.
+        """
+        world = self.size if world is None else world
+        if not 1 <= world <= self.size:
+            raise ConfigError(f"a job for {world} ranks does not fit a pool of {self.size} workers: give it 1 to {self.size}")
+        self.start()
+        store = str(self.folder / f"job{next(self._jobs)}")
+        job = (list(sys.path), store, world, pickle.dumps((function, args)))
+        try:
+            for pipe in self._pipes[:world]:
+                with suppress(BrokenPipeError, ConnectionError):  # a worker that died just now: _collect sees it
+                    pipe.send(job)
+            return self._collect(world, timeout)
+        except BaseException:
+            self._stop_workers()
+            raise
+        finally:
+            with suppress(OSError):
+                os.unlink(store)
+
+    def _collect(self, world: int, timeout: float | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        problems: dict[int, WorkerDied | WorkerFailed] = {}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(results) + len(problems) < world:
+            open_ranks = [rank for rank in range(world) if rank not in results and rank not in problems]
+            watched: dict[Any, int] = {self._pipes[rank]: rank for rank in open_ranks}
+            watched |= {self._processes[rank].sentinel: rank for rank in open_ranks}
+            ready = wait(list(watched), None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in {watched[item] for item in ready}:
+                self._take(rank, results, problems)
+            if problems:
+                # the peers of a failed rank hang in their collectives; the cause may come after its echoes, but soon
+                patience = PATIENCE_SEC[min(_distance(problem) for problem in problems.values())]
+                deadline = min(math.inf if deadline is None else deadline, time.monotonic() + patience)
+        if problems:
+            raise min(problems.values(), key=lambda problem: (_distance(problem), problem.rank))
+        if len(results) < world:
+            missing = sorted(set(range(world)) - set(results))
+            raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped")
+        return [results[rank] for rank in range(world)]
+
+    def _take(self, rank: int, results: dict[int, Any], problems: dict[int, WorkerDied | WorkerFailed]) -> None:
+        """Read what a rank has to say; silence means that it is dead."""
+        if self._pipes[rank].poll():
+            with suppress(EOFError, ConnectionError):
+                fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
+                if fine:
+                    results[rank] = payload
+                else:
+                    problems[rank] = _failure(rank, *payload)
+                return
+        process = self._processes[rank]
+        process.join(5)
+        problems[rank] = WorkerDied(rank, process.exitcode, process.pid)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every worker."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def close(self) -> None:
+        """Stop the workers and remove what they left."""
+        self._stop_workers()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _stop_workers(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def __enter__(self) -> WorkerPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _keep_socket_paths_short() -> None:
+    """Let the fork server listen under /tmp where TMPDIR is deep: the path of a Unix socket has about 100 characters at most."""
+    config = mp.current_process()._config  # type: ignore[attr-defined]
+    if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
+        config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
+        atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
+
+
+@contextmanager
+def _not_from_the_current_folder() -> Iterator[None]:
+    """Let the fork server, which Python starts by ``python -c``, import nothing from the current folder: it may be anybody's."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> WorkerFailed:
+    error = None
+    if pickled is not None:
+        with suppress(Exception):
+            error = pickle.loads(pickled)
+    return WorkerFailed(rank, text, error, is_echo)
+
+
+PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
+"""How long to wait for the troubles of other ranks, by the distance of the nearest cause that is known."""
+
+
+def _distance(problem: WorkerDied | WorkerFailed) -> int:
+    """How far a rank's trouble may be from its cause: a death is one (but gloo aborts a process whose peer went), an echo is none."""
+    if isinstance(problem, WorkerDied):
+        return 2 if problem.exit_code == -signal.SIGABRT else 0
+    return 3 if problem.is_echo else 1
+
+
+def _serve(pipe: Connection, rank: int, threads: int) -> None:
+    """A worker's life: wait for a job, run it, report; end when the parent is gone."""
+    import torch
+
+    torch.set_num_threads(threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # what was imported stays: the collections between jobs need not look at it
+    while True:
+        try:
+            path, store, world, job = pipe.recv()
+        except (EOFError, ConnectionError, KeyboardInterrupt):
+            return
+        with _as_rank(rank, world, store), suppress(BrokenPipeError, ConnectionError):
+            _perform(path, job, pipe)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed stops nobody: without this its workers would stay, in a collective perhaps for ever."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
+    """Run a job and report. A failure is told before the group is closed, which takes a moment and makes the peers fail too."""
+    from meshwright.distributed.setup import destroy_distributed
+
+    try:
+        sys.path[:] = path
+        function, args = pickle.loads(job)
+        reply = pickle.dumps((True, function(*args)))
+    except BaseException as error:  # noqa: BLE001  (everything must reach the parent, or it waits for ever)
+        pipe.send_bytes(_told(error))
+        destroy_distributed(patience_sec=5)
+    else:
+        destroy_distributed(patience_sec=5)
+        pipe.send_bytes(reply)
+
+
+def _told(error: BaseException) -> bytes:
+    try:
+        carried = pickle.dumps(error)
+    except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
+        carried = None
+    return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, is_broken_collective(error))))
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether it says that a collective or a message failed, which another rank is the cause of."""
+    if getattr(error, "is_echo", False):
+        return True
+    words = str(error).lower()
+    said = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
+    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and said
+
+
+@contextmanager
+def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE: store}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+def meeting_place() -> Path | None:
+    """The temporary folder of the pool that this process is a worker of; None outside a pool."""
+    store = os.environ.get(STORE)
+    return Path(store).parent if store else None

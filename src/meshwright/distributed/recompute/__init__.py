@@ -1,0 +1,1 @@
+"""Activation checkpointing, activation offload and per-block compilation applied."""

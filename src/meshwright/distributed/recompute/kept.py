@@ -1,0 +1,216 @@
+"""Results that a recomputation is handed back, where a policy keeps them: of operators, and of what other ranks sent.
+
+torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) holds results of operators, and so of no collective
+that writes into a buffer; it fails where the recomputed forward has an operator that the forward had not (a sharded unit gathers again,
+somebody observes); and a random operator that is not run again leaves the stream of random numbers behind. It serves where a block
+is compiled: there the policy is written into the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from meshwright.distributed.memory.live import storage_of, tensors_in
+
+from .operator_policy import SAVED, OperatorPolicy
+from .random_streams import restore_streams, streams
+
+_running = threading.local()
+"""``modes``: of the regions whose forward, or recomputed forward, runs on this thread, the innermost last."""
+
+EXCHANGE = "exchange"
+
+
+def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
+    """What ``send`` receives from other ranks. A recomputation whose policy keeps such sends nothing: it has what the forward received.
+
+    Args:
+        into: a tensor that ``send`` writes it into, and returns.
+    """
+    if torch.compiler.is_compiling():
+        return send()
+    modes = getattr(_running, "modes", None)
+    return modes[-1].exchange(send, into) if modes else send()
+
+
+def leaving(output: Any) -> Any:
+    """What a region's forward returns: others may write into it, so that what is kept of it is copied first."""
+    modes = getattr(_running, "modes", None)
+    if modes:
+        with modes[-1].aside():
+            modes[-1].results.before_write(tensors_in(output))
+    return output
+
+
+def contexts(policy: OperatorPolicy) -> tuple[Any, Any]:
+    """``context_fn`` of a checkpoint: what its forward runs in, and its recomputation."""
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(policy.start())
+    results = Results(policy)
+    return Keeping(results), HandingBack(results)
+
+
+class SavedResult:
+    """One result, as it was; ``streams``: the random streams behind it, where it drew from them."""
+
+    def __init__(self, made: Any, drew: bool):
+        self.made = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, made)
+        self.streams = streams() if drew else None
+
+    def addresses(self) -> Iterator[int]:
+        return (_address(tensor) for tensor in tensors_in(self.made))
+
+    def copy(self) -> None:
+        self.made = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self.made)
+
+
+class Results:
+    """Of one forward of a region, until its recomputation has taken them.
+
+    Results are known by what made them and its arguments' shapes, and by which of those calls it was. They are not copied: but before
+    somebody writes into one, it is.
+    """
+
+    def __init__(self, policy: OperatorPolicy):
+        self.policy = policy
+        self.ask = policy.start()
+        self._found: dict[tuple, SavedResult] = {}
+        self._lying: dict[int, list[SavedResult]] = {}
+
+    def keep(self, key: tuple, made: Any, *, drew: bool = False) -> None:
+        kept = self._found[key] = SavedResult(made, drew)
+        for address in kept.addresses():
+            self._lying.setdefault(address, []).append(kept)
+
+    def take(self, key: tuple) -> SavedResult | None:
+        return self._found.pop(key, None)
+
+    def before_write(self, tensors: list[Tensor]) -> None:
+        """Somebody will write into these."""
+        for tensor in tensors if self._lying else ():
+            for kept in self._lying.pop(_address(tensor), ()):
+                kept.copy()
+
+    def close(self) -> None:
+        """The forward has ended: where results lie is not asked any more."""
+        self._lying = {}
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what a region's forward does."""
+
+    def __init__(self, results: Results):
+        super().__init__()
+        self.results = results
+        self._calls: Counter[tuple] = Counter()
+        self._aside = False
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        if not hasattr(_running, "modes"):
+            _running.modes = []
+        _running.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _running.modes.pop()
+        super().__exit__(*error)
+
+    def exchange(self, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
+        if not self.results.policy.keeps_exchanges:
+            return send()
+        return self._exchange(self._key(EXCHANGE, ()), send, into)
+
+    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _key(self, name: Any, args: tuple) -> tuple:
+        """Of a call: what, with which shapes, and the how-manieth of those."""
+        key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors_in(args)))
+        self._calls[key] += 1
+        return (*key, self._calls[key])
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is no part of the region's forward."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+
+class Keeping(_Mode):
+    """Around a region's forward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.results.before_write(_written(func, args, kwargs))
+        made = func(*args, **kwargs)
+        if not self._aside and self.results.policy.asks_about(func):
+            key = self._key(func, args)
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = made  # an argument in newer versions of torch
+            if self.results.ask(context, func, *args, **kwargs) in SAVED:
+                self.results.keep(key, made, drew=torch.Tag.nondeterministic_seeded in func.tags)
+        return made
+
+    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
+        with self.aside():
+            made = send()
+        self.results.keep(key, made)
+        return made
+
+    def __exit__(self, *error: Any) -> None:
+        self.results.close()
+        super().__exit__(*error)
+
+
+class HandingBack(_Mode):
+    """Around its recomputation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kept = self.results.take(self._key(func, args)) if not self._aside and self.results.policy.asks_about(func) else None
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        if kept.streams is not None:
+            restore_streams(kept.streams)
+        return kept.made
+
+    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
+        kept = self.results.take(key)
+        if kept is None:
+            with self.aside():
+                return send()
+        return kept.made if into is None else into.copy_(kept.made)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its storage, where nothing else lies while it is there."""
+    return storage_of(tensor)._cdata
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes into; of a collective, which does not say, all."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return ()
+    sends = func.namespace == "c10d"
+    is_written = [sends or (a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments]
+    return tuple((place, a.name) for place, (a, yes) in enumerate(zip(schema.arguments, is_written, strict=True)) if yes)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    return [tensor for place, name in _writes(func) for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name))]

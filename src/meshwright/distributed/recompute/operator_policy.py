@@ -1,0 +1,89 @@
+"""Which operators' results a recomputation keeps: words and names, made into a policy of ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.planning.recompute.operators import is_fresh, operators, policy_function
+from meshwright.planning.recompute.plan import KEPT
+
+Policy = Callable[..., CheckpointPolicy]
+"""(context, operator, *args, **kwargs) → what to do with its result."""
+
+SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+WORDS = {
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+    ),
+    "matmuls": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default"),
+    "topk": ("aten.topk.default",),
+}
+"""Linear layers are mm, or with a bias addmm; batched products (bmm) are those of attention that is computed step by step, whose results
+are as large as the sequence squared: they are kept by name only."""
+
+
+class OperatorPolicy:
+    """What is kept of a region's forward.
+
+    Args:
+        keep: words of ``planning.recompute.plan.KEPT``, names of operators, or "module:function".
+        every: of the matrix products of "matmuls", each one of so many is kept, the last of them.
+    """
+
+    def __init__(self, keep: tuple[str, ...], every: int):
+        where = "techniques.checkpoint_keep"
+        named = [name for word in keep if word in WORDS and word != "matmuls" for name in WORDS[word]]
+        named += [word for word in keep if word not in KEPT and ":" not in word]
+        self.keeps_exchanges = "collectives" in keep
+        self.every = every
+        self._always = {form for name in named for form in operators(name, where)}
+        self._products = {form for name in WORDS["matmuls"] for form in operators(name, where)} if "matmuls" in keep else set()
+        self._products -= self._always
+        self._functions = [policy_function(word, where) for word in keep if ":" in word]
+
+    def asks_about(self, operator: Any) -> bool:
+        """Whether its results may be kept at all."""
+        return bool(self._functions) or operator in self._always or operator in self._products
+
+    def start(self) -> Policy:
+        """The policy of one forward, which counts that forward's matrix products."""
+        products = 0
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal products
+            if operator in self._products:
+                products += 1
+                if products % self.every == 0:
+                    return CheckpointPolicy.MUST_SAVE
+            if operator in self._always:
+                return CheckpointPolicy.MUST_SAVE
+            return self._asked(context, operator, args, kwargs)
+
+        return policy
+
+    def _asked(self, context: Any, operator: Any, args: tuple, kwargs: dict[str, Any]) -> CheckpointPolicy:
+        """By the user's functions; the first that wants to save."""
+        for function in self._functions:
+            said = function(context, operator, *args, **kwargs)
+            if getattr(said, "name", "") in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"):  # older versions of torch lack them
+                raise UnsupportedError(
+                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or recompute. For host"
+                    f" memory set techniques.activation_checkpointing = offload."
+                )
+            if said is True or said in SAVED:
+                if not (isinstance(operator, torch._ops.OpOverload) and is_fresh(operator)):
+                    raise UnsupportedError(
+                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result of its own: it"
+                        f" writes into its inputs or gives a view of them"
+                    )
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE

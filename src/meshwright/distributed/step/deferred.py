@@ -1,0 +1,104 @@
+"""Weight gradients that are put off: what a split backward computes in its second half (zero bubble pipelines, arXiv 2401.10241).
+
+The first half is an ordinary backward in which linear layers pass on their input's gradient, and note input and output gradient for
+later. So a recomputed block is recomputed once, and what the second half needs is all that is kept. Other parameters (norms, biases,
+embeddings) get their gradients in the first half: they cost little.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.distributed.float8.products import Products, products_of
+
+
+class DeferredGradients:
+    """The work that one stage has put off.
+
+    Attributes:
+        waiting: by microbatch.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Callable[[], None]] | None = None
+        self.waiting: dict[int, list[Callable[[], None]]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are put off now."""
+        return self._open is not None
+
+    def begin(self, microbatch: int) -> None:
+        """From now on they are."""
+        self._open = self.waiting.setdefault(microbatch, [])
+
+    def end(self) -> None:
+        self._open = None
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        assert self._open is not None
+        self._open.append(work)
+
+    @torch.no_grad()
+    def do(self, microbatch: int) -> None:
+        """What was put off in the backward of a microbatch; as in any backward, nothing of it is recorded."""
+        work = self.waiting.pop(microbatch, [])
+        work.reverse()
+        while work:  # what each keeps is freed as soon as it is done
+            work.pop()()
+
+    def forget(self) -> None:
+        self._open = None
+        self.waiting.clear()
+
+
+def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradients) -> None:
+    """Let a linear layer put off its weight's gradient where ``deferred`` is open in backward.
+
+    Args:
+        transposed: its weight is stored (in, out).
+    """
+    forward, way = module.forward, products_of(module, transposed)
+
+    @functools.wraps(forward)
+    def run(x: Tensor) -> Tensor:
+        weight = module.weight
+        if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
+            return forward(x)
+        return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
+
+    module.forward = run
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x)
+        # not saved: recomputation would hand back another tensor, whose gradient nobody asks for
+        ctx.weight, ctx.way, ctx.deferred = weight, way, deferred
+        return way.output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        (x,) = ctx.saved_tensors
+        weight, way = ctx.weight, ctx.way
+        grad_x = way.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        if ctx.deferred.is_open:
+            ctx.deferred.put_off(functools.partial(_accumulate, weight, gradient, x, way))
+        else:
+            grad_weight = way.of_weight(gradient, x)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+@torch.no_grad()
+def _accumulate(weight: Tensor, gradient: Tensor, x: Tensor, way: Products) -> None:
+    found = way.of_weight(gradient, x)
+    weight.grad = found if weight.grad is None else weight.grad.add_(found)

@@ -1,0 +1,25 @@
+"""A head that computes the loss itself, in chunks, on request: whole logits never exist."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.distributed.tensor.ends import loss_computing_head
+from meshwright.distributed.tensor.runtime import LossSite, runtime_of
+from meshwright.planning.plan import Plan
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Make the planned head able to. A head that is cut is already."""
+    assert plan.loss is not None
+    runtime = runtime_of(model)
+    if runtime is None or (plan.tensor is not None and not plan.tensor.head):
+        site = runtime or LossSite()
+        loss_computing_head(model.get_submodule(plan.loss.head), site)
+        model.__dict__["_meshwright_loss"] = site
+    return model
+
+
+def site_of(model: nn.Module) -> LossSite | None:
+    """Where the model's head is asked for a loss; None of one whose head computes logits only."""
+    return runtime_of(model) or model.__dict__.get("_meshwright_loss")

@@ -1,0 +1,79 @@
+"""The loss of a microbatch, as the plan has it computed: from logits, from this rank's part of them, or by the head itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.core.losses import cross_entropy_sum
+from meshwright.distributed.tensor.loss import LossOfLogits, VocabularyShard, vocabulary_parallel_cross_entropy_sum
+from meshwright.distributed.tensor.runtime import LossRequest, LossSite, runtime_of
+from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.structure.tail import Tail
+from meshwright.planning.plan import Plan
+
+from .fused_loss import site_of
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""
+
+
+class Objective:
+    """Computes the summed loss of a microbatch.
+
+    Args:
+        model: as it was laid out (without a wrapper).
+        loss_fn: the user's; None: the cross entropy, which alone can be computed from parts of the logits.
+        starts_backward: told of a loss that does not follow from the model's output, for those who start a backward from it.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFunction | None, starts_backward: Callable[[Tensor], None]):
+        self.plan, self.loss_fn, self._starts_backward = plan, loss_fn or cross_entropy_sum, starts_backward
+        self._runtime, self._site = runtime_of(model), site_of(model)
+        vocabulary = None
+        if loss_fn is None and plan.tensor is not None and plan.tensor.head and not plan.tensor.tail.obstacle:
+            rows = model.get_submodule(plan.tensor.head).get_parameter("weight").shape[0]
+            vocabulary = VocabularyShard.of(rows, self._runtime.group if self._runtime else None)
+        self._shard = vocabulary
+        self._fused = loss_fn is None and plan.loss is not None and self._site is not None
+
+    def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Args:
+        forward: calls the model.
+        labels: (rows, seq).
+        weights: (rows, seq), of the tokens' losses; not with a loss of the user's.
+        """
+        if self._fused and self.plan.loss is not None and self._site is not None:
+            request = LossRequest(labels, self._of_chunk(self.plan.loss.tail), self.plan.loss.chunks, weights)
+            with _asking(self._site, request):
+                forward()
+            assert request.result is not None
+            self._starts_backward(request.result)
+            return request.result
+        if self._shard is not None and self._runtime is not None:
+            self._runtime.logits = "own"
+            try:
+                logits = logits_of(forward())
+            finally:
+                self._runtime.logits = "whole"
+            return vocabulary_parallel_cross_entropy_sum(logits, labels, self._shard, weights=weights)
+        logits = logits_of(forward())
+        return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
+
+    def _of_chunk(self, tail: Tail) -> LossOfLogits:
+        shard = self._shard
+        if shard is None:
+            return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
+        return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(tail(logits), labels, shard, weights=weights)
+
+
+@contextmanager
+def _asking(site: LossSite, request: LossRequest) -> Iterator[None]:
+    site.request = request
+    try:
+        yield
+    finally:
+        site.request = None

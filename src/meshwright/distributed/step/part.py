@@ -1,0 +1,63 @@
+"""What one process runs of a model: a part for each pipeline stage that it has; without a pipeline, the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.pipeline.schedules.action import Action
+from meshwright.planning.plan import Plan
+
+Batch = Mapping[str, Tensor]
+Inputs = Callable[[Batch], dict[str, Any]]
+"""From a batch to the arguments of the model's forward."""
+
+
+@dataclass
+class ModelPart:
+    """Attributes:
+    module: what is called: the model with this stage's parameters alone, or a wrapper of it.
+    plan: what of the model's plan is about it.
+    facts: what it was before the plan was applied.
+    stage: its number.
+    """
+
+    module: nn.Module
+    plan: Plan
+    facts: ModelFacts
+    stage: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """Without a wrapper."""
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+
+
+class Runner(Protocol):
+    """How the parts of a process compute together."""
+
+    def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
+        """What this process finds of the sum of all losses, divided by ``weight``: 0-dim float64. Gradients add up in ``.grad``, ``scale``
+        times as large, and whole over all axes when it ends."""
+        ...
+
+    def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
+        """What this process finds of the sum of all losses, without gradients: 0-dim float64."""
+        ...
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(rows, seq, vocabulary), without gradients, on every rank that has these rows."""
+        ...
+
+    def action_times(self) -> list[tuple[Action, float, float]]:
+        """What a pipeline's rank did in the last step, and when it began and ended, in seconds since the epoch."""
+        ...
+
+    def copy_shared(self) -> None:
+        """Parameters that parts in several places share get the values of the first."""
+        ...

@@ -1,0 +1,33 @@
+"""Which runner a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.pipeline.run import Pipeline
+from meshwright.distributed.pipeline.split import StagePart
+from meshwright.planning.plan import Plan
+
+from .objective import LossFunction
+from .part import Inputs, ModelPart, Runner
+from .whole_model import WholeModel
+
+
+def runner_of(
+    parts: Sequence[ModelPart],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    loss_fn: LossFunction | None,
+    inputs: Inputs,
+    device: torch.device,
+    router_loss: SharedRouterLoss | None,
+) -> Runner:
+    if plan.pipeline is None:
+        return WholeModel(parts[0], loss_fn, inputs, device, router_loss)
+    assert mesh is not None
+    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device)

@@ -1,0 +1,74 @@
+"""A step of a model that is one part: microbatches one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from meshwright.distributed.data import accumulation, fully_sharded
+from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.tensor.parallel import sums_of
+from meshwright.distributed.tensor.runtime import runtime_of
+from meshwright.distributed.tensor.sums import summing
+from meshwright.introspection.outputs import logits_of
+from meshwright.planning.pipeline.schedules.action import Action
+
+from . import batch as step_batch
+from .objective import LossFunction, Objective
+from .part import Batch, Inputs, ModelPart
+
+
+class WholeModel:
+    """A ``Runner``."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        loss_fn: LossFunction | None,
+        inputs: Inputs,
+        device: torch.device,
+        router_loss: SharedRouterLoss | None = None,
+    ):
+        self.part, self.device, self._inputs, self._router_loss = part, device, inputs, router_loss
+        starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
+        self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
+
+    def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._summing_over_tensor_ranks():
+            for number, piece in enumerate(pieces):
+                with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
+                    if self._router_loss is not None:
+                        self._router_loss.begin()
+                    loss = self._loss_sum(piece) / weight
+                    total += loss.detach()
+                    if self._router_loss is not None:
+                        loss = loss + self._router_loss(piece)
+                    (loss if scale == 1.0 else loss * scale).backward()
+        return total
+
+    def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for piece in pieces:
+            total += self._loss_sum(piece)
+        return total
+
+    def logits(self, batch: Batch) -> Tensor:
+        return logits_of(self.part.model(**self._inputs(batch)))
+
+    def action_times(self) -> list[tuple[Action, float, float]]:
+        return []
+
+    def copy_shared(self) -> None:
+        """Nothing is shared with other processes."""
+
+    def _loss_sum(self, piece: Batch) -> Tensor:
+        return self._objective(lambda: self.part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device))
+
+    def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
+        """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
+        runtime = runtime_of(self.part.model)
+        return nullcontext() if runtime is None else summing(sums_of(self.part.model, self.part.plan), runtime.group)

@@ -1,0 +1,172 @@
+"""Was the plan done? Every parameter there and placed as planned, ties and frozen state as before, replicas bitwise equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.errors import IntegrityError
+from meshwright.core.names import clean, pattern
+from meshwright.distributed.float8.float8 import config_of
+from meshwright.distributed.process import agree
+from meshwright.distributed.step.part import ModelPart
+from meshwright.introspection.converted import config_at
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.experts.plan import ExpertPlan
+from meshwright.planning.plan import Plan
+
+from .describe import placement_of
+
+CHUNK = 2**20
+
+
+def audit(parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Compare each part with its facts and plan, and an optimizer with all of them. Collective over the data groups.
+
+    Raises:
+        IntegrityError: naming the first parameters that are wrong, and how.
+    """
+    problems: list[str] = []
+    trained: list[tuple[str, nn.Parameter]] = []
+    for part in parts:
+        found = {clean(name): parameter for name, parameter in part.model.named_parameters(remove_duplicate=False)}
+        buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
+        trained += found.items()
+        problems += [*_structure(found, part.facts, part.plan), *_buffers(buffers, part.facts), *_replicas(part.model, data_groups)]
+        problems += _float8(part.model, part.plan)
+    held = _optimized(trained, optimizer) if optimizer is not None else ()
+    _refuse("the model is not what the plan says", [*problems, *held])
+
+
+def refuse_unequal(model: nn.Module, groups: Sequence[dist.ProcessGroup], leaving: ExpertPlan | None = None) -> None:
+    """Compare the weights that the ranks bring. Collective over the groups.
+
+    What cuts or shards them would put one model together from those of several, and no later audit could see it.
+
+    Args:
+        leaving: experts that are shared out already, which differ by rank.
+
+    Raises:
+        IntegrityError: naming the first parameters that differ.
+    """
+    if groups:
+        _refuse("the ranks bring different models", list(_replicas(model, groups, brought=True, leaving=leaving)))
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    said = agree.everybody_says(problems)
+    merged = list(dict.fromkeys(problem for one in said for problem in one))
+    if merged:
+        more = f" (and {len(merged) - 5} more)" if len(merged) > 5 else ""
+        raise IntegrityError(f"{what}: " + "; ".join(merged[:5]) + more)
+
+
+def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
+    frozen = set(plan.frozen)
+    planned = {(p.pattern, p.shape): p for p in plan.parameters}
+    for fact in facts.parameters:
+        parameter = found.get(fact.name)
+        if parameter is None:
+            yield f"{fact.name} is gone"
+            continue
+        if tuple(parameter.shape) != fact.shape:
+            yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
+        if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
+            yield f"{fact.name} was never given values"
+        wish = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
+        place = placement_of(parameter, plan)
+        if wish is not None and place != wish.placements:
+            yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(wish.placements)}"
+        if wish is not None and str(parameter.dtype) != f"torch.{wish.dtype}":
+            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {wish.dtype}"
+        if parameter.requires_grad == (fact.name in frozen):
+            yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
+        for alias in fact.aliases:
+            if found.get(alias) is not parameter:
+                yield f"{alias} is no longer tied to {fact.name}"
+
+
+def _buffers(found: dict[str, Tensor], facts: ModelFacts):
+    for fact in facts.buffers:
+        if fact.name not in found:
+            yield f"the buffer {fact.name} is gone"
+        elif found[fact.name].is_meta:
+            yield f"the buffer {fact.name} was never given values"
+
+
+def _float8(model: nn.Module, plan: Plan):
+    """Which products are in float8, and by which recipe; of a plan that says nothing of it nothing."""
+    if plan.float8 is None:
+        return
+    planned, wish = set(plan.float8.modules), config_of(plan.float8)
+    for raw, module in model.named_modules():
+        path, found = clean(raw), config_at(module)
+        if path in planned and found is None:
+            yield f"{path} computes in {plan.precision.compute}, and the plan says float8"
+        elif path in planned and found != wish:
+            yield f"{path} computes in float8 otherwise than by the recipe {plan.float8.recipe}"
+        elif path not in planned and found is not None:
+            yield f"{path} computes in float8, and the plan says {plan.precision.compute}"
+        planned.discard(path)
+    yield from (f"{path} is gone, and the plan says float8" for path in sorted(planned))
+
+
+def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):
+    """What an optimizer holds that it should not, or holds not or twice."""
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(found)}
+    for key, (name, trained) in known.items():
+        times = held.pop(key, 0)
+        if trained and times != 1:
+            yield f"{name} is trained, and the optimizer holds it {times} times"
+        elif times and not trained:
+            yield f"{name} is frozen, and the optimizer holds it"
+    if held:
+        yield f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the model was laid out?)"
+
+
+def _replicas(model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought: bool = False, leaving: ExpertPlan | None = None):
+    """Names whose values differ between ranks that should hold the same ones.
+
+    Args:
+        groups: over which what is no DTensor is the same.
+        brought: what is a DTensor too, over those of the groups that its mesh does not have: another axis will cut it next.
+        leaving: experts that are not compared.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if leaving is not None and leaving.has(clean(name)):
+            continue
+        if isinstance(tensor, DTensor):
+            axes = [tensor.device_mesh.get_group(i) for i in range(tensor.device_mesh.ndim)]
+            copied = [axis for axis, place in zip(axes, tensor.placements, strict=True) if place.is_replicate() and axis.size() > 1]
+            others = [group for group in groups if brought and group not in axes]
+            by_groups.setdefault((*copied, *others), []).append((clean(name), tensor.to_local()))
+        else:
+            by_groups.setdefault(tuple(groups), []).append((clean(name), tensor))
+    for same, tensors in by_groups.items():
+        tensors = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
+        if not same or not tensors:
+            continue
+        words = torch.stack([fingerprint(tensor) for _, tensor in tensors])
+        equal = agree.equal_over(words, list(same))
+        for (name, _), fine in zip(tensors, equal.tolist(), strict=True):
+            if not fine:
+                yield f"{name} differs between ranks that should hold the same values (build the model on meta, or seed every rank alike)"
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit checksum of a tensor's bits, on its device: 0-dim int64; the order of elements counts."""
+    flat = tensor.detach().contiguous().flatten()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    for start in range(0, flat.numel(), CHUNK):
+        piece = flat[start : start + CHUNK].view(kind).to(torch.int64)
+        place = torch.arange(start, start + piece.numel(), device=tensor.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
+        total = total * 31 + ((piece + 1) * place).sum()
+    return total

@@ -1,0 +1,217 @@
+"""Weights as a model's constructor computes them, on every layout.
+
+The constructor's steps (``introspection/constructor/recording``) are carried out on each rank, for the parameters of
+which it holds a part; a value lives no longer than steps need it, so the peak is the rank's own share and the largest
+parameter. Up to ``STREAM_ELEMENTS`` the random stream is carried on through all of them: to the last bit the weights
+that the constructor gives in one process under the same seed. Beyond, every rank would draw the whole model for its
+share. There a random step draws by the law of (seed, name, position): the same distributions, the same values on every
+layout, a block at a time where a parameter is filled in one step.
+
+A constructor that cannot be recorded runs whole, on one rank of a node after the other, and each takes its parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
+from meshwright.introspection.constructor.steps import ConstructorSteps, Step, Values, View, pass_over
+from meshwright.introspection.huggingface import brings_initialiser
+from meshwright.introspection.source import builder_of
+
+from .drawing import draw_rows
+from .shards import pieces, seed_of
+
+
+def write_constructed(model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False) -> set[str]:
+    """Give a model on real memory what its constructor computes, as far as its constructor is known; returns the names written.
+
+    That is so of a model that a function, a class or a config made, and of each pretrained model of transformers inside. Collective where
+    a constructor cannot be recorded.
+
+    A tensor of which the constructor leaves elements unwritten is not written.
+
+    Raises:
+        UnsupportedError: a module was put in behind the constructor.
+    """
+    written: set[str] = set()
+    for path, build in _builders(model):
+        part = _Part(model, path, buffers_only)
+        if all(part.said(name) in written for name in part.tensors):
+            continue
+        try:
+            recording = record(build, seed)[1]
+        except NotRecordedError as error:
+            _in_turns(lambda part=part, build=build: part.take(built(build, seed)), str(error), part)
+        else:
+            part.check(recording)
+            _carry_out(part, recording, seed, draw_on)
+        written |= part.written
+    return written
+
+
+def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Yield paths and how what is there is built: the model, if that is known, and the outermost pretrained models inside."""
+    if (build := builder_of(model)) is not None:
+        yield "", build
+    found: list[str] = []
+    for raw, module in model.named_modules():
+        path = clean(raw)
+        if brings_initialiser(module) and not any(outer == "" or path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+            kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+            yield path, lambda kind=kind, config=module.config: kind._from_config(copy.deepcopy(config))
+
+
+@dataclass
+class _Part:
+    """The model, or a module inside, that one constructor built.
+
+    Attributes:
+        written: names of the parameters and buffers that have their values.
+    """
+
+    model: nn.Module
+    path: str
+    buffers_only: bool
+    written: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        module = self.model.get_submodule(self.path) if self.path else self.model
+        self.modules = {clean(raw): inner for raw, inner in module.named_modules(remove_duplicate=False)}
+        held = module.named_buffers() if self.buffers_only else (*module.named_parameters(), *module.named_buffers())
+        self.tensors = {clean(raw): tensor for raw, tensor in held}
+
+    def check(self, recording: ConstructorSteps) -> None:
+        """Raise UnsupportedError for a module that the constructor did not make."""
+        for path, module in self.modules.items():
+            if path not in recording.modules and any(tensor is not None for tensor in module._parameters.values()):
+                raise UnsupportedError(
+                    f"{self.said(path)} was put into {type(self.modules['']).__name__} behind its constructor, as adapters are, and has no"
+                    f" values on meta: how it begins is not known. Build the model on the CPU with its weights, adapters included"
+                )
+
+    def said(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path and name else self.path or name
+
+    def write(self, name: str, value: Tensor) -> None:
+        for piece in pieces(self.tensors[name]):
+            piece.local.copy_(value[piece.slices])
+        self.written.add(self.said(name))
+
+    def take(self, twin: nn.Module) -> None:
+        """All that a model like it holds."""
+        every = (*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False))
+        there = {clean(raw): tensor for raw, tensor in every}
+        for name in self.tensors.keys() & there.keys():
+            self.write(name, there[name].detach())
+        for path, inner in twin.named_modules():
+            for attribute, value in vars(inner).items():
+                if isinstance(value, Tensor):
+                    self.keep(clean(path), attribute, value)
+
+    def keep(self, path: str, attribute: str, value: Tensor) -> None:
+        """A tensor that is neither parameter nor buffer."""
+        module = self.modules.get(path)
+        if module is not None and isinstance(here := vars(module).get(attribute), Tensor) and here.is_meta:
+            device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+            vars(module)[attribute] = value.detach().to(device)
+
+
+def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str | None) -> None:
+    views = {name: recording.tensors[name] for name in part.tensors if name in recording.tensors}
+    names: dict[int, list[str]] = {}
+    for name, view in views.items():
+        names.setdefault(view.storage, []).append(name)
+    attributes: dict[int, list[tuple[tuple[str, str], View]]] = {}
+    for place, view in recording.plain.items():
+        attributes.setdefault(view.storage, []).append((place, view))
+
+    def give(storage: int, values: Values) -> None:
+        for name in names.get(storage, ()):
+            if not values.has_unwritten(views[name]):
+                part.write(name, values.get(views[name]))
+        for (path, attribute), view in attributes.get(storage, ()):
+            part.keep(path, attribute, values.get(view).clone())
+
+    storages = names.keys() | attributes.keys()
+    if recording.elements <= STREAM_ELEMENTS:
+        _in_stream(recording, storages, give, seed)
+        return
+    # by the first of its names, also on a stage that has the other
+    firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
+    for storage in sorted(storages):
+        steps = [step for step, _ in recording.needed({storage}, with_stream=False)]
+        first = firsts.get(storage, str(storage))
+        held = {name: views[name] for name in names.get(storage, ())}
+        if held and _in_blocks(part, steps, held, seed, first, draw_on):
+            continue
+        values = Values(recording)
+        for number, step in enumerate(steps):
+            with seeded(seed_of(seed, first, number)):
+                values.do(step)
+        give(storage, values)
+
+
+def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int) -> None:
+    """All steps in order, from one seed; each value is given away after the last step that reads it."""
+    program = recording.needed(storages, with_stream=False)
+    if any(step.draws for step, _ in program):
+        program = recording.needed(storages, with_stream=True)
+    last = {storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages}
+    ends: dict[int, list[int]] = {}
+    for storage, number in last.items():
+        ends.setdefault(number, []).append(storage)
+    values = Values(recording)
+    with seeded(seed):
+        for number, (step, is_needed) in enumerate(program):
+            (values.do if is_needed else pass_over)(step)
+            for storage in ends.get(number, ()):
+                give(storage, values)
+                values.forget(storage)
+        for storage in storages - last.keys():
+            give(storage, values)
+
+
+def _in_blocks(part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None) -> bool:
+    """Whether it was done: one step alone fills the tensor, with numbers.
+
+    Args:
+        first: the tensor's name.
+    """
+    fill = steps[0].fills if len(steps) == 1 else None
+    if fill is None or any(view != fill for view in views.values()):
+        return False
+    for name, view in views.items():
+        for piece in pieces(part.tensors[name]):
+            if steps[0].draws:
+                draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, first, draw_on, view.dtype)
+            else:
+                steps[0].onto(piece.local, None)
+        part.written.add(part.said(name))
+    return True
+
+
+def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
+    """One rank of a node after the other, since each holds a whole model for the time."""
+    local, world = get_world_info()[1:]
+    if world > 1 and local == 0:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
+        warnings.warn(
+            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on every rank, one of a node"
+            f" after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
+            stacklevel=2,
+        )
+    for turn in range(ranks_per_node()):
+        agree.together(action, here=turn == local)

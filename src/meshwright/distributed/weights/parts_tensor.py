@@ -1,0 +1,281 @@
+"""A tensor that lies in parts: a fused weight, or key heads of which several ranks have copies, and all that torch makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree
+
+from meshwright.core.parts import FusedPart, ranges
+
+from .shards import Piece, pieces, with_local
+from .wholes import whole_everywhere
+
+aten = torch.ops.aten
+
+KEEPS = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.full_like.default,
+    aten.lift_fresh.default,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+}
+"""Operators that treat each element by itself, beside those that torch tags so."""
+
+WHOLE_LISTS = ("norm", "max")
+"""Of the operators on lists of tensors, those that look at a tensor as a whole."""
+
+
+class PartsTensor(DTensor):
+    """A DTensor of which a rank's share is no single run of the whole, or is another rank's too.
+
+    Operators on each element by itself compute on the ranks' shares, without messages. All others are given the whole tensor, replicated:
+    right, at the price of a message. A checkpoint of torch's is told which boxes of the whole are here.
+    """
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def of(cls, tensor: DTensor, *, requires_grad: bool = False) -> DTensor:
+        """The same memory and placements; a tensor that does not lie in parts is returned as it is."""
+        if isinstance(tensor, cls) or not lies_in_parts(tensor):
+            return tensor
+        return cls(tensor._local_tensor, tensor._spec, requires_grad=requires_grad)  # type: ignore[return-value]
+
+    @classmethod
+    def parameter_of(cls, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter that lies in parts as a tensor of this kind, whose gradients will be too; any other is returned as it is."""
+        if not isinstance(parameter, DTensor) or not lies_in_parts(parameter):
+            return parameter
+        made: Any = parameter
+        if not isinstance(parameter, cls):
+            kept: Any = parameter
+            made = nn.Parameter(cls.of(kept.detach()), requires_grad=parameter.requires_grad)
+            made.__dict__.update(kept.__dict__)
+        if made.requires_grad and _place_gradient not in (made._post_accumulate_grad_hooks or {}).values():
+            made.register_post_accumulate_grad_hook(_place_gradient)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(("_foreach_", "_fused_")) and not name.endswith(WHOLE_LISTS):
+            return _on_lists(func, args, kwargs)
+        if func in KEEPS or torch.Tag.pointwise in func.tags:
+            like = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PartsTensor))
+            if all(_goes_with(leaf, like) for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+                return _on_shares(func, args, kwargs, like)
+        return _on_wholes(func, args, kwargs)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        return _Share.apply(self) if torch.is_grad_enabled() else self._local_tensor
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+        if placements is not None and tuple(placements) == self.placements and device_mesh in (None, self.device_mesh):
+            return self
+        return _Whole.apply(self).redistribute(device_mesh, placements, **options)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [write_item(fqn, self, piece) for piece in pieces(self)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk_of(piece) for piece in pieces(self)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(piece.local for piece in pieces(self) if index.offset is None or piece.offset == tuple(index.offset))
+
+
+def lies_in_parts(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and _has_parts(tensor._spec)
+
+
+def _has_parts(spec: DTensorSpec) -> bool:
+    return any(hasattr(place, "parts") for place in spec.placements)
+
+
+def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of the kind that its placements ask for."""
+    return (PartsTensor if _has_parts(spec) else DTensor)(local, spec, requires_grad=False)
+
+
+def keep_parts(model: nn.Module) -> None:
+    """Make parameters that lie in parts tensors that know it, where a technique made new ones of them; tied ones stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and lies_in_parts(parameter):
+                if parameter not in made:
+                    made[parameter] = PartsTensor.parameter_of(parameter)
+                module._parameters[name] = made[parameter]
+
+
+def gathered(local: Tensor, shape: torch.Size, dim: int, parts: Sequence[FusedPart], mesh: DeviceMesh, axis: int) -> Tensor:
+    """The whole of a tensor that lies in parts on one axis of a mesh. Collective over that axis."""
+    rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
+    whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
+    runs = ranges(parts, rank, ranks)
+    for share, (low, high), part in zip(local.split([high - low for low, high in runs], dim=dim), runs, parts, strict=True):
+        if rank % part.copies(ranks) == 0:
+            whole.narrow(dim, low, high - low).copy_(share)
+    if not local.is_meta:
+        dist.all_reduce(whole, group=mesh.get_group(axis))
+    return whole
+
+
+class _Share(torch.autograd.Function):
+    """This rank's share; the gradient of the whole lies as the whole does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: PartsTensor) -> Tensor:
+        ctx.like = with_local(tensor, tensor._local_tensor.detach())
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+        return with_local(ctx.like, gradients[0].contiguous())
+
+
+class _Whole(torch.autograd.Function):
+    """The whole tensor on every rank, as a replicated DTensor; of its gradient each rank keeps its share."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: PartsTensor) -> DTensor:
+        ctx.like = with_local(tensor, tensor._local_tensor.detach())
+        return _replicated(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _share_of(gradients[0], ctx.like)
+
+
+def _place_gradient(parameter: Tensor) -> None:
+    """The gradient lies as its parameter does, whoever made it: FSDP and autograd know DTensors only."""
+    if parameter.grad is not None and isinstance(parameter, PartsTensor) and not isinstance(parameter.grad, PartsTensor):
+        parameter.grad = _share_of(parameter.grad, parameter)
+
+
+def _goes_with(tensor: Tensor, like: PartsTensor) -> bool:
+    """Whether an operator on shares can be given a tensor: one number, or a DTensor of the same shape on the same mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor.dim() == 0
+    replicated = all(place.is_replicate() for place in tensor.placements)
+    if tensor.dim() == 0:
+        return replicated
+    return tensor.shape == like.shape and tensor.device_mesh == like.device_mesh and (replicated or tensor.placements == like.placements)
+
+
+def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], like: PartsTensor) -> Any:
+    shares: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
+
+    def share(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        made = leaf._local_tensor if leaf.dim() == 0 or leaf.placements == like.placements else _share_of(leaf, like)._local_tensor
+        given[id(made)] = leaf
+        return shares.setdefault(id(leaf), made)
+
+    return _wrapped(func(*_pytree.tree_map(share, args), **_pytree.tree_map(share, kwargs)), like, given)
+
+
+def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
+    """What an operator returned, each tensor placed as ``like``; what it wrote into and returned is the tensor that was given."""
+    return _pytree.tree_map(
+        lambda leaf: given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf, result
+    )
+
+
+def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator on lists of tensors, element by element: those that lie in parts on their shares, the others as torch does it."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    length = max(map(len, lists))
+    likes = [next((value[i] for value in lists if len(value) == length and isinstance(value[i], PartsTensor)), None) for i in range(length)]
+    results: list[Any] = [None] * length
+
+    def only(numbers: list[int], value: Any) -> Any:
+        return [value[i] for i in numbers] if isinstance(value, (list, tuple)) and len(value) == length else value
+
+    def call(numbers: list[int], change: Callable[[Any], Any]) -> Any:
+        chosen = _pytree.tree_map(change, [only(numbers, value) for value in args])
+        return func(*chosen, **{key: _pytree.tree_map(change, only(numbers, value)) for key, value in kwargs.items()})
+
+    others = [i for i in range(length) if likes[i] is None]
+    if others:
+        for i, made in zip(others, call(others, lambda leaf: leaf) or (), strict=False):
+            results[i] = made
+    for i, like in enumerate(likes):
+        if like is not None:
+
+            def share(leaf: Any, like: PartsTensor = like) -> Any:
+                return _share_of(leaf, like)._local_tensor if isinstance(leaf, DTensor) and leaf.dim() else _plain(leaf)
+
+            made = call([i], share)
+            results[i] = with_local(like, made[0]) if made else None
+    return None if all(result is None for result in results) else results
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+
+
+def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator that looks at tensors as wholes: it is given them, and what it writes into one is taken over into the share."""
+    wholes: dict[int, tuple[PartsTensor, DTensor]] = {}
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, PartsTensor):
+            return wholes.setdefault(id(leaf), (leaf, _replicated(leaf)))[1]
+        return leaf
+
+    result = func(*_pytree.tree_map(whole, args), **_pytree.tree_map(whole, kwargs))
+    if func._schema.is_mutable:
+        for tensor, changed in wholes.values():
+            tensor._local_tensor.copy_(_share_of(changed, tensor)._local_tensor)
+    back = {id(changed): tensor for tensor, changed in wholes.values()}
+    return _pytree.tree_map(lambda leaf: back.get(id(leaf), leaf) if func._schema.is_mutable else leaf, result)
+
+
+def _replicated(tensor: PartsTensor) -> DTensor:
+    """The whole tensor on every rank of its mesh. Collective over the axes that cut it."""
+    mesh = tensor.device_mesh
+    whole = whole_everywhere(tensor)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(whole, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
+
+
+def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
+    """A tensor of the same shape placed as ``like`` is: itself where it is, else this rank's share of the whole."""
+    if isinstance(tensor, DTensor) and tensor.placements == like.placements:
+        return with_local(like, tensor._local_tensor)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    local = torch.empty_like(like._local_tensor, dtype=whole.dtype)
+    made = with_local(like, local)
+    for piece in pieces(made):
+        piece.local.copy_(whole[piece.slices])
+    return made
+
+
+def chunk_of(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape)
+
+
+def write_item(name: str, whole: Tensor, piece: Piece) -> WriteItem:
+    data = TensorWriteData(chunk_of(piece), TensorProperties.create_from_tensor(piece.local), whole.shape)
+    return WriteItem(index=MetadataIndex(name, torch.Size(piece.offset)), type=WriteItemType.SHARD, tensor_data=data)

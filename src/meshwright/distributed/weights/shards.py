@@ -1,0 +1,187 @@
+"""Which part of a parameter is here, and seeds that do not depend on where."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
+from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.process import agree
+
+SHARDS = (Shard, _StridedShard)
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from any values (blake2b; equal on every machine)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class LocalRange:
+    """A range of a dim that is here; it is the ``copy``-th of ``copies`` that ranks of the axis that cuts the dim hold."""
+
+    low: int
+    high: int
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor that is here, without its graph.
+
+    Attributes:
+        local: a view of the local memory.
+        offset: global index of its first element.
+        copy, copies: see ``Run``.
+    """
+
+    local: Tensor
+    offset: tuple[int, ...]
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the whole."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
+
+
+def pieces(tensor: Tensor) -> list[Piece]:
+    """What this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
+
+    Several where its share is no single run: blocked queries, keys and values in one weight.
+    """
+    if not isinstance(tensor, DTensor):
+        return [Piece(tensor.detach(), (0,) * tensor.dim())]
+    found = [Piece(tensor._local_tensor.detach(), ())]
+    for dim, runs in enumerate(_runs(tensor)):
+        sizes = [run.size for run in runs]
+        found = [
+            Piece(view, (*piece.offset, run.low), piece.copy + run.copy, piece.copies * run.copies)
+            for piece in found
+            for view, run in zip(piece.local.split(sizes, dim=dim), runs, strict=True)
+        ]
+    return [piece for piece in found if piece.local.numel()]
+
+
+def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
+    model._apply(lambda tensor: with_local(tensor, change(tensor._local_tensor)) if isinstance(tensor, DTensor) else change(tensor))
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            made: Any = parameter
+            made._post_accumulate_grad_hooks = None  # they are still listed, and no longer called
+
+
+def with_local(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of the kind of ``like`` and placed as it is, with another memory, wherever that lies.
+
+    ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into it, or a gradient
+    that is scaled, would change a copy.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return type(like)(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad)
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's codes and scales are."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_traceable_wrapper_subclass(local):
+        return [plain for name in local.__tensor_flatten__()[0] for plain in memory_of(getattr(local, name))]
+    return [local]
+
+
+def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
+    """A tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
+    if isinstance(like, DTensor):
+        return with_local(like, in_memory(like._local_tensor, memory))
+    if is_traceable_wrapper_subclass(like):
+        names, context = like.__tensor_flatten__()
+        return type(like).__tensor_unflatten__(dict(zip(names, memory, strict=True)), context, like.shape, like.stride())
+    (plain,) = memory
+    return plain
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another dtype, without its graph."""
+    local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().to(dtype)
+    return with_local(tensor, local) if isinstance(tensor, DTensor) else local
+
+
+def first_copies(tensor: Tensor) -> list[Piece]:
+    """The pieces without those that another rank of the same axis holds too."""
+    return [piece for piece in pieces(tensor) if piece.copy == 0]
+
+
+def _runs(tensor: DTensor) -> list[list[LocalRange]]:
+    """Along each dim what is here, in the order in which it lies in memory.
+
+    A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go outermost first.
+    """
+    where = tensor.device_mesh.get_coordinate()
+    assert where is not None
+    runs: list[list[LocalRange]] = [[LocalRange(0, size)] for size in tensor.shape]
+    placed = [(place, where[i], tensor.device_mesh.size(i)) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS)]
+    for place, rank, size in sorted(placed, key=lambda entry: _is_cut_last(entry[0])):
+        parts = getattr(place, "parts", None)
+        runs[place.dim] = _shares(parts, rank, size) if parts else _chunk(runs[place.dim], rank, size)
+    return runs
+
+
+def _is_cut_last(place: Placement) -> bool:
+    return isinstance(place, _StridedShard) and not hasattr(place, "parts")
+
+
+def _shares(parts: Sequence[FusedPart], rank: int, size: int) -> list[LocalRange]:
+    copies = [part.copies(size) for part in parts]
+    return [LocalRange(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, size), copies, strict=True)]
+
+
+def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
+    """One of ``size`` torch chunks of what lies in ``runs``."""
+    total = sum(run.size for run in runs)
+    share = -(-total // size)
+    first, last = min(rank * share, total), min((rank + 1) * share, total)
+    found, before = [], 0
+    for run in runs:
+        start, stop = max(first - before, 0), min(last - before, run.size)
+        if start < stop:
+            found.append(replace(run, low=run.low + start, high=run.low + stop))
+        before += run.size
+    return found or [LocalRange(0, 0)]
+
+
+def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sketch of each whole tensor, put together from the parts that ranks hold: (TENSOR_WIDTH,) float64 on the CPU.
+
+    Collective over the groups that share a tensor out. Replicas are each sketched where they are.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            groups = tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS) and mesh.size(i) > 1)
+        here = [sketch_part(piece.local, piece.offset, tuple(tensor.shape)) for piece in first_copies(tensor)]
+        by_groups.setdefault(groups, {})[name] = sum(here, torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=tensor.device))
+    found: dict[str, Tensor] = {}
+    for groups, parts in by_groups.items():
+        found |= zip(parts, agree.total(torch.stack([*parts.values()]), list(groups)), strict=True)
+    return {name: found[name] for name in tensors}

@@ -1,0 +1,275 @@
+"""Record what a model's constructor does to its tensors, without memory, to carry it out where it is needed.
+
+The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates or writes a tensor is
+noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to the last bit what the constructor gives in one
+process.
+
+Rejection sampling looks at what it drew: ``trunc_normal_`` of torch is noted as one step. A number that the constructor reads (``.item()``)
+is computed at once, where no random number is in it. A constructor that seeds, brings generators of its own, or decides by what it
+drew is not recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshwright.core.names import clean
+
+from .steps import ConstructorSteps, Step, Values, View, name_of
+
+OVERWRITING = (
+    *("zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_"),
+    "geometric_",
+)
+"""Operators that write every element of their first argument, whatever it was."""
+RESHAPING = ("resize_", "set_", "resize_as_")
+"""Operators that give a tensor other memory."""
+READING = ("_local_scalar_dense", "equal")
+"""Operators that give Python a value."""
+
+
+class NotRecordedError(Exception):
+    """A constructor does what cannot be carried out later; the text says what."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Begin torch's stream on the CPU, numpy's and Python's at a seed; they go on afterwards where they were."""
+    numpys, pythons = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds other devices too, whose streams are not kept
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(numpys)
+        random.setstate(pythons)
+
+
+def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build the model with its weights, on the CPU, as plain torch does in one process under a seed."""
+    with seeded(seed), torch.device("cpu"):
+        return build()
+
+
+STREAM_ELEMENTS = 2**30
+"""Elements of all parameters and buffers up to which every layout has the very weights of ``built``: a rank draws those of others too, to
+reach its own, and this takes some ten seconds."""
+
+
+def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, ConstructorSteps]:
+    """Call ``build`` on tensors without values; returns its model, on meta, and the steps by which it makes it.
+
+    Args:
+        seed: of numpy's and Python's random numbers, which are noted as constants.
+
+    Raises:
+        NotRecordedError: it does what cannot be carried out later, or fails on tensors without values.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # it imports much of torch, which must not see what is put in place below
+    with seeded(seed):
+        before = torch.get_rng_state()
+        with _without_seeds_and_swaps(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
+            try:
+                model = build()
+            except NotRecordedError:
+                raise
+            except Exception as error:  # whatever it is, it comes again where the constructor runs on real tensors, or it was about these
+                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                raise NotRecordedError(f"it fails on tensors without values ({why})") from error
+            recording, inner = recorder.recording_of(model), set(vars(torch.empty(0)))
+        if not torch.equal(before, torch.get_rng_state()):
+            raise NotRecordedError("it sets the random stream")
+    _to_meta(model, inner)
+    return model, recording
+
+
+def _to_meta(model: nn.Module, inner: set[str]) -> None:
+    """``inner``: attributes that fake tensors have for themselves; others are people's."""
+    made: dict[int, Any] = {}
+
+    def of(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+            for name, value in vars(tensor).items():
+                if name not in inner:
+                    setattr(made[id(tensor)], name, value)
+        return made[id(tensor)]
+
+    for module in model.modules():
+        places: Any = (module._parameters, module._buffers, vars(module))
+        for held in places:
+            held.update({name: of(tensor) for name, tensor in held.items() if isinstance(tensor, FakeTensor)})
+
+
+class _ConstructorRecorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._recording = ConstructorSteps()
+        self._numbers: dict[int, int] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        """A storage that is gone would give its address to another."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")  # on meta, what they would be; on a GPU, where they are moved to afterwards
+        name = name_of(func)
+        if name in RESHAPING:
+            raise NotRecordedError(f"it gives a tensor other memory ({name})")
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise NotRecordedError("it draws from a generator of its own")
+        said = tree_map_only(Tensor, self.view, (args, kwargs))
+        if name in READING:
+            return self._computed(func, said[0], said[1])
+        known = len(self._numbers)
+        result = func(*args, **kwargs)
+        results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if results and "dtype" in {argument.name for argument in func._schema.arguments} and kwargs.get("dtype") is None:
+            said[1]["dtype"] = results[0].dtype  # the default one may be another by then
+        writes = {
+            leaf.storage
+            for argument in _written(func._schema, said[0], said[1])
+            for leaf in tree_leaves(argument)
+            if isinstance(leaf, View)
+        }
+        created = {view.storage for view in results if view.storage >= known}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._note(func, said[0], said[1], results, writes, created, name in OVERWRITING, draws)
+        return result
+
+    def _note(
+        self,
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[View, ...],
+        writes: set[int],
+        created: set[int],
+        overwrites: bool,
+        draws: bool,
+    ) -> None:
+        if not writes | created:
+            return  # a view
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)]
+        filled = {args[0].storage} if overwrites and self._is_whole(args[0]) else set()
+        reads = {view.storage for view in (given[1:] if filled else given)}
+        step = Step(operator, args, kwargs, results, frozenset(reads), frozenset(created), frozenset(writes), frozenset(filled), draws)
+        self._recording.steps.append(step)
+
+    def _is_whole(self, view: View) -> bool:
+        elements = torch.Size(view.size).numel()
+        return elements * view.dtype.itemsize == self._recording.bytes_of[view.storage] and 0 not in view.stride and not view.offset
+
+    def view(self, tensor: Tensor) -> View:
+        if tensor.is_conj() or tensor.is_neg():
+            raise NotRecordedError("it has a conjugate that is not computed yet")
+        storage = tensor.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
+        if number == len(self._kept):
+            self._kept.append(storage)
+            self._recording.bytes_of[number] = storage.nbytes()
+            if not isinstance(tensor, FakeTensor):
+                with _disable_current_modes():
+                    flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
+                    self._recording.constants[number] = flat.clone()
+        return View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A number that the constructor asks for."""
+        asked = {leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)}
+        steps = [step for step, _ in self._recording.needed(asked, with_stream=False)]
+        if any(step.draws for step in steps):
+            raise NotRecordedError("it decides by numbers that it drew")
+        with _disable_current_modes(), torch.no_grad():
+            values = Values(self._recording)
+            for step in steps:
+                values.do(step)
+            real_args, real_kwargs = tree_map_only(View, values.get, (args, kwargs))
+            return func(*real_args, **real_kwargs)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """torch's own draws again until all are within bounds: one step."""
+        init: Any = nn.init
+        sample = init._no_grad_trunc_normal_  # private; test_constructed fails where another torch has it elsewhere
+
+        def note(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
+            if generator is not None:
+                raise NotRecordedError("it draws from a generator of its own")
+            view = self.view(tensor)
+            self._note(sample, (view, mean, std, a, b), {}, (view,), {view.storage}, set(), True, True)
+            return tensor
+
+        with _in_this_thread(init, "_no_grad_trunc_normal_", note):
+            yield
+
+    def recording_of(self, model: nn.Module) -> ConstructorSteps:
+        found = self._recording
+        for raw, module in model.named_modules(remove_duplicate=False):
+            path = clean(raw)
+            found.modules.add(path)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    found.tensors[f"{path}.{name}" if path else name] = self.view(tensor)
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    found.plain[path, name] = self.view(value)
+        return found
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes into."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+@contextmanager
+def _without_seeds_and_swaps() -> Iterator[None]:
+    """A constructor that seeds, and puts the stream back afterwards, would leave no trace. And fake parameters cannot be swapped, which
+    ``module.to(dtype)`` would do."""
+    with ExitStack() as stack:
+        for place in (torch, torch.random):
+            for name in ("manual_seed", "seed", "set_rng_state"):
+                stack.enter_context(_in_this_thread(place, name, _refuse))
+        stack.enter_context(_in_this_thread(torch.utils, "swap_tensors", _swap))
+        yield
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise NotRecordedError("it sets the random stream")
+
+
+def _swap(parameter: Tensor, other: Tensor) -> None:
+    parameter.data = other.data
+
+
+@contextmanager
+def _in_this_thread(place: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``place.name`` is another function, for this thread alone."""
+    original, thread = getattr(place, name), threading.get_ident()
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    setattr(place, name, call)
+    try:
+        yield
+    finally:
+        setattr(place, name, original)

@@ -1,0 +1,177 @@
+"""The steps by which a model's constructor makes its tensors, and real tensors in which they are carried out.
+
+A tensor is named by its storage and how it lies there, so views, ``.data`` and parameters made of tensors need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+"""Operators whose result holds whatever memory held."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in a storage.
+
+    Attributes:
+        storage: its number in the recording.
+        offset, stride: in elements.
+    """
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.size).numel()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator. In its arguments and results views stand for tensors.
+
+    Attributes:
+        reads: storages whose values it needs.
+        creates, writes: storages that it makes, and changes in place.
+        overwrites: those of them that hold nothing from before afterwards.
+        draws: whether it takes numbers from the random stream.
+    """
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[View, ...]
+    reads: frozenset[int]
+    creates: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    draws: bool
+
+    @property
+    def fills(self) -> View | None:
+        """The view that it fills, if it does so by numbers alone: then it can be done to any part."""
+        return self.args[0] if self.writes and self.overwrites == self.writes and not self.reads | self.creates else None
+
+    @property
+    def storages(self) -> frozenset[int]:
+        return self.reads | self.writes | self.creates
+
+    def onto(self, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """Do to another tensor what it does to the one that it ``fills``; a generator where it draws."""
+        more = {"generator": generator} if self.draws else {}
+        self.operator(tensor, *self.args[1:], **{**self.kwargs, **more})
+
+
+@dataclass
+class ConstructorSteps:
+    """A constructor's steps.
+
+    Attributes:
+        bytes_of: storage -> its size.
+        constants: storage -> a tensor that the steps did not make, as a table from a file.
+        modules: their paths.
+        tensors: name -> each parameter and buffer; a tied one under all of its names.
+        plain: (path of a module, attribute) -> tensors that are kept as attributes.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    bytes_of: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+    tensors: dict[str, View] = field(default_factory=dict)
+    plain: dict[tuple[str, str], View] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters and buffers, tied ones once."""
+        return sum({view.storage: view.elements for view in self.tensors.values()}.values())
+
+    def needed(self, storages: Collection[int], *, with_stream: bool) -> list[tuple[Step, bool]]:
+        """The steps that some storages' values follow from, in order.
+
+        Args:
+            with_stream: other steps that draw too, with False beside them, so that the random stream goes on as it did.
+        """
+        live, found = set(storages), []
+        for step in reversed(self.steps):
+            is_needed = bool((step.writes | step.creates) & live) or (with_stream and step.draws and bool(step.reads))
+            if is_needed:
+                live = (live - step.overwrites - step.creates) | step.reads
+            if is_needed or (with_stream and step.draws):
+                found.append((step, is_needed))
+        return found[::-1]
+
+
+class Values:
+    """Real tensors, in which steps are carried out; on the CPU.
+
+    Attributes:
+        blank: storages that began as whatever memory held: elements that nothing wrote yet are nan, or the largest integer.
+    """
+
+    def __init__(self, recording: ConstructorSteps) -> None:
+        self.blank: set[int] = set()
+        self._recording = recording
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def get(self, view: View) -> Tensor:
+        if view.storage not in self._storages:
+            constant = self._recording.constants.get(view.storage)
+            made = torch.UntypedStorage(self._recording.bytes_of[view.storage])
+            self._storages[view.storage] = made if constant is None else constant.clone().untyped_storage()
+        return torch.empty(0, dtype=view.dtype).set_(self._storages[view.storage], view.offset, view.size, view.stride)
+
+    def do(self, step: Step) -> None:
+        args, kwargs = tree_map_only(View, self.get, (step.args, step.kwargs))
+        made = [leaf for leaf in tree_leaves(step.operator(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(step.results, made, strict=True):
+            if view.storage in step.creates:
+                self._keep(view, tensor)
+                if name_of(step.operator) in BLANK and tensor.dtype != torch.bool:
+                    self.get(view).fill_(_unwritten(tensor.dtype))
+                    self.blank.add(view.storage)
+
+    def has_unwritten(self, view: View) -> bool:
+        """Whether elements are left that nothing wrote."""
+        if view.storage not in self.blank:
+            return False
+        value, mark = self.get(view), _unwritten(view.dtype)
+        return bool((value.isnan() if mark != mark else value == mark).any())
+
+    def _keep(self, view: View, tensor: Tensor) -> None:
+        storage, size = tensor.untyped_storage(), self._recording.bytes_of[view.storage]
+        lies_alike = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
+        if lies_alike and all(storage._cdata != other._cdata for other in self._storages.values()):
+            self._storages[view.storage] = storage
+        else:
+            self._storages[view.storage] = torch.UntypedStorage(size)
+            self.get(view).copy_(tensor)
+
+    def forget(self, storage: int) -> None:
+        self._storages.pop(storage, None)
+
+
+def _unwritten(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def pass_over(step: Step) -> None:
+    """Take from the random stream what a step draws, and keep nothing."""
+    args, kwargs = tree_map_only(View, lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype), (step.args, step.kwargs))
+    step.operator(*args, **kwargs)
+
+
+def name_of(operator: Any) -> str:
+    """Without its namespace and overload."""
+    return operator._schema.name.partition("::")[2] if hasattr(operator, "_schema") else operator.__name__

@@ -1,0 +1,196 @@
+"""One forward and backward of a copy of a model, watched: random draws held still, and numbers that Python reads off the data noted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.core.names import clean
+from meshwright.introspection.constructor.recording import READING, seeded
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.structure.experts import find_stacks
+
+ROWS = 4
+"""Of a batch."""
+
+
+@dataclass
+class Play:
+    """What one batch gave: outputs by name (rows first), gradients of those parameters that have one, what modules took and gave."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    losses: tuple[str, ...]
+    names: tuple[str, ...]
+    sparse: tuple[str, ...]
+    seen: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    reads: tuple[Any, ...] = ()
+    decides: bool = False
+    """Whether Python saw a number or a size that depends on the data."""
+
+
+def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turned: Any = None) -> Play:
+    """Of a fresh copy of the model.
+
+    Args:
+        tokens: (rows, seq).
+        offset: number of the first of the rows among all; None: they are all.
+        turned: the place in the code whose numbers are turned round.
+    """
+    made = copy_of(model)
+    seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)})
+    hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]
+    with held:
+        output = called(made, tokens)
+        rows, losses = parts(output, len(tokens))
+        target = torch.zeros((), dtype=torch.float64)
+        for number, tensor in enumerate(value for value in rows.values() if value.requires_grad):
+            generator = torch.Generator().manual_seed(number)
+            whole = torch.randn((ROWS, *tensor.shape[1:]), generator=generator, dtype=torch.float64)
+            target = target + (tensor.double() * whole[offset or 0 :][: len(tokens)]).sum()
+        if target.requires_grad:
+            target.backward()
+    for hook in hooks:
+        hook.remove()
+    named = {clean(name): parameter for name, parameter in made.named_parameters()}
+    found = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    sparse = tuple(name for name, gradient in found.items() if gradient.is_sparse)
+    gradients = {name: gradient.to_dense() if name in sparse else gradient for name, gradient in found.items()}
+    kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
+    outputs = {name: value.detach() for name, value in rows.items()}
+    return Play(outputs, gradients, losses, tuple(named), sparse, seen, kinds, tuple(held.reads), held.decides)
+
+
+def called(model: nn.Module, tokens: Tensor) -> Any:
+    with seeded(1):
+        return model(**Signature.of(model).inputs({"tokens": tokens}, tokens.device))
+
+
+def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors with a value for each row, and the names of numbers that a backward could start from."""
+    found: dict[str, Tensor] = {}
+    losses = []
+    for name, value in _fields(output):
+        for number, tensor in enumerate(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            if tensor.dim() and len(tensor) == rows:
+                found[f"{name}.{number}"] = tensor
+            elif tensor.numel() == 1 and tensor.requires_grad:
+                losses.append(name)
+    return found, tuple(dict.fromkeys(losses))
+
+
+def _fields(output: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(output, Tensor):
+        return [("output", output)]
+    if isinstance(output, Mapping):
+        return output.items()
+    if isinstance(output, (tuple, list)):
+        return [(f"[{number}]", value) for number, value in enumerate(output)]
+    own = dict(vars(output)) if hasattr(output, "__dict__") else {}
+    return ({"logits": getattr(output, "logits", None)} | own).items()
+
+
+def _watched(
+    path: str, module: nn.Module, held: HeldRandomness, seen: dict[str, tuple[list[Tensor], list[Tensor]]]
+) -> Iterator[RemovableHandle]:
+    def enter(module: nn.Module, args: Any) -> None:
+        held.within.append(path)
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        held.within.pop()
+        took, gave = ([leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in ((args, kwargs), output))
+        seen.setdefault(path, (took, gave))  # of several calls the first
+
+    yield module.register_forward_pre_hook(enter)
+    yield module.register_forward_hook(leave, with_kwargs=True)
+
+
+class HeldRandomness(TorchDispatchMode):
+    """Random draws are held still, and it is seen where Python reads numbers that depend on the tokens or on a draw.
+
+    Args:
+        tokens: what the numbers depend on.
+        turned: which of the numbers that are read is turned round: true to false, an integer to 0, and 0 to 1.
+        stacks: modules of stacked experts, which share one gradient: what they read decides over none.
+
+    Attributes:
+        decides: a number was read, or an operator gave a tensor whose size depends on the data.
+        within: paths of the modules whose forwards run, the innermost last.
+        reads: which numbers were read: file and line, the module, and for how many times it was that.
+    """
+
+    def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = ()):
+        super().__init__()
+        self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
+        self.decides = False
+        self._times: dict[tuple, int] = {}
+        self._held: list[Tensor] = []  # memory that is given back would be taken for another tensor's
+        self._depends: set[int] = set()
+        self._note(tokens)
+
+    def _note(self, tensor: Tensor) -> None:
+        if not tensor.is_sparse:
+            self._held.append(tensor.detach())
+            self._depends.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        depends = draws or any(not t.is_sparse and t.untyped_storage()._cdata in self._depends for t in given)
+        out = func(*args, **kwargs)
+        if func._overloadpacket.__name__ in READING:
+            return self._read(out) if depends else out
+        if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
+            self.decides = True
+        if draws:
+            out = _still(func, args, out)
+        if depends:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._note(leaf)
+        return out
+
+    def _read(self, value: Any) -> Any:
+        if self.within[-1] in self.stacks:
+            return value
+        place = (*_site(), self.within[-1])
+        self._times[place] = time = self._times.get(place, 0) + 1
+        self.reads.append((*place, time))
+        self.decides = True
+        if self.reads[-1] != self.turned:
+            return value
+        return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
+
+
+HERE, TORCH = __file__, str(Path(torch.__file__).parent)
+
+
+def _site() -> tuple[str, int]:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == HERE or frame.f_code.co_filename.startswith(TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _still(func: Any, args: tuple, out: Any) -> Any:
+    """Values that are the same whatever was drawn before; integers and permutations stay as the seed gave them."""
+    name = func._overloadpacket.__name__
+    if name == "native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.bool):
+            leaf.fill_(1 if name.startswith(("bernoulli", "_fused_dropout")) else 0.5)
+    return out

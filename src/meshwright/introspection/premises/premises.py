@@ -1,0 +1,298 @@
+"""What a model's forward does beyond giving each row's tokens that row's logits, played on a small copy of it before its first use.
+
+Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process does. All of that is
+without consequence for a forward that is a function of weights and rows. So the small copy is played, in training mode and with every
+random draw held still: rows together and in halves, two batches, several calls, and again with each number that Python reads off the
+data turned round (a condition on a rare token is then taken the other way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.core.names import clean
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import ids_of, random_like, samples_of
+
+from .playing import ROWS, HeldRandomness, Play, called, parts, played
+
+LENGTHS = (32, 6, 2)
+"""Tokens per row that are tried, longest first: together rows should have every id of a small vocabulary."""
+LARGEST_COST = 500_000_000
+"""Parameters times tokens of a forward; a larger copy is played with shorter rows."""
+SAME = 1e-12
+"""Relative, of the same rows under the same weights."""
+DIFFERENT = 1e-5
+"""Relative, in fp64 with random weights; models that compute in fp32 inside are equal to about 1e-7."""
+READS = 24
+"""Numbers that are turned round, one at a time, at most."""
+GRADIENT = "the gradient of"
+"""Begins where rows mix in a gradient alone."""
+FAR = 1_000_000
+"""How much further a counter of calls is set, to see a behaviour that begins late."""
+
+
+@dataclass(frozen=True)
+class WrittenState:
+    """A parameter or buffer that a forward writes. ``by_data``: what is written depends on the rows; ``again``: each call writes anew."""
+
+    name: str
+    by_data: bool
+    again: bool = True
+
+
+@dataclass(frozen=True)
+class Premises:
+    """What was seen of a model. Names are global.
+
+    Attributes:
+        mixes_rows: a row's logits or gradients depend on the other rows: the module where that begins, and its class; else "".
+        parameters: those that a forward writes.
+        buffers: those that a forward writes.
+        changes: attributes (or "outputs") by which a later call gives something else than the first, other than by buffers.
+        remembers: what an earlier batch was changes what a later one gives, other than by buffers.
+        conditional: parameters that some rows give a gradient, and others leave without any.
+        unused: parameters that all rows that were tried leave without any.
+        sparse: parameters whose gradients are sparse tensors.
+        losses: where in the model's output a loss of its own lies.
+        unknown: why nothing could be seen; else "".
+    """
+
+    mixes_rows: str = ""
+    parameters: tuple[WrittenState, ...] = ()
+    buffers: tuple[WrittenState, ...] = ()
+    changes: tuple[str, ...] = ()
+    remembers: bool = False
+    conditional: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    unknown: str = ""
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Parameters that may be left without a gradient: a condition that no batch tried met may use the unused ones too."""
+        return (*self.conditional, *self.unused)
+
+
+def play(model: nn.Module) -> Premises:
+    """See what a model's forward does, on a small copy of it. No communication; the model itself is not called."""
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in kept:
+        parameter.grad = None
+    try:
+        found = _on_copies(model)
+        if any(parameter.grad is not None for parameter in kept):
+            return Premises(unknown="a copy of it computes with the model's own parameters")
+        return found
+    finally:
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+
+def _on_copies(model: nn.Module) -> Premises:
+    arguments = Signature.of(model).takes
+    trouble: Exception | None = None
+    try:
+        for sample in samples_of(model, arguments, 1):
+            _set_modes(sample.model, model)
+            cost = ROWS * sum(parameter.numel() for parameter in sample.model.parameters())
+            for length in (length for length in LENGTHS if length == LENGTHS[-1] or length * cost <= LARGEST_COST):
+                try:
+                    return _seen(sample.model, length)
+                except Exception as error:  # noqa: BLE001  (whatever a model's code raises: a shorter row, or a larger copy, may do)
+                    trouble = error
+    except Exception as error:  # noqa: BLE001
+        trouble = trouble or error
+    norm = next(
+        (f"{clean(path)} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), ""
+    )
+    return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
+
+
+def _set_modes(copied: nn.Module, model: nn.Module) -> None:
+    """Those of the model's modules; of one that is in evaluation mode as a whole, those of training, which will come."""
+    evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
+    copied.train()
+    for path, module in copied.named_modules():
+        module.training = path not in evaluating
+
+
+def _seen(model: nn.Module, length: int) -> Premises:
+    first, second = _batches(ids_of(model), length)
+    together = played(model, first)
+    if not any(bool(value.isfinite().all()) for value in together.outputs.values()):
+        raise ValueError("its output is not finite on made-up weights")
+    halves = [played(model, first[:2], offset=0), played(model, first[2:], offset=2)]
+    plays = [together, *halves, *_more_plays(model, first, together)]
+    given = [set(play.gradients) for play in plays]
+    ever, always = set.union(*given), set.intersection(*given)
+    found = Premises(
+        mixes_rows=_mixing(together, halves),
+        conditional=tuple(name for name in together.names if name in ever - always),
+        unused=tuple(name for name in together.names if name not in ever),
+        sparse=together.sparse,
+        losses=together.losses,
+    )
+    return _with_state(model, first, second, found)
+
+
+def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
+    """Two of (ROWS, length). The first has as many ids as it can; its halves begin with another one, even and odd, and one id stands in all
+    rows. The second has one row, over and over."""
+    spread = torch.randperm(ids, generator=torch.Generator().manual_seed(0))[: ROWS * length]
+    tokens = spread.repeat(-(-ROWS * length // len(spread)))[: ROWS * length].view(ROWS, length).clone()
+    tokens[:, -2] = ids - 1
+    tokens[:, 0] = torch.tensor([0, 1, 3, 2]) % ids
+    return tokens, ((tokens[:1] + 1) % ids).repeat(ROWS, 1)
+
+
+# --- rows
+
+
+def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float = DIFFERENT) -> bool:
+    """Beyond rounding of the largest element, or of ``floor`` where that is more. What is not finite on made-up weights says nothing."""
+    if found.shape != wanted.shape:
+        return True
+    if not found.numel():
+        return False
+    both = found.isfinite() & wanted.isfinite()
+    found, wanted = (value.double().where(both, 0.0) for value in (found, wanted))
+    return bool((found - wanted).abs().max() > least * max(float(wanted.abs().max()), floor))
+
+
+def _mixing(together: Play, halves: list[Play]) -> str:
+    """Where rows begin to depend on each other; "" where they do not."""
+    depends = any(
+        _differ(half.outputs[name], _half(value, number, ROWS) if half.outputs[name].shape != value.shape else value)
+        for number, half in enumerate(halves)
+        for name, value in together.outputs.items()
+        if name in half.outputs
+    )
+    if depends:
+        return _begins(together, halves)
+    floor = 1e-8 * max((float(gradient.abs().max()) for gradient in together.gradients.values() if gradient.numel()), default=1.0)
+    for name, gradient in together.gradients.items():
+        parts = [half.gradients[name] for half in halves if name in half.gradients]
+        if not parts or _differ(torch.stack(parts).sum(0), gradient, floor):
+            return f"{GRADIENT} {name}"
+    return ""
+
+
+def _half(value: Tensor, number: int, rows: int) -> Tensor:
+    """The rows of one half, also where rows and tokens are one dim."""
+    size = len(value) // 2
+    return value[number * size : (number + 1) * size] if value.dim() and len(value) % rows == 0 else value
+
+
+def _begins(together: Play, halves: list[Play]) -> str:
+    """The first module that was given equal rows and gave others."""
+
+    def equal(path: str, place: int) -> bool:
+        for number, half in enumerate(halves):
+            pairs = list(zip(half.seen.get(path, ([], []))[place], together.seen[path][place], strict=False))
+            if any(_differ(found, _half(whole, number, ROWS) if found.shape != whole.shape else whole) for found, whole in pairs):
+                return False
+        return True
+
+    path = next((path for path in together.seen if path and equal(path, 0) and not equal(path, 1)), "")
+    return f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
+
+
+def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Play]:
+    """Of a model that decides by its data: few tokens, other weights, which route tokens otherwise, and every condition the other way.
+    What the code cannot take says nothing."""
+    if not together.decides:
+        return
+    few = [token.expand(1, 2).clone() for token in (first[:1, :1], first[-1:, 1:2])]
+    tries: list[tuple[nn.Module, Tensor, Any]] = [(made, tokens, None) for made in (model, *_redrawn(model)) for tokens in (first, *few)]
+    tries += [(model, first, read) for read in together.reads[:READS]]
+    for made, tokens, turned in tries[1:]:
+        try:
+            yield played(made, tokens, turned=turned)
+        except Exception:  # noqa: BLE001  (two tokens may be too few, and a number that is another means another index)
+            continue
+
+
+def _redrawn(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with other weights, and biases near zero."""
+    for seed in (1, 2):
+        made, generator = copy_of(model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(random_like(parameter, generator) - (1.0 if name.endswith("bias") and parameter.dim() < 2 else 0.0))
+        yield made
+
+
+# --- state
+
+
+def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises) -> Premises:
+    made, other = copy_of(model), copy_of(model)
+    before = _state(made)
+    once, counted = _outputs(made, first), _numbers(made)
+    after = _state(made)
+    twice, state = _outputs(made, first), _state(made)
+    counts = tuple(path for path, value in _numbers(made).items() if path in counted and value != counted[path])
+    _outputs(made, second)
+    later = _outputs(made, first)
+    _outputs(other, second)
+    instead = _state(other)
+    behind_another = _outputs(other, first)
+    written = {
+        name: WrittenState(name, _differ(instead.get(name, value), after[name]), name in state and _differ(state[name], after[name]))
+        for name, value in before.items()
+        if name in after and _differ(after[name], value)
+    }
+    parameters = {clean(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = tuple(w for name, w in written.items() if name not in parameters and (w.by_data or w.again))
+    changed, explained = _unlike(once, twice) or _unlike(twice, later), bool(buffers)
+    if counts and not changed:
+        _forward_to(made, counts)
+        changed = _unlike(later, _outputs(made, first))
+    return replace(
+        found,
+        parameters=tuple(w for name, w in written.items() if name in parameters),
+        buffers=buffers,
+        changes=(counts or ("outputs",)) if changed and not explained else (),
+        remembers=_unlike(twice, behind_another) and not explained,
+    )
+
+
+def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    with HeldRandomness(tokens), torch.no_grad():
+        return {name: value.clone() for name, value in parts(called(model, tokens), len(tokens))[0].items()}
+
+
+def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """Of one batch and one model: nothing is added up in another order, so almost nothing may differ."""
+    return any(_differ(found[name], wanted[name], least=SAME) for name in found.keys() & wanted.keys())
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {clean(name): tensor.detach().clone() for name, tensor in both}
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Numbers that modules hold as attributes."""
+    return {
+        f"{clean(path)}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def _forward_to(model: nn.Module, counters: tuple[str, ...]) -> None:
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if f"{clean(path)}.{name}".lstrip(".") in counters:
+                setattr(module, name, value + FAR)

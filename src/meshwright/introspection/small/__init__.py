@@ -1,0 +1,1 @@
+"""Make small copies of models, to measure and to rehearse on."""

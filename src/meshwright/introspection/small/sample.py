@@ -1,0 +1,202 @@
+"""A small copy of a model to measure: fp64, on the CPU, random weights, no more blocks than it has kinds of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.signature import SWITCHED_OFF, Signature
+from meshwright.introspection.source import builder_of
+from meshwright.introspection.wrapped import core_of
+
+from .configs import small_configs
+from .copies import copy_of
+from .grafted import grafted
+
+ROWS, SEQ = 2, 6
+REPEATED = 16
+"""How often the rows of a sample are repeated where many features are pushed in one run, each in rows of its own."""
+LARGEST = 20_000_000
+"""Parameters beyond which a model is not measured."""
+
+
+@dataclass
+class Sample:
+    """A model to be measured.
+
+    Attributes:
+        model: in fp64 on the CPU, in evaluation mode.
+        blocks: paths of its repeated blocks.
+        inputs: keyword arguments of forwards to watch: plain, and (where the model takes one) with a padding mask.
+        heads: how many times more heads the model has.
+    """
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    inputs: tuple[dict[str, Any], ...]
+    heads: int = 1
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The plain inputs, each row many times."""
+        return {key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value for key, value in self.inputs[0].items()}
+
+
+def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
+    """Copies of ``model`` that can be measured, small ones first.
+
+    Args:
+        model: on meta or not; it is left as it is.
+        arguments: "tokens" -> what the forward calls them.
+        ranks: of the tensor axis.
+        few_experts: a few of a layer's experts do.
+
+    Raises:
+        UnsupportedError: after the last one, if the model itself is too large, or its weights cannot be made up here.
+    """
+    failed: list[Exception] = []
+    for made, heads in _constructed(model, ranks, few_experts, failed):
+        yield _sample(made, arguments, heads)
+    yield _sample(_copied(model, failed), arguments, 1)
+
+
+def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
+    made = made.double().eval()
+    config: Any = getattr(made, "config", None)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # a copy's own config; grouped kernels know no fp64
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(random_like(parameter, generator))
+            parameter.requires_grad_()  # what the model freezes is rehearsed too
+    tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
+    tokens[:, -1] = tokens[0, 0]  # what a gradient makes of an id that stands there more than once shows
+    return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
+
+
+def ids_of(model: nn.Module) -> int:
+    """How many token ids the smallest of its tables of that kind takes."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    stated = getattr(getattr(model, "config", None), "vocab_size", None)
+    return stated if isinstance(stated, int) else min(tables, default=2)
+
+
+def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Values of an order at which nothing saturates: matrices keep the size of what they multiply, vectors are around one."""
+    drawn = torch.randn(like.shape, dtype=like.dtype, generator=generator)
+    return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
+
+
+def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]) -> Iterator[tuple[nn.Module, int]]:
+    """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one.
+
+    What is wrapped around the model and around its layers is put around those of the copy. What a copy fails with is added to ``failed``.
+    """
+    core = core_of(model)
+    kind, config = type(core), getattr(core, "config", None)
+    if config is None:
+        return
+    names = _names(model)
+    needed = max(2, 1 + max((index for index, _ in kinds_of(model).values()), default=1))
+    for small in small_configs(config, needed, ranks, few_experts=few_experts):
+        try:
+            config = small.config
+            with torch.device("meta"):
+                is_like = _names(grafted(model, kind(config))) == names
+            if not is_like or not _is_small(kind, config):
+                continue
+            with torch.device("cpu"), torch.no_grad():
+                made = grafted(model, kind(config))
+                before = {path: type(module) for path, module in made.named_modules()}
+                made.eval()(torch.zeros((1, 2), dtype=torch.int64))
+        except Exception as error:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
+            failed.append(error)
+            continue
+        _refuse_replaced(kind, before, made)
+        yield made, small.heads
+
+
+def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
+    """Raises UnsupportedError where a forward put other modules in the place of some: they would be measured, and others cut."""
+    path = next((path for path, module in model.named_modules() if before.get(path) is not type(module)), None)
+    if path is not None:
+        was = before[path].__name__ if path in before else "nothing"
+        raise UnsupportedError(
+            f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
+            f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the model so that it is"
+            " built with the modules that it uses."
+        )
+
+
+def _names(model: nn.Module) -> set[tuple]:
+    """What its kinds of blocks are made of, whatever their sizes."""
+    return {(kind, tuple(name for name, _ in shapes)) for kind, shapes in kinds_of(model)}
+
+
+def _is_small(kind: type[nn.Module], config: Any) -> bool:
+    with torch.device("meta"):
+        return sum(p.numel() for p in kind(config).parameters()) <= LARGEST
+
+
+def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
+    """Blocks by what they are made of: -> (index of the first, all their paths)."""
+    found: dict[tuple, tuple[int, list[str]]] = {}
+    for index, path in enumerate(repeated_blocks(model)):
+        block = model.get_submodule(path)
+        key = (type(block), tuple((clean(name), tuple(p.shape)) for name, p in block.named_parameters()))
+        found.setdefault(key, (index, []))[1].append(path)
+    return found
+
+
+def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
+    """A copy of the module itself; one on meta is built once more with weights, or given memory and its modules' own initial values."""
+    if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
+        name = type(model).__name__
+        if failed:
+            why = f"{name}(config) failed for its config with fewer features: {type(failed[0]).__name__}: {failed[0]}"
+        elif getattr(core_of(model), "config", None) is not None:
+            why = "from its config with fewer features came no smaller model that is made of the same"
+        else:
+            why = "none could be built: let its class take a config that it keeps as .config"
+        raise UnsupportedError(f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}")
+    made = copy_of(model)
+    if not any(parameter.is_meta for parameter in made.parameters()):
+        return made.cpu()
+    if (build := builder_of(model)) is not None:
+        return built(build, 0)
+    made.to_empty(device="cpu")
+    for module in reversed(list(made.modules())):
+        reset: Callable[[], object] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif module._buffers:
+            raise UnsupportedError(
+                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them, so the structure"
+                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the model, or build it on"
+                " the CPU"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = next(other for other, p in model.named_parameters(remove_duplicate=False) if p is parameter)
+        if first != name:  # to_empty unties
+            path, _, last = name.rpartition(".")
+            setattr(made.get_submodule(path), last, made.get_parameter(first))
+    return made
+
+
+def _inputs(model: nn.Module, name: str, tokens: Tensor) -> list[dict[str, Any]]:
+    takes = Signature.of(model).arguments
+    plain: dict[str, Any] = {name: tokens, **{switch: False for switch in SWITCHED_OFF if switch in takes}}
+    if "attention_mask" not in takes:
+        return [plain]
+    mask = torch.ones(tokens.shape, dtype=torch.int64)
+    mask[1, -2:] = 0
+    return [plain, plain | {"attention_mask": mask}]

@@ -1,0 +1,109 @@
+"""How activations flow from block to block, and what lies before and behind the blocks; seen on the small copy that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, is_within, owner
+from meshwright.introspection.small.configs import WIDTH, stated_width
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.region import shapes_of
+
+
+@dataclass(frozen=True)
+class BlockFlow:
+    """How blocks of one kind hand on what they are given.
+
+    Attributes:
+        blocks: their paths.
+        hidden: which argument is what the block before gave.
+        returns_tuple: it is given on as the first of a tuple.
+        linears: (path within the block, whether its weight is stored (in, out)) of the linear layers.
+    """
+
+    blocks: tuple[str, ...]
+    hidden: int | str
+    returns_tuple: bool
+    linears: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Attributes:
+    kinds: of blocks.
+    before, behind: modules with parameters of their own, by where they lie.
+    width: features of what flows.
+    counts_tokens_behind: what lies behind the blocks cannot be given fewer tokens than there are.
+    """
+
+    kinds: tuple[BlockFlow, ...]
+    before: tuple[str, ...]
+    behind: tuple[str, ...]
+    width: int
+    counts_tokens_behind: bool
+
+
+def flow_of(model: nn.Module, measured: Measured) -> Flow:
+    """Raises UnsupportedError where blocks do not simply hand one tensor on; the text says which."""
+    sample, structure = measured.sample, measured.structure
+    outputs: dict[str, Any] = {}
+    handles = [
+        sample.model.get_submodule(path).register_forward_hook(lambda module, args, output, path=path: outputs.setdefault(path, output))
+        for path in sample.blocks
+    ]
+    try:
+        with torch.no_grad():
+            sample.model(**sample.inputs[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    kinds: list[BlockFlow] = []
+    width = 0
+    for kind in structure.kinds:
+        path = next(block for block in kind.blocks if block in sample.blocks)
+        output = outputs.get(path)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(first, Tensor) or first.dim() != 3:
+            said = type(output).__name__ if path in outputs else "nothing: it is not called in order"
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {said}, and not the"
+                f" (rows, seq, features) that the next block takes. Set layout.pp = 1."
+            )
+        linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
+        kinds.append(BlockFlow(kind.blocks, kind.hidden, isinstance(output, tuple), linears))
+        width = first.shape[-1]
+    before, behind = _ends(sample.model, sample.blocks, structure.embedding, structure.head, structure.before)
+    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), structure.counts_tokens_behind)
+
+
+def _ends(
+    model: nn.Module, blocks: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    first: list[str] = []
+    last: list[str] = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path = owner(clean(name))
+        if any(is_within(path, block) for block in blocks):
+            continue
+        (first if path == embedding or (clean(name) in before and path != head) else last).append(path)
+    return tuple(dict.fromkeys(first)), tuple(path for path in dict.fromkeys(last) if path not in first)
+
+
+def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
+    """That of the model itself: the small one's, if its blocks are as large; else by the key of its config that says the small one's."""
+    block = sample.blocks[0]
+    if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
+        return width
+    found = stated_width(model)
+    if found is None or stated_width(sample.model) != width:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says how many features"
+            f" its blocks hand on. Set layout.pp = 1."
+        )
+    return found

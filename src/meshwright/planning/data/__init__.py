@@ -1,0 +1,1 @@
+"""Data parallelism, decided: ZeRO stages and the units whose parameters travel together."""

@@ -1,0 +1,110 @@
+"""Communication units: what parameters travel together under fully_shard."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.core.names import owner
+from meshwright.core.parts import mixes_copies
+from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.planning.experts.plan import ExpertPlan
+from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import Unit
+
+FULL = OptimizerPlan()
+
+
+def units_of(
+    facts: ModelFacts,
+    shards: int,
+    reshard: bool | int,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+    float8: Float8Plan | None = None,
+    optimizer: OptimizerPlan = FULL,
+) -> tuple[Unit, ...]:
+    """Communication units in forward order, the root ("") first: it is gathered first and stays."""
+    early = _trains_before_blocks(facts)
+    units = [make_unit(facts, "", shards, False, False, tensor, optimizer=optimizer)]
+    flows = early
+    for block in facts.blocks:
+        flows = flows or any(p.trainable for p in facts.of_unit(block))
+        keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
+        frees = False if keeps else reshard
+        units.append(make_unit(facts, block, shards, frees, flows and not keeps, tensor, experts, float8, optimizer))
+        if experts is not None and (inside := experts.only((block,))) is not None:
+            frees, gathers = not keeps and bool(reshard), flows and not keeps
+            units += [_stack_unit(facts, stack.path, frees, gathers, experts, optimizer) for stack in inside.stacks]
+    return tuple(unit for unit in units if unit.elements)
+
+
+def make_unit(
+    facts: ModelFacts,
+    name: str,
+    shards: int,
+    reshard: bool | int,
+    gathers: bool,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+    float8: Float8Plan | None = None,
+    optimizer: OptimizerPlan = FULL,
+) -> Unit:
+    parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
+    total = sum(_padded(p, shards, tensor) for p in parameters)
+    trained = sum(_padded(p, shards, tensor) for p in parameters if p.trainable)
+    behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
+    weights = float8.gathered if float8 is not None and shards > 1 else ()
+    rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
+    sizes = [(_padded(p, shards, tensor) // shards, _mixes_copies(p, tensor)) for p in parameters if p.trainable]
+    return Unit(name, total, trained, reshard, gathers, False, behind, rounded, *_states(sizes, optimizer))
+
+
+def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
+    cut = tensor.cut_of(p.name, p.shape) if tensor is not None else None
+    return tensor is not None and cut is not None and mixes_copies(cut[1], tensor.ranks)
+
+
+def _states(sizes: list[tuple[int, bool]], optimizer: OptimizerPlan) -> tuple[int, int, int]:
+    """What a unit says of optimizer state; of each trained parameter its elements on the first rank, and whether copies are among them."""
+    rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
+    largest = max((size for size, _ in sizes), default=0)
+    return largest, len(rounded), sum(rounded)
+
+
+def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
+    """Those outside the blocks that are registered behind them, and tied ones, which are used at both ends."""
+    inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
+    last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
+    outside = {p.name for p in facts.of_unit("")}
+    return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
+
+
+def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan) -> Unit:
+    parameters = [p for p in facts.parameters if owner(p.name) == path]
+    sizes = [(experts.padded(p.shape), p.trainable) for p in parameters]
+    trained = [size for size, trains in sizes if trains]
+    states = _states([(size // experts.shards, False) for size in trained], optimizer)
+    return Unit(path, sum(size for size, _ in sizes), sum(trained), reshard, gathers, True, 0, 0, *states)
+
+
+def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
+    """Elements of the parameter (of the first tensor-parallel rank's part of it) when dim 0 is filled up to a multiple of ``shards``, as
+    FSDP2 sends it."""
+    shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
+    rows = shape[0] if shape else 1
+    return -(-rows // shards) * shards * math.prod(shape[1:])
+
+
+def _trains_before_blocks(facts: ModelFacts) -> bool:
+    """Whether gradients flow into the first block: a trainable parameter is registered before it."""
+    names = [p.name for p in facts.parameters]
+    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
+    return any(p.trainable for p in facts.parameters[:first])
+
+
+def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:
+    """Whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts."""
+    trained = [p for p in facts.parameters if p.trainable]
+    return tuple(sorted({tensor is not None and tensor.cut_of(p.name, p.shape) is not None for p in trained}))

@@ -1,0 +1,105 @@
+"""ZeRO stages (arXiv 1910.02054): what data ranks share out, as one wish, and what it says of the other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+from meshwright.planning.case import Case, Found
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
+
+if TYPE_CHECKING:
+    from meshwright.planning.plan import Plan
+
+SHARED_OUT = {
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "optimizer state, gradients and parameters",
+}
+"""Stage -> what it shards over dp_shard."""
+
+
+def with_zero_stage(wishes: Techniques, layout: Layout) -> Techniques:
+    """The keys that were left "auto" as the stage has them; without a stage, as the layout does best without one."""
+    stage = wishes.zero_stage
+    syncs = stage in (2, 3) and layout.dp_shard > 1
+    reshards = layout.pp == 1 if stage == "auto" else stage in (0, 3)
+    if wishes.reshard_after_forward == "auto":
+        wishes = replace(wishes, reshard_after_forward=reshards)
+    if wishes.sync_grad_accum == "auto":
+        wishes = replace(wishes, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False)
+    return wishes
+
+
+def gathers_per_step(wishes: Techniques, layout: Layout) -> bool:
+    """Whether gathered parameters stay through all microbatches of a step."""
+    return wishes.zero_stage in (1, 2) or (layout.pp > 1 and wishes.reshard_after_forward is False)
+
+
+def zero_fits(case: Case) -> Found:
+    """A stage, the mesh and the keys that say a part of the same agree."""
+    t, layout = case.techniques, case.layout
+    stage = t.zero_stage
+    if stage == "auto":
+        return
+    if stage == 0:
+        if layout.dp_shard > 1:
+            yield ConfigError(
+                f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = {layout.dp_shard} cuts it. Set"
+                f" layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or another stage."
+            )
+        return
+    if t.data_parallel == "ddp":
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps all of it whole."
+            f" Leave one of them out."
+        )
+    if case.data_ranks > 1 and layout.dp_shard == 1:
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]} over layout.dp_shard, which is 1 here beside"
+            f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and layout.dp_replicate = 1 (or a"
+            f" part of each), or techniques.zero_stage = 0."
+        )
+    keeps = t.reshard_after_forward is False
+    if keeps != (stage < 3):
+        does = "frees gathered parameters after each use" if stage == 3 else "keeps gathered parameters through all microbatches of a step"
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} {does}, and techniques.reshard_after_forward = {str(t.reshard_after_forward).lower()} says"
+            f' otherwise. Leave it at "auto".'
+        )
+    syncs = t.sync_grad_accum is not False
+    if layout.dp_shard > 1 and syncs != (stage > 1):
+        does = "shards gradients with every microbatch" if stage > 1 else "keeps whole gradients until the last microbatch"
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} {does}, and techniques.sync_grad_accum = {str(t.sync_grad_accum).lower()} says otherwise."
+            f' Leave it at "auto".'
+        )
+
+
+def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[str]:
+    """What a stage means here: what moves in a step, of P elements of parameters."""
+    stage, ranks = wishes.zero_stage, layout.dp_replicate * layout.dp_shard
+    if stage not in ("auto", 0) and ranks == 1:
+        yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
+    elif stage == 1:
+        yield "ZeRO-1: 2P travel per step, whatever its microbatches; whole gradients are kept while they accumulate"
+    elif stage == 2:
+        yield "ZeRO-2: P + m·P travel per step of m microbatches; each rank keeps its shard of the gradients"
+    elif stage == 3:
+        yield "ZeRO-3: 3P travel per microbatch; each rank keeps its shard of parameters and gradients"
+    elif technique == "fully_shard" and layout.dp_shard > 1 and wishes.sync_grad_accum is False:
+        yield "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3 keeps shards of them"
+
+
+def stage_of(plan: Plan) -> int:
+    """The ZeRO stage that a plan is of: 0 (nothing sharded) to 3."""
+    data = plan.data
+    if data.technique != "fully_shard" or plan.size(Axis.DP_SHARD) == 1:
+        return 0
+    if not data.gathers_per_step:
+        return 3
+    return 2 if data.sync_grad_accum else 1

@@ -1,0 +1,95 @@
+"""What ranks of the expert axis send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.names import is_within, owner
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.structure.router_loss import RouterLoss
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import Collective, PrecisionPlan
+
+from .plan import ExpertPlan
+
+
+def router_collectives(
+    facts: ModelFacts,
+    mesh: Mapping[str, int],
+    tensor: TensorPlan | None,
+    precision: PrecisionPlan,
+    recomputed: Mapping[str, tuple[str, ...]],
+    router_loss: RouterLoss | None,
+) -> Iterator[Collective]:
+    """Of our routers: what a loss per sequence sums where ranks have parts of it, one per microbatch over the ranks that have others of
+    its sequences, and the load that moves biases, once in a step. Of others the loss of all layers, once in a microbatch."""
+    cut = tensor is not None and tensor.sequence_parallel
+    wide = "float64" if precision.compute == "float64" else "float32"
+    ranks = mesh.get(Axis.TP, 1)
+    for router in facts.routers:
+        calls, what = 1 + _is_recomputed(router.path, recomputed), f"load by {router.path}"
+        elements = calls * (router.experts + 1)
+        if cut and router.sums_sequences:
+            yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
+        for axis in DATA_AXES if router.sums_batches else ():
+            if (others := mesh.get(axis, 1)) > 1:
+                yield Collective("all_reduce", axis.value, others, what, router.experts + 1, wide, "microbatch", calls)
+    balanced = sum(router.experts for router in facts.routers if router.balances)
+    for axis in (*DATA_AXES, *((Axis.TP,) if cut else ())):
+        if (ranks := mesh.get(axis, 1)) > 1 and balanced:
+            yield Collective("all_reduce", axis.value, ranks, "tokens per expert", balanced, "int64", "step")
+        if ranks > 1 and router_loss is not None:
+            yield Collective("all_reduce", axis.value, ranks, "load of all routers", router_loss.experts + 1, "int64", "microbatch")
+
+
+def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool:
+    inside = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
+    return any(is_within(path, one) for one in inside)
+
+
+def expert_collectives(
+    facts: ModelFacts, experts: ExpertPlan, precision: PrecisionPlan, recomputed: Mapping[str, tuple[str, ...]], *, begins: bool = True
+) -> Iterator[Collective]:
+    """Of each stack in a microbatch: how many tokens each expert is given, and these tokens there and back, in forward and backward.
+
+    A gradient travels back to the experts where they or something in front of them is trained, and on to the tokens' own ranks where
+    something in front is.
+
+    Args:
+        facts: the parameters, trained or not, in the order of the model.
+        recomputed: block -> paths of what is recomputed in it: what is sent in its forward is sent again.
+        begins: the first block is given what follows from the token ids; else what another pipeline stage gave.
+    """
+    axis, ranks = Axis.EP.value, experts.ranks
+    for stack in experts.stacks:
+        inside = _module_of(stack.path, facts)
+        flows = not begins or any(_trained_before(facts, stack.path))
+        trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
+        again = _is_recomputed(stack.path, recomputed) and (
+            flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
+        )
+        counts, tokens = f"tokens per expert of {stack.path}", f"tokens of {stack.path}"
+        yield Collective("all_to_all", axis, ranks, counts, stack.experts, "int64", "microbatch", 1 + again)
+        calls = 2 * (1 + again) + (flows or trains) + flows
+        elements = calls * stack.top_k * stack.width
+        yield Collective("all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls, by_token=True)
+
+
+def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
+    """Trained parameters that what a stack of experts is given follows from: of blocks in front, and of its own block but for the
+    module that the stack is part of; outside blocks those that come before the first."""
+    block = next(block for block in facts.blocks if is_within(path, block))
+    front, inside = facts.blocks[: facts.blocks.index(block)], _module_of(path, facts)
+    in_blocks = [any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters]
+    first = in_blocks.index(True)
+    for number, p in enumerate(facts.parameters):
+        outside = number < first and not in_blocks[number]
+        own = is_within(p.name, block) and not is_within(p.name, inside)
+        if p.trainable and (outside or own or any(is_within(p.name, other) for other in front)):
+            yield p.name
+
+
+def _module_of(path: str, facts: ModelFacts) -> str:
+    """The module that a stack of experts is part of, with its router; the stack itself where that would be the whole block."""
+    return path if owner(path) in facts.blocks else owner(path)

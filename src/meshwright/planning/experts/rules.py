@@ -1,0 +1,79 @@
+"""The rules about expert parallelism; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import owner, pattern
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.models.moe import Router
+from meshwright.planning.case import Case, Found
+
+from .plan import sharing_ranks
+
+
+def experts_fit(case: Case) -> Found:
+    """The expert axis divides the ranks that can share experts out, and the experts of every stack."""
+    layout, ranks = case.layout, case.layout.ep
+    if ranks == 1 or case.facts.expert_plan is not None:
+        return
+    among = sharing_ranks(layout)
+    if layout.tp > 1 and not case.techniques.sequence_parallel:
+        yield ConfigError(
+            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs techniques.sequence_parallel = true: else all {layout.tp} ranks of the"
+            f" tensor axis would send the same tokens to the experts. Set it true, or layout.ep = 1."
+        )
+    stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
+    if not stacks:
+        yield ConfigError(
+            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its blocks (parameters"
+            f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set layout.ep = 1."
+        )
+        return
+    adapted = next((path for path in stacks if owner(path).rpartition(".")[2] == "base_layer" or path.endswith(".base_layer")), None)
+    if adapted is not None:
+        yield UnsupportedError(
+            f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to stacks that are shared"
+            f" out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
+        )
+        return
+    least = math.gcd(among, *(stack.experts for stack in stacks.values()))
+    legal = ", ".join(str(n) for n in range(1, least + 1) if least % n == 0)
+    for stack in stacks.values():
+        if stack.experts % ranks:
+            where = pattern(stack.path)
+            yield ConfigError(f"layout.ep = {ranks} does not divide the {stack.experts} experts of {where}. Legal here: {legal}.")
+            return
+
+
+def _routers(case: Case) -> list[Router]:
+    return [] if case.facts.module is None else [module for module in case.facts.module.modules() if isinstance(module, Router)]
+
+
+def own_loss_of_experts(case: Case) -> Found:
+    """A model of transformers may balance its routers by a loss of all layers and all tokens of a microbatch."""
+    if not case.facts.asks_for_router_loss:
+        return
+    said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
+    if case.reduction == "mean":
+        yield UnsupportedError(
+            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set output_router_logits ="
+            f" false, or use parallelize(), which takes those of all ranks."
+        )
+    elif case.layout.pp > 1:
+        yield UnsupportedError(
+            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several places. Set"
+            f" output_router_logits = false, or layout.pp = 1."
+        )
+
+
+def experts_companions(case: Case) -> Found:
+    """Techniques that do not go with experts that are shared out, and kinds of experts that do not go with a technique."""
+    capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
+    if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
+        yield UnsupportedError(
+            f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's capacity depends on the"
+            f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or techniques.sequence_parallel ="
+            f" false."
+        )

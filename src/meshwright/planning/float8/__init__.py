@@ -1,0 +1,1 @@
+"""float8 training, decided."""

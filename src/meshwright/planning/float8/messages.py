@@ -1,0 +1,129 @@
+"""What ranks of the tensor axis tell each other so that an operand in float8, of which each has a part, has one scale.
+
+One number for each operand: its largest magnitude. Layers of one gathered input agree together, others by themselves; what was agreed on
+in forward serves backward too, so that there only the gradients of outputs are left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.core.axes import Axis
+from meshwright.introspection.structure.region import Region
+from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
+from meshwright.planning.values import Collective
+
+from .operand_parts import WHOLE, OperandParts
+from .plan import Float8Plan
+
+
+def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
+    """The layers whose operands ranks agree on, with what of them are parts. With a scale for each row nobody need.
+
+    Args:
+        shards: ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
+    """
+    if float8 is None or float8.recipe != "tensorwise":
+        return {}
+    found = {path: tensor.parts_of(path) for path in float8.modules}
+    if float8.all_gather and shards > 1:
+        found = {path: replace(parts, weight=False) for path, parts in found.items()}
+    return {path: parts for path, parts in found.items() if parts != WHOLE}
+
+
+def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, shards: int) -> Iterator[Collective]:
+    """For the scales of weights that are gathered in float8: once in each forward, over the ranks that shard and over those that cut."""
+    if float8 is None or not float8.gathered or shards == 1:
+        return
+    cut = [] if tensor is None else [path for path in float8.modules if tensor.parts_of(path).weight]
+    for axis, ranks, weights in ((Axis.DP_SHARD, shards, float8.modules), (Axis.TP, tensor.ranks if tensor else 1, cut)):
+        if weights:
+            yield Collective("all_reduce", axis.value, ranks, "float8 scales of weights", len(weights), "float32", "microbatch")
+
+
+@dataclass(frozen=True)
+class Agreements:
+    """Of one block.
+
+    Attributes:
+        layers: those whose operands ranks agree on, by their paths within the block.
+        trains: whether one of these linear layers, or an adapter of it, is trained.
+        weight_trains: whether the weight of a linear layer is.
+        block: its path.
+        ranks: of the tensor axis.
+    """
+
+    kind: BlocksPlan
+    layers: dict[str, OperandParts]
+    trains: Callable[..., bool]
+    weight_trains: Callable[[str], bool]
+    block: str
+    ranks: int
+
+    def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
+        """Of a forward through these regions."""
+        begins = {path for planned in regions for path in planned.region.begins}
+        called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
+        if self.kind.norms and called:
+            called = [tuple(path for paths in self.kind.gathers for path in paths)]
+        together = [paths for paths in called if not self._are_adapted(paths)]
+        alone = [path for paths in called if self._are_adapted(paths) for path in self._with_adapters(paths)]
+        for region in (planned.region for planned in regions):
+            alone += [*region.fed, *self._with_adapters((region.consumer,))]
+        sizes = [sum(self._of_forward(path) for path in paths) for paths in (*together, *((path,) for path in alone))]
+        yield from self._messages(sizes)
+
+    def backward(self, flows: bool, others_train: bool, norms_train: Callable[[str], bool]) -> Iterator[Collective]:
+        """Args:
+        flows: the gradient of the block's input is asked for.
+        others_train: what is no linear layer is trained.
+        norms_train: whether a norm is.
+        """
+        sizes: list[int] = []
+        if self.kind.norms:
+            pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
+            sizes.append(sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths))
+        flows = flows or others_train
+        for region in (planned.region for planned in self.kind.regions):
+            sizes += self._of_region(region, flows)
+            if not self.kind.summed:
+                flows = flows or self.trains(*region.linears)
+        yield from self._messages(sizes)
+
+    def _of_region(self, region: Region, flows: bool) -> Iterator[int]:
+        for paths in self.kind.gathers:
+            if paths[0] not in region.begins or self.kind.norms:  # shared ones count where they begin
+                continue
+            if self._are_adapted(paths):
+                yield from (self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths))
+            else:
+                yield sum(self._of_backward(path, flows) for path in paths)
+        fed = flows or self.trains(*region.latent)
+        yield from (self._of_backward(path, fed) for path in region.fed)
+
+    def _of_forward(self, path: str) -> int:
+        parts = self.layers.get(path, WHOLE)
+        return parts.x + parts.weight
+
+    def _of_backward(self, path: str, flows: bool) -> int:
+        return int(self.layers.get(path, WHOLE).gradient and (flows or self.weight_trains(path)))
+
+    def _are_adapted(self, paths: tuple[str, ...]) -> bool:
+        return len(self._with_adapters(paths)) > len(paths)
+
+    def _with_adapters(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        regions = [planned.region for planned in self.kind.regions]
+        owner = {path: region for region in regions for path in region.linears}
+        return tuple(found for path in paths for found in owner[path].linears_of(path))
+
+    def _follows_trained(self, path: str) -> bool:
+        """Whether an adapter's layer takes what a trained one gives."""
+        pairs = (pair for planned in self.kind.regions for found in planned.region.adapted for pair in found.pairs)
+        return any(path == second and self.weight_trains(first) for first, second in pairs)
+
+    def _messages(self, sizes: list[int]) -> Iterator[Collective]:
+        for size, calls in Counter(size for size in sizes if size).items():
+            unit = f"{self.block}: float8 scales"
+            yield Collective("all_reduce", Axis.TP.value, self.ranks, unit, size, "float32", "microbatch", calls)

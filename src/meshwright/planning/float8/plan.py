@@ -1,0 +1,138 @@
+"""float8 training, decided: which linear layers multiply in float8, and by which recipe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean, is_within, matching, owner, pattern
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""In torchao's words."""
+MULTIPLE = 16
+"""The kernels of a GPU take matrices whose dims are multiples of it."""
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    """Linear layers whose products have operands in float8 (arXiv 2209.05433), scaled anew at every call.
+
+    Attributes:
+        recipe: what has a scale of its own: ``tensorwise`` the whole of an operand, ``rowwise`` each of its rows; in ``rowwise_with_gw_hp``
+            the product that gives the weight's gradient stays in high precision.
+        modules: paths of those layers.
+        emulated: operands are rounded to float8 and multiplied in float32, as on a CPU.
+        all_gather: FSDP gathers their weights in float8, with one scale for each.
+    """
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+    modules: tuple[str, ...]
+    emulated: bool
+    all_gather: bool = False
+
+    @property
+    def gathered(self) -> frozenset[str]:
+        """Names of the weights that FSDP gathers in float8."""
+        return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()
+
+    def only(self, blocks: tuple[str, ...]) -> Float8Plan:
+        """What is inside some blocks."""
+        return replace(self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks)))
+
+
+def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tuple[Float8Plan | None, tuple[str, ...]]:
+    """What the wishes come to, and what is to be said of layers that are left out.
+
+    Raises:
+        ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
+        UnsupportedError: the model itself is not at hand.
+    """
+    if facts.float8_plan is not None:
+        _refuse_twice(facts, wishes)
+        return facts.float8_plan, ()
+    if wishes.float8 == "none":
+        return None, ()
+    if facts.module is None:
+        raise UnsupportedError(f"techniques.float8 = {wishes.float8}: the model itself ({facts.kind}) is not at hand")
+    linears = _linears_of_blocks(facts.module, facts.blocks)
+    filtered = matching(wishes.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks")
+    routers = set(_routers(facts.module, linears))
+    reasons = {
+        path: "by techniques.float8_filter" if path in filtered else "a router" if path in routers else _obstacle(linear)
+        for path, linear in linears.items()
+    }
+    chosen = tuple(path for path, reason in reasons.items() if not reason)
+    if not chosen:
+        said = "; ".join(_left_out(reasons)) or "it has none"
+        raise ConfigError(f"techniques.float8 = {wishes.float8}: no linear layer in the blocks of {facts.kind} can be converted: {said}")
+    stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
+    experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
+    told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
+    return Float8Plan(wishes.float8, chosen, device != "cuda", wishes.float8_all_gather), tuple(f"float8: {text}" for text in told)
+
+
+def _refuse_twice(facts: ModelFacts, wishes: Techniques) -> None:
+    if wishes.float8 != "none":
+        raise ConfigError(
+            f"techniques.float8 = {wishes.float8}: layers of this {facts.kind} multiply in float8 already, by {facts.float8_plan.recipe}."
+            f" Leave it out, or give a model to which apply_float8 was not applied."
+        )
+
+
+def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:
+    """Whether what a rank of the tensor axis has of each converted layer divides too.
+
+    Raises:
+        ConfigError: naming the layers, and what leaves them out.
+    """
+    if plan is None or tensor is None:
+        return
+    shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
+    parts = {path: tensor.local_shape(f"{path}.weight", shapes[f"{path}.weight"]) for path in plan.modules}
+    odd = {pattern(path): shape for path, shape in parts.items() if any(size % MULTIPLE for size in shape)}
+    if odd:
+        told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
+        wish = ", ".join(f'"{name.rpartition(".")[2]}"' for name in odd)
+        raise ConfigError(
+            f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that does not divide by"
+            f" {MULTIPLE}: {told}. Leave them out (techniques.float8_filter = [{wish}]), or lower layout.tp."
+        )
+
+
+def _linears_of_blocks(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Linear]:
+    named = {clean(raw): module for raw, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {path: module for path, module in named.items() if any(is_within(path, block) for block in blocks)}
+
+
+def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
+    """Linear layers beside a stack of experts that give one number for each, alone in the module beside it (shared experts are several)."""
+    for stack in find_stacks(model).values():
+        beside = owner(stack.path)
+        place = {path: path.removeprefix(f"{beside}.").partition(".")[0] for path in linears if is_within(path, beside)}
+        alone = Counter(place.values())
+        yield from (path for path, child in place.items() if alone[child] == 1 and linears[path].out_features == stack.experts)
+
+
+def _obstacle(linear: nn.Linear) -> str:
+    """Why a layer cannot be converted; "" where it can."""
+    if type(linear) is not nn.Linear:
+        return f"its class {type(linear).__name__} may compute more than a linear layer does"
+    rows, columns = linear.weight.shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"{rows}×{columns} does not divide by {MULTIPLE}"
+    return ""
+
+
+def _left_out(reasons: dict[str, str]) -> Iterator[str]:
+    """By what layers are called in all blocks, with how many there are."""
+    for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
+        yield f"{name} stays in high precision ({count} of them): {reason}"

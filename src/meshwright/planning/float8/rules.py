@@ -1,0 +1,68 @@
+"""The rules about float8; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.planning.case import Case, Found
+from meshwright.planning.tensor.rules import no_blocks
+
+from .plan import RECIPES
+
+AROUND = ("float32", "bfloat16", "float16")
+"""What may be computed in outside of the products."""
+
+
+def float8_wishes(case: Case) -> Found:
+    """What is said of float8 fits together, and with the model."""
+    t = case.techniques
+    if t.float8 not in RECIPES:
+        if t.float8_filter:
+            yield ConfigError(
+                "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set that"
+            )
+        if t.float8_all_gather:
+            yield ConfigError(
+                "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none. Set"
+                " techniques.float8 = tensorwise, or techniques.float8_all_gather = false."
+            )
+        return
+    if case.precision.compute not in AROUND:
+        yield ConfigError(
+            f"techniques.float8 = {t.float8} rounds the operands of products, so the rest need not be {case.precision.compute}."
+            f" Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none."
+        )
+    if not case.facts.blocks:
+        yield ConfigError(no_blocks(f"techniques.float8 = {t.float8}", case.facts))
+
+
+def float8_companions(case: Case) -> Found:
+    """Techniques that do not go with float8."""
+    t, done = case.techniques, case.facts.float8_plan
+    if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
+        said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
+        yield UnsupportedError(
+            f"{said} does not go with techniques.async_tensor_parallel = true, whose products are in {case.precision.compute}."
+            f" Set techniques.async_tensor_parallel = false, or leave float8 out."
+        )
+
+
+def float8_gathering(case: Case) -> Found:
+    """What gathers weights in float8."""
+    t, shards, done = case.techniques, case.layout.dp_shard, case.facts.float8_plan
+    wished = t.float8 in RECIPES and t.float8_all_gather
+    if wished and t.float8 != "tensorwise":
+        yield UnsupportedError(
+            f"techniques.float8_all_gather = true gathers a weight with one scale, and techniques.float8 = {t.float8} has one for each row,"
+            f" another in forward than in backward. Set techniques.float8 = tensorwise, or techniques.float8_all_gather = false."
+        )
+    if wished and (case.technique != "fully_shard" or shards == 1):
+        yield ConfigError(
+            f"techniques.float8_all_gather = true is about weights that FSDP gathers, and here none are: layout.dp_shard = {shards},"
+            f" {case.technique}. Set techniques.float8_all_gather = false, or layout.dp_shard = 2 or more."
+        )
+    if (wished or (done is not None and done.all_gather)) and not isinstance(t.reshard_after_forward, bool | str):
+        asked = "techniques.float8_all_gather" if wished else "enable_fsdp_float8_all_gather"
+        yield UnsupportedError(
+            f"{asked} = true does not go with techniques.reshard_after_forward = {t.reshard_after_forward}: torch does not shard what was"
+            f" gathered in float8 over fewer ranks. Set techniques.reshard_after_forward = true or false."
+        )

@@ -1,0 +1,1 @@
+"""Estimate what a rank holds: states, activations, logits, messages."""

@@ -1,0 +1,1 @@
+"""The optimizer's state, decided: how many bits, and where."""

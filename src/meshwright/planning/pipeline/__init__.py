@@ -1,0 +1,1 @@
+"""Pipeline parallelism, decided: stages, schedules, messages."""

@@ -1,0 +1,73 @@
+"""From facts and wishes to a PipelinePlan."""
+
+from __future__ import annotations
+
+from meshwright.core.names import owner
+from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.stages.block_flow import Flow, flow_of
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.values import PrecisionPlan
+
+from .plan import PipelinePlan, StagePlan
+from .rules import count_stages
+from .schedules.orders import schedule_kind
+from .schedules.table import read_schedule
+from .split import balanced, given_cuts
+
+
+def make_pipeline_plan(facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan) -> PipelinePlan:
+    """Raises UnsupportedError where the model cannot be cut between its blocks; the text says why."""
+    assert facts.module is not None
+    measured = measure_structure(facts, layout.tp)
+    flow = flow_of(facts.module, measured)
+    stages = count_stages(wishes, layout.pp, len(facts.blocks))
+    ranks = _rank_of(wishes.pipeline_schedule, layout.pp, stages)
+    cuts = _cuts(facts, flow, wishes, stages)
+    return PipelinePlan(
+        ranks=layout.pp,
+        schedule=_name(wishes.pipeline_schedule),
+        stages=tuple(StagePlan(rank, facts.blocks[start:end]) for rank, (start, end) in zip(ranks, cuts, strict=True)),
+        kinds=flow.kinds,
+        before=flow.before,
+        behind=flow.behind,
+        tied=_tied(facts, flow),
+        width=flow.width,
+        dtype=precision.compute,
+        counts_tokens_behind=flow.counts_tokens_behind,
+    )
+
+
+def _name(wish: str) -> str:
+    return wish if wish.endswith(".csv") else schedule_kind(wish).name
+
+
+def _rank_of(wish: str, ranks: int, stages: int) -> tuple[int, ...]:
+    return read_schedule(wish).rank_of if wish.endswith(".csv") else schedule_kind(wish).rank_of(ranks, stages // ranks)
+
+
+def _cuts(facts: ModelFacts, flow: Flow, wishes: Techniques, stages: int) -> list[tuple[int, int]]:
+    blocks = len(facts.blocks)
+    if wishes.pipeline_cuts:
+        return given_cuts(wishes.pipeline_cuts, blocks, stages)
+    if wishes.layers_per_stage:
+        size = wishes.layers_per_stage
+        return [(start, min(start + size, blocks)) for start in range(0, blocks, size)]
+    sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in facts.blocks]
+    before, behind = (
+        float(sum(p.numel for p in facts.parameters if any(owner(name) in modules for name in (p.name, *p.aliases))))
+        for modules in (flow.before, flow.behind)
+    )
+    return balanced(sizes, stages, head=behind, embedding=before)
+
+
+def _tied(facts: ModelFacts, flow: Flow) -> tuple[tuple[str, str], ...]:
+    """Parameters that lie both before and behind the blocks: a name of each there."""
+    found = []
+    for p in facts.parameters:
+        names = (p.name, *p.aliases)
+        first = next((name for name in names if owner(name) in flow.before), None)
+        last = next((name for name in names if owner(name) in flow.behind), None)
+        if first is not None and last is not None:
+            found.append((first, last))
+    return tuple(found)

@@ -1,0 +1,142 @@
+"""The rules about pipeline parallelism; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.case import Case, Found
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.rules import no_blocks
+
+from .plan import PipelinePlan
+from .schedules.orders import ScheduleKind, schedule_kind
+from .schedules.table import read_schedule
+from .split import given_cuts
+
+
+def pipeline_wishes(case: Case) -> Found:
+    """What is said of a pipeline fits together, with the model and the mesh."""
+    t, ranks = case.techniques, case.layout.pp
+    if ranks == 1:
+        if t.pipeline_cuts or t.layers_per_stage:
+            key = "pipeline_cuts" if t.pipeline_cuts else "layers_per_stage"
+            yield ConfigError(f"techniques.{key} cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set layout.pp.")
+        return
+    blocks = len(case.facts.blocks)
+    if not blocks:
+        yield ConfigError(no_blocks(f"layout.pp = {ranks}", case.facts))
+        return
+    try:
+        stages = count_stages(t, ranks, blocks)
+        if t.pipeline_cuts:
+            given_cuts(t.pipeline_cuts, blocks, stages)
+    except ConfigError as error:
+        yield error
+        return
+    if stages > blocks:
+        most = blocks // (stages // ranks)
+        way = f"Legal here: layout.pp = 1 to {most}." if most else "Use 1f1b, which makes one stage for each rank."
+        yield ConfigError(
+            f"layout.pp = {ranks} with {t.pipeline_schedule} makes {stages} stages, but {case.facts.kind} has {blocks} blocks, and each"
+            f" stage needs one. {way}"
+        )
+
+
+def pipeline_companions(case: Case) -> Found:
+    """Techniques that do not go with a pipeline."""
+    t, ranks = case.techniques, case.layout.pp
+    if ranks == 1:
+        return
+    if case.technique == "ddp":
+        yield UnsupportedError(
+            f"techniques.data_parallel = ddp does not go with layout.pp = {ranks}: it reduces its buckets in the first backward that it"
+            f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
+        )
+    if t.sync_grad_accum is not False and _splits_backward(case):
+        said = f"sync_grad_accum = {str(t.sync_grad_accum).lower()}" if t.zero_stage == "auto" else f"zero_stage = {t.zero_stage}"
+        yield UnsupportedError(
+            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
+            f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or interleaved_1f1b, or"
+            f" techniques.zero_stage = 1."
+        )
+    if t.compile and _splits_backward(case):
+        yield UnsupportedError(
+            f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
+            f" gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b, or techniques.compile = false."
+        )
+
+
+def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
+    """Whether every rank has something to train.
+
+    Raises:
+        ConfigError: with the blocks of one that has not.
+    """
+    trained = [name for p in facts.parameters if p.trainable for name in (p.name, *p.aliases)]
+    for rank in range(plan.ranks):
+        stages = plan.stages_on(rank)
+        if not any(plan.has(stage, name) for stage in stages for name in trained):
+            blocks = [block for stage in stages for block in plan.stages[stage].blocks]
+            raise ConfigError(
+                f"layout.pp = {plan.ranks}: all that rank {rank} of the pipeline has ({blocks[0]} to {blocks[-1]}) is frozen, so an"
+                f" optimizer there would have nothing to train. Cut elsewhere (techniques.pipeline_cuts), or freeze less."
+            )
+
+
+def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> None:
+    """Whether the rows of a rank make a number of microbatches that can be scheduled.
+
+    Raises:
+        ConfigError: with that number, and the least that can.
+    """
+    size = microbatch_rows or plan.rows_per_microbatch(rows)
+    number = -(-rows // size)
+    if (legal := plan.legal(number)) == number:
+        return
+    takes = f"{legal} microbatches and no other number" if plan.schedule.endswith(".csv") else f"{plan.least} microbatches at least"
+    if not plan.schedule.endswith(".csv") and schedule_kind(plan.schedule).multiple(plan.ranks) > 1:
+        takes = f"a multiple of {plan.least} microbatches"
+    raise ConfigError(
+        f"techniques.pipeline_schedule = {plan.schedule} on layout.pp = {plan.ranks} takes {takes}, but the {rows} rows of a rank make"
+        f" {number} of {size} rows each. Set batch.global_batch to {legal} times batch.microbatch for each data rank, or use 1f1b, which"
+        f" takes any number."
+    )
+
+
+def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
+    """How many stages the wishes make. Raises ConfigError where they cannot be read."""
+    if t.pipeline_schedule.endswith(".csv"):
+        schedule = read_schedule(t.pipeline_schedule)
+        if len(schedule.ranks) != ranks:
+            raise ConfigError(
+                f"techniques.pipeline_schedule = {t.pipeline_schedule}: it has {len(schedule.ranks)} rows, one for each rank, but"
+                f" layout.pp = {ranks}"
+            )
+        return schedule.stages
+    kind = schedule_kind(t.pipeline_schedule)
+    if t.pipeline_cuts and kind.loops:
+        return len(t.pipeline_cuts) + 1
+    if not t.layers_per_stage:
+        return ranks * kind.per_rank(blocks, ranks)
+    return _stages_of_size(kind, t.layers_per_stage, ranks, blocks)
+
+
+def _stages_of_size(kind: ScheduleKind, layers: int, ranks: int, blocks: int) -> int:
+    stages = -(-blocks // layers) if layers > 0 else 0
+    per_rank = stages // ranks
+    can = per_rank >= 1 and stages % ranks == 0 and (per_rank == 2 if kind.is_v else kind.loops or per_rank == 1)
+    if not can:
+        wanted = f"{2 * ranks}" if kind.is_v else f"a multiple of {ranks}" if kind.loops else f"{ranks}"
+        raise ConfigError(
+            f"techniques.layers_per_stage = {layers} makes {stages} stages of {blocks} blocks, but {kind.name} on layout.pp = {ranks} takes"
+            f" {wanted}"
+        )
+    return stages
+
+
+def _splits_backward(case: Case) -> bool:
+    name = case.techniques.pipeline_schedule
+    try:
+        return read_schedule(name).splits_backward if name.endswith(".csv") else schedule_kind(name).splits_backward
+    except ConfigError:  # told of elsewhere
+        return False

@@ -1,0 +1,267 @@
+"""The orders of the known schedules, for any number of ranks and microbatches.
+
+gpipe                    GPipe (arXiv 1811.06965): all forwards, then all backwards
+1f1b                     PipeDream-Flush (arXiv 2006.09503), as in Megatron-LM (arXiv 2104.04473)
+interleaved_1f1b         several stages per rank, in loops (arXiv 2104.04473)
+looped_bfs               breadth-first loops (arXiv 2211.05953)
+interleaved_zero_bubble  interleaved, with weight gradients in the bubbles (ZB-H1 of arXiv 2401.10241)
+zbv_zero_bubble          two stages per rank in the shape of a V (arXiv 2405.15362)
+dualpipe_v               DualPipe (arXiv 2412.19437) cut in half, in the shape of a V
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.core.errors import ConfigError, nearest
+
+from .action import Action, PipelineSchedule, Work
+from .simulate import simulate, unit_cost
+
+Order = Callable[[int, int, int, int], list[Action]]
+"""(rank, ranks, microbatches, stages per rank) -> what that rank does."""
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule by name.
+
+    Attributes:
+        order: of one rank.
+        loops: a rank may have several stages, ``ranks`` apart; else one, or (``is_v``) two.
+        is_v: rank r has the stages r and 2 · ranks - 1 - r.
+        splits_backward: input and weight gradients are computed apart.
+        multiple: (ranks) -> microbatches come in multiples of it.
+        least: (ranks) -> the fewest microbatches.
+    """
+
+    name: str
+    order: Order
+    loops: bool = False
+    is_v: bool = False
+    splits_backward: bool = False
+    multiple: Callable[[int], int] = lambda ranks: 1
+    least: Callable[[int], int] = lambda ranks: 1
+
+    def legal(self, microbatches: int, ranks: int) -> int:
+        """The nearest number of microbatches, from ``microbatches`` up, that the schedule can do."""
+        step = self.multiple(ranks)
+        return max(-(-microbatches // step) * step, self.least(ranks))
+
+    def per_rank(self, blocks: int, ranks: int) -> int:
+        """Stages per rank where nothing else is said: two where loops are possible and the blocks suffice."""
+        return 2 if self.is_v or (self.loops and blocks >= 2 * ranks) else 1
+
+    def rank_of(self, ranks: int, per_rank: int) -> tuple[int, ...]:
+        stages = range(ranks * per_rank)
+        return (
+            tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages) if self.is_v else tuple(s % ranks for s in stages)
+        )
+
+    def build(self, ranks: int, microbatches: int, per_rank: int) -> PipelineSchedule:
+        """Raises ConfigError for a number of microbatches that it cannot do."""
+        if (legal := self.legal(microbatches, ranks)) != microbatches or microbatches < 1:
+            raise ConfigError(
+                f"schedule {self.name} on {ranks} ranks: {microbatches} microbatches cannot be scheduled; the next that can are {legal}"
+            )
+        orders = tuple(tuple(self.order(rank, ranks, microbatches, per_rank)) for rank in range(ranks))
+        made = PipelineSchedule(self.name, orders, self.rank_of(ranks, per_rank), microbatches)
+        return with_weight_gradients(made) if self.splits_backward and not self.is_v else made
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    return [Action(rank, work, m) for work in (Work.FORWARD, Work.BACKWARD) for m in range(microbatches)]
+
+
+def _1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    forwards = [Action(rank, Work.FORWARD, m) for m in range(microbatches)]
+    backwards = [Action(rank, Work.BACKWARD, m) for m in range(microbatches)]
+    return list(_alternating(forwards, backwards, ranks - 1 - rank))
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+    """``ahead`` forwards, then one forward and one backward in turns, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    yield from forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        yield from forwards[ahead + number : ahead + number + 1]
+        yield backward
+
+
+def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, backward: Work, ahead: int) -> list[Action]:
+    """Microbatches go through the loops ``ranks`` at a time."""
+    rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
+    stages = [loop * ranks + rank for loop in range(per_rank)]
+    forwards = [Action(stage, Work.FORWARD, m) for group in rounds for stage in stages for m in group]
+    backwards = [Action(stage, backward, m) for group in rounds for stage in reversed(stages) for m in group]
+    return list(_alternating(forwards, backwards, (per_rank - 1) * ranks + ahead))
+
+
+def _interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    return _looped(rank, ranks, microbatches, per_rank, Work.BACKWARD, 2 * (ranks - 1 - rank) if per_rank > 1 else ranks - 1 - rank)
+
+
+def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    return _looped(rank, ranks, microbatches, per_rank, Work.INPUT, ranks - 1 - rank)
+
+
+def _looped_bfs(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    stages = [loop * ranks + rank for loop in range(per_rank)]
+    forwards = [Action(stage, Work.FORWARD, m) for stage in stages for m in range(microbatches)]
+    return forwards + [Action(stage, Work.BACKWARD, m) for stage in reversed(stages) for m in range(microbatches)]
+
+
+class _Rank:
+    """Counts what one rank of a V has done; what goes beyond the last microbatch is left out."""
+
+    def __init__(self, rank: int, ranks: int, microbatches: int):
+        self.stages = rank, 2 * ranks - 1 - rank
+        self.microbatches = microbatches
+        self.done: Counter[tuple[int, Work]] = Counter()
+        self.order: list[Action] = []
+
+    def do(self, leg: int, *works: Work) -> None:
+        """On the next microbatch of the way down (0) or up (1)."""
+        for work in works:
+            number = self.done[leg, work]
+            self.done[leg, work] += 1
+            if number < self.microbatches:
+                self.order.append(Action(self.stages[leg], work, number))
+
+    def finish_weights(self, *legs: int) -> None:
+        for leg in legs:
+            while self.done[leg, Work.WEIGHT] < self.done[leg, Work.INPUT]:
+                self.do(leg, Work.WEIGHT)
+
+
+def _zbv(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    F, I, W = Work.FORWARD, Work.INPUT, Work.WEIGHT  # noqa: E741
+    here = _Rank(rank, ranks, microbatches)
+    for _ in range(2 * (ranks - rank) - 1):
+        here.do(0, F)
+    for _ in range(rank):
+        here.do(1, F)
+        here.do(0, F)
+    for _ in range(ranks - rank):
+        here.do(1, F, I, W)
+    while here.done[1, F] < max(here.done[0, F], microbatches):
+        if here.done[0, F] < microbatches:
+            here.do(0, F)
+        here.do(0, I, W)
+        here.do(1, F, I, W)
+    for _ in range(rank):
+        here.do(0, I)
+        here.do(1, I)
+    for _ in range(ranks - rank):
+        here.do(0, I, W)
+    here.finish_weights(1, 0)
+    return here.order
+
+
+def _dualpipe_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    F, B, I, W = Work.FORWARD, Work.BACKWARD, Work.INPUT, Work.WEIGHT  # noqa: E741
+    here, behind = _Rank(rank, ranks, microbatches), ranks - 1 - rank
+    pending: list[Action] = []
+
+    def backward(leg: int, *, split: bool) -> None:
+        number = here.done[leg, B]
+        here.done[leg, B] += 1
+        here.order.append(Action(here.stages[leg], I if split else B, number))
+        if split:
+            pending.append(Action(here.stages[leg], W, number))
+
+    def weight() -> None:
+        if pending:
+            here.order.append(pending.pop(0))
+
+    for _ in range(2 * behind):
+        here.do(0, F)
+    for _ in range(rank + 1):
+        here.do(0, F)
+        here.do(1, F)
+    for _ in range(behind):
+        backward(1, split=True)
+        weight()
+        here.do(1, F)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        here.do(0, F)
+        backward(1, split=False)
+        here.do(1, F)
+        backward(0, split=False)
+    for _ in range(behind):
+        backward(1, split=False)
+        here.do(1, F)
+        backward(0, split=False)
+    for turn in range(rank + 1):  # its second half keeps weight gradients for the bubbles to come
+        backward(1, split=2 * turn >= rank + 1)
+        backward(0, split=2 * turn + 1 >= rank + 1)
+    for _ in range(behind):
+        weight()
+        backward(0, split=True)
+    here.order += pending
+    return here.order
+
+
+def with_weight_gradients(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Add W to an order that has F and I alone: each rank puts off the first few, later ranks more, and does the rest as it goes.
+
+    How many, is what takes the shortest time where F, I and W last equally long.
+    """
+    per_rank = schedule.stages // len(schedule.ranks)
+    tried = [_delayed(schedule, delay) for delay in range(2 * per_rank + 1)]
+    return min(tried, key=lambda made: simulate(made, unit_cost).makespan)
+
+
+def _delayed(schedule: PipelineSchedule, delay: int) -> PipelineSchedule:
+    orders = []
+    for rank, actions in enumerate(schedule.ranks):
+        made: list[Action] = []
+        pending: list[Action] = []
+        for action in actions:
+            made.append(action)
+            if action.work is Work.INPUT:
+                pending.append(action._replace(work=Work.WEIGHT))
+                if len(pending) > delay * rank:
+                    made.append(pending.pop(0))
+        orders.append((*made, *pending))
+    return replace(schedule, ranks=tuple(orders))
+
+
+def forwards(rank_of: tuple[int, ...], microbatches: int) -> PipelineSchedule:
+    """Forwards alone: every rank takes all microbatches through one of its stages, then through the next."""
+    ranks = range(1 + max(rank_of))
+    orders = tuple(
+        tuple(Action(stage, Work.FORWARD, m) for stage, home in enumerate(rank_of) if home == rank for m in range(microbatches))
+        for rank in ranks
+    )
+    return PipelineSchedule("forwards", orders, rank_of, microbatches)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("gpipe", _gpipe),
+        ScheduleKind("1f1b", _1f1b),
+        ScheduleKind("interleaved_1f1b", _interleaved, loops=True, multiple=lambda ranks: ranks),
+        ScheduleKind("looped_bfs", _looped_bfs, loops=True),
+        ScheduleKind("interleaved_zero_bubble", _interleaved_zero_bubble, loops=True, splits_backward=True, multiple=lambda ranks: ranks),
+        ScheduleKind("zbv_zero_bubble", _zbv, is_v=True, splits_backward=True),
+        ScheduleKind("dualpipe_v", _dualpipe_v, is_v=True, splits_backward=True, least=lambda ranks: 2 * ranks),
+    )
+}
+
+
+def _squeezed(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").removeprefix("schedule")
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """By our name or torch's (``Interleaved1F1B``, ``ScheduleZBVZeroBubble``). Raises ConfigError for any other."""
+    found = next((kind for kind in KINDS.values() if _squeezed(kind.name) == _squeezed(name)), None)
+    if found is None:
+        raise ConfigError(
+            f"techniques.pipeline_schedule = {name!r}: legal are {', '.join(KINDS)}, or a .csv file of actions.{nearest(name, KINDS)}"
+        )
+    return found

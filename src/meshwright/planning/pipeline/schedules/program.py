@@ -1,0 +1,82 @@
+"""A schedule with its messages: what each rank computes, sends and receives, in one order that no two ranks disagree about.
+
+Messages are placed where they fall when the schedule is played through: a rank sends as soon as it has computed, and begins to receive at
+the same moment. So on every pair of ranks both sides name their messages in the same order, which back ends without tags need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from .action import Action, PipelineSchedule, Work
+from .simulate import simulate
+
+
+class Content(StrEnum):
+    ACTIVATION = "activation"
+    """What a stage's forward gives to the next stage."""
+    GRADIENT = "gradient"
+    """What a stage's backward gives to the stage before."""
+
+
+class Message(NamedTuple):
+    """Attributes:
+    stage: for which it is.
+    microbatch: of which it is.
+    """
+
+    content: Content
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Send:
+    message: Message
+    peer: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    message: Message
+    peer: int
+
+
+Step = Action | Send | Receive
+
+
+def message_after(action: Action, stages: int) -> Message | None:
+    """What an action gives to another stage."""
+    if action.work is Work.FORWARD and action.stage + 1 < stages:
+        return Message(Content.ACTIVATION, action.stage + 1, action.microbatch)
+    if action.work in (Work.BACKWARD, Work.INPUT) and action.stage > 0:
+        return Message(Content.GRADIENT, action.stage - 1, action.microbatch)
+    return None
+
+
+def message_before(action: Action, stages: int) -> Message | None:
+    """What an action needs of another stage."""
+    if action.work is Work.FORWARD and action.stage > 0:
+        return Message(Content.ACTIVATION, action.stage, action.microbatch)
+    if action.work in (Work.BACKWARD, Work.INPUT) and action.stage + 1 < stages:
+        return Message(Content.GRADIENT, action.stage, action.microbatch)
+    return None
+
+
+def programs(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
+    """By rank. What goes from a stage to another on the same rank is no message."""
+    spans = simulate(schedule).spans
+    timed: list[list[tuple[float, int, Step]]] = [[] for _ in schedule.ranks]
+    for rank, actions in enumerate(schedule.ranks):
+        timed[rank] += [(spans[action][0], 1, action) for action in actions]
+    for action in sorted(spans, key=lambda a: (spans[a][1], a.stage, a.microbatch)):
+        message = message_after(action, schedule.stages)
+        if message is None:
+            continue
+        source, target = schedule.rank_of[action.stage], schedule.rank_of[message.stage]
+        if source != target:  # at the moment at which it is computed: before what begins then
+            timed[source].append((spans[action][1], 0, Send(message, target)))
+            timed[target].append((spans[action][1], 0, Receive(message, source)))
+    return tuple(tuple(step for *_, step in sorted(steps, key=lambda entry: entry[:2])) for steps in timed)

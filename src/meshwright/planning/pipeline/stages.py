@@ -1,0 +1,166 @@
+"""What of a plan, and of the facts about a model, is about one pipeline stage; and what the ranks of a pipeline send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.core.axes import Axis
+from meshwright.core.names import is_within
+from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.planning.collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_agreement, step_norm
+from meshwright.planning.data.units import make_unit, trained_cuts
+from meshwright.planning.experts.collectives import expert_collectives, router_collectives
+from meshwright.planning.experts.plan import without_experts
+from meshwright.planning.float8.messages import scales_of_gathered
+from meshwright.planning.plan import Plan
+from meshwright.planning.recompute.plan import sent_again
+from meshwright.planning.tensor.collectives import tensor_collectives
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import Collective, Unit
+
+from .plan import PipelinePlan
+
+
+def plan_of_stage(plan: Plan, stage: int) -> Plan:
+    """The plan that techniques read for one stage's part of the model."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    blocks = pipeline.stages[stage].blocks
+
+    def here(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path for path in paths if any(is_within(path, block) for block in blocks))
+
+    also = tuple(last for first, last in pipeline.tied for name in (first, last) if name in plan.frozen)
+    return replace(
+        plan,
+        units=tuple(unit for unit in plan.units if not unit.name or here((unit.name,))),
+        experts=None if plan.experts is None else plan.experts.only(blocks),
+        frozen=(*plan.frozen, *also),
+        checkpointed=here(plan.checkpointed),
+        compiled=here(plan.compiled),
+        float8=None if plan.float8 is None else plan.float8.only(blocks),
+        tensor=None if plan.tensor is None else _tensor_plan_of(plan.tensor, pipeline, stage),
+        loss=plan.loss if stage == len(pipeline.stages) - 1 else None,
+    )
+
+
+def _tensor_plan_of(tensor: TensorPlan, pipeline: PipelinePlan, stage: int) -> TensorPlan:
+    is_first, is_last = stage == 0, stage == len(pipeline.stages) - 1
+    return replace(
+        tensor.only(pipeline.stages[stage].blocks),
+        begins=is_first,
+        embedding=tensor.embedding if is_first else "",
+        head=tensor.head if is_last else "",
+        gathers_after_blocks=tensor.gathers_after_blocks and is_last,
+    )
+
+
+def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> ModelFacts:
+    """Facts about a stage's part: what is tied across stages has its name there."""
+    blocks = pipeline.stages[stage].blocks
+    found: list[ParameterFact] = []
+    for fact in facts.parameters:
+        names = [name for name in (fact.name, *fact.aliases) if pipeline.has(stage, name)]
+        if names:
+            found.append(replace(fact, name=names[0], aliases=tuple(names[1:])))
+    attentions = tuple(path for path in facts.attentions if any(is_within(path, block) for block in blocks))
+    routers = tuple(router for router in facts.routers if any(is_within(router.path, block) for block in blocks))
+    return replace(facts, parameters=tuple(found), blocks=blocks, attentions=attentions, routers=routers)
+
+
+def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
+    """Everything that a rank of the pipeline axis sends in a step."""
+    frozen = set(plan.frozen)
+    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
+    return tuple(_of_rank(facts, plan, rank))
+
+
+def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
+    pipeline, mesh = plan.pipeline, dict(plan.mesh)
+    assert pipeline is not None
+    shards = mesh[Axis.DP_SHARD] if plan.data.technique == "fully_shard" else 1
+    yield from over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")
+    for stage in pipeline.stages_on(rank):
+        own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
+        if plan.data.technique == "fully_shard":
+            yield from sharded_units(
+                _units_of(own, part, shards), part.data, part.precision, shards, mesh[Axis.DP_REPLICATE], part.experts, postponed=True
+            )
+        recomputed = recomputed_in(own.blocks, _sent_again(part))
+        if part.tensor is not None:
+            dense = without_experts(own, part.experts)
+            yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8)
+        yield from scales_of_gathered(part.float8, part.tensor, shards)
+        if part.experts is not None:
+            yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
+        yield from _messages(plan, pipeline, stage)
+    yield from _ties(facts, plan, pipeline, rank)
+    yield from over_data_axes(mesh, "loss", 1, "float64")
+    yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
+    routers = [router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers]
+    again = recomputed_in(facts.blocks, _sent_again(plan))
+    yield from router_collectives(replace(facts, routers=tuple(routers)), mesh, plan.tensor, plan.precision, again, plan.router_loss)
+    copies = {last for _, last in pipeline.tied}
+    own = [p for stage in pipeline.stages_on(rank) for p in facts_of_stage(facts, pipeline, stage).parameters if p.name not in copies]
+    cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)
+    experts = plan.experts if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own) else None
+    yield from step_norm(plan.data, plan.precision, shards, mesh.get(Axis.TP, 1), cuts, experts)
+    yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
+    yield from step_agreement(mesh)
+
+
+def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:
+    """What a stage sends: (rows, seq, width) forward, the same of gradients backward; of a cut sequence a rank's part."""
+    cut = plan.tensor is not None and plan.tensor.sequence_parallel
+    here = pipeline.stages[stage].rank
+    for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):
+        if 0 <= other < len(pipeline.stages) and pipeline.stages[other].rank != here:
+            name = f"{what} to stage {other}"
+            share = plan.size(Axis.TP) if cut else 1
+            yield Collective(
+                "send", Axis.PP.value, 2, name, pipeline.width, pipeline.dtype, "microbatch", by_token=True, filled=cut, among=share
+            )
+
+
+def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> Iterator[Collective]:
+    """The gradients that the first and the last stage give each other."""
+    ends = pipeline.stages[0].rank, pipeline.stages[-1].rank
+    if rank not in ends or ends[0] == ends[1]:
+        return
+    for fact in facts.parameters:
+        if fact.trainable and any(first in (fact.name, *fact.aliases) for first, _ in pipeline.tied):
+            shape = fact.shape if plan.tensor is None else plan.tensor.local_shape(fact.name, fact.shape)
+            shards = plan.size(Axis.DP_SHARD) if plan.data.technique == "fully_shard" else 1
+            own = -(-shape[0] // shards) * math.prod(shape[1:])
+            yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, plan.precision.master, "step")
+
+
+def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
+    """What travels together in each stage; frozen parameters are those of the plan."""
+    frozen, pipeline = set(plan.frozen), plan.pipeline
+    assert pipeline is not None
+    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
+    shards = plan.size(Axis.DP_SHARD) if plan.data.technique == "fully_shard" else 1
+    numbers = range(len(pipeline.stages))
+    return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)
+
+
+def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
+    """The communication units of a stage's part: its root has what it has of what lies outside the blocks."""
+    root = make_unit(facts, "", shards, False, False, plan.tensor, optimizer=plan.optimizer)
+    return tuple(unit for unit in (root, *(unit for unit in plan.units if unit.name)) if unit.elements)
+
+
+def _sent_again(plan: Plan) -> tuple[str, ...]:
+    return sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
+
+
+def recomputed_in(blocks: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Block -> the paths of those of ``modules`` that it is or has, within it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in modules:
+        block = next(block for block in blocks if is_within(path, block))
+        found[block] = (*found.get(block, ()), path[len(block) + 1 :])
+    return found

@@ -1,0 +1,81 @@
+"""Operators by name: what a selective recomputation can be told to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
+from meshwright.core.imports import import_object
+
+from .plan import KEPT
+
+
+def check_kept(words: tuple[str, ...], where: str) -> Iterator[MeshwrightError]:
+    """What is wrong with a list of what is kept: words, names of operators, or "module:function"."""
+    if not words:
+        yield ConfigError(f"{where} is empty: nothing would be kept, which is techniques.activation_checkpointing = full")
+    for word in words:
+        if word in KEPT:
+            continue
+        try:
+            if ":" in word:
+                policy_function(word, where)
+            else:
+                operators(word, where)
+        except MeshwrightError as error:
+            yield error
+
+
+def policy_function(path: str, where: str) -> Any:
+    """A user's policy, (context, operator, *args, **kwargs) → torch.utils.checkpoint.CheckpointPolicy.
+
+    Raises:
+        ConfigError: it cannot be imported, or called.
+    """
+    found = import_object(path)
+    if not callable(found):
+        raise ConfigError(f"{where}: '{path}' is a {type(found).__name__}, and not a function of (context, operator, *args, **kwargs)")
+    return found
+
+
+def operators(name: str, where: str) -> tuple[Any, ...]:
+    """torch's operators of a full name (``aten.mm.default``), or all forms of one (``aten.mm``) whose results can be kept.
+
+    Raises:
+        ConfigError: there is none of that name.
+        UnsupportedError: its results cannot be kept.
+    """
+    found: Any = torch.ops
+    parts = name.removeprefix("torch.ops.").split(".")
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):
+        found = None
+    if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
+        raise ConfigError(
+            f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an operator of torch"
+            f" such as aten.mm.default; or module:function, a policy."
+        )
+    if parts[0] in ("c10d", "_c10d_functional"):
+        raise UnsupportedError(
+            f"{where}: '{name}' sends into a buffer that it is given. Say collectives, which keeps all that is received."
+        )
+    forms = [getattr(found, form) for form in found.overloads()] if isinstance(found, OpOverloadPacket) else [found]
+    fresh = tuple(form for form in forms if is_fresh(form))
+    if not fresh:
+        raise UnsupportedError(
+            f"{where}: '{name}' writes into its inputs or gives a view of them, so that there is no result of its own to keep. Name the"
+            f" operator that makes the tensor."
+        )
+    return fresh
+
+
+def is_fresh(operator: Any) -> bool:
+    """Whether what it gives is new: it writes into none of its arguments, and gives no view of one."""
+    schema = operator._schema
+    return bool(schema.returns) and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

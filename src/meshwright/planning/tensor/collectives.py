@@ -1,0 +1,247 @@
+"""What travels over the tensor axis in a microbatch, counted before anything runs.
+
+With the sequence cut (arXiv 2205.05198), a column-parallel input is gathered in forward, again in backward, and its gradient reduced and
+scattered; a row-parallel output is reduced and scattered in forward, and its gradient gathered. Without, one all-reduce each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from meshwright.core.axes import Axis
+from meshwright.core.names import is_within, owner
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.float8.messages import Agreements, agreeing
+from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.values import Collective, LossPlan, PrecisionPlan
+
+from .plan import BlocksPlan, RegionPlan, TensorPlan
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+def tensor_collectives(
+    facts: ModelFacts,
+    plan: TensorPlan,
+    precision: PrecisionPlan,
+    loss: LossPlan | None,
+    recomputed: dict[str, tuple[str, ...]],
+    shards: int,
+    float8: Float8Plan | None = None,
+) -> tuple[Collective, ...]:
+    """Of one forward and backward, and of the sums of gradients at the end of a step.
+
+    Args:
+        recomputed: block -> paths of the modules in it ("": all of it) whose forward runs twice.
+        shards: ranks among which what a rank of the tensor axis holds is sharded once more.
+    """
+    return tuple(_found(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
+
+
+class _Counts:
+    """Makes the entries of one plan."""
+
+    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None):
+        self.agreeing = agreeing(float8, plan, shards)
+        self.plan, self.facts, self.shards = plan, facts, shards
+        self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
+        self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}
+        self.dtype, self.master = precision.compute, precision.master
+
+    def one(
+        self, op: Op, unit: str, elements: int, calls: int = 1, dtype: str | None = None, *, share: float = 1.0, whole: bool = False
+    ) -> Collective:
+        """Of activations: ``elements`` for each token in each call, or a ``share`` of the tokens in each; ``whole``: of no cut sequence."""
+        total = round(elements * calls * share)
+        filled = self.plan.sequence_parallel and op != "all_reduce" and not whole
+        kind = dtype or self.dtype
+        return Collective(op, Axis.TP.value, self.plan.ranks, unit, total, kind, "microbatch", calls, by_token=True, filled=filled)
+
+    def features(self, path: str, dim: int) -> int:
+        return self.shapes[f"{path}.weight"][dim]
+
+    def is_trained(self, name: str) -> bool:
+        return name not in self._frozen
+
+    def trains(self, *paths: str) -> bool:
+        names = (f"{path}.{name}" for path in paths for name in ("weight", "bias"))
+        return any(self.is_trained(name) for name in names if name in self.shapes)
+
+    def between_blocks_and_head(self) -> Iterator[str]:
+        """Parameters between the last block and the head."""
+        inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
+        return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_within_any(p.name, inside))
+
+    def summed(self) -> int:
+        """Elements of the gradients that are summed over the tensor axis, on one shard."""
+        total = 0
+        for p in self.facts.parameters:
+            if not p.trainable:
+                continue
+            cut = self.plan.cut_of(p.name, p.shape)
+            if cut is None:
+                total += self._shard(p.shape, p.shape[0] if p.shape else 1)
+                continue
+            dim, parts = cut
+            for part in parts:
+                if part.copies(self.plan.ranks) > 1:  # a slot for each share
+                    whole = (*p.shape[:dim], part.size, *p.shape[dim + 1 :])
+                    total += math.prod(whole) // (self.shards if dim == 0 else 1)
+        return total
+
+    def _shard(self, shape: tuple[int, ...], rows: int) -> int:
+        return -(-rows // self.shards) * math.prod(shape[1:])
+
+
+def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
+    plan = count.plan
+    width = _width(count)
+    flows = not plan.begins or any(count.is_trained(name) for name in plan.before)
+    yield from _entry(count, width, flows)
+    for block in plan.blocks:
+        work = _BlockWork(count, plan.kind_of(block), block, width)
+        yield from work.forward(work.kind.regions)
+        yield from work.agreements.forward(work.kind.regions)
+        yield from work.backward(flows)
+        yield from work.agreements.backward(flows, work.others_train, work.norm_trains)
+        again = recomputed.get(block)
+        if again is not None and (flows or work.trains):
+            regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
+            yield from work.forward(regions)
+            yield from work.agreements.forward(regions)
+        flows = flows or work.trains
+    if plan.sequence_parallel and plan.gathers_after_blocks:
+        yield count.one("all_gather", "behind the blocks", width)
+        if flows and plan.head:  # a whole head gives all ranks the same gradient
+            yield count.one("reduce_scatter", "behind the blocks", width)
+    yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.between_blocks_and_head()))
+    summed = count.summed()
+    if summed:
+        yield Collective("all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step")
+
+
+def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
+    return any(is_within(path, module) for module in modules)
+
+
+def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
+    plan = count.plan
+    if plan.embedding:
+        yield count.one("reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce", "embedding", width)
+    if plan.sequence_parallel and plan.begins and flows:
+        yield count.one("all_gather", "embedding", width)
+
+
+class _BlockWork:
+    """What one block sends."""
+
+    def __init__(self, count: _Counts, kind: BlocksPlan, block: str, width: int):
+        self.count, self.kind, self.block, self.width = count, kind, block, width
+        self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
+        names = [name for name in count.shapes if is_within(name, block)]
+        self.trains = any(count.is_trained(name) for name in names)
+        self._with = {path: r.region.linears_of(path) for r in kind.regions for path in r.region.linears}
+        linears = {path for paths in self._with.values() for path in paths}
+        self.norms_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] in kind.norms)
+        self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
+        here = {path[len(block) + 1 :]: parts for path, parts in count.agreeing.items() if is_within(path, block)}
+        self.agreements = Agreements(kind, here, self._train, self._weight_trains, block, count.plan.ranks)
+
+    def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
+        begins = {path for planned in regions for path in planned.region.begins}
+        gathers = sum(1 for paths in self.kind.gathers if begins.intersection(paths))
+        gathers = min(gathers, 1) if self.kind.norms else gathers
+        consumers = {planned.region.consumer for planned in regions}
+        ends = sum(1 for path in self._ends() if path in consumers)
+        if self.cut and gathers:
+            yield self.count.one("all_gather", self.block, self.width, gathers)
+        if ends:
+            yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, ends)
+        for norm, gathered, _ in self._spanning(regions):
+            yield self.count.one("all_gather", f"{self.block}.{norm}", gathered, whole=True)
+
+    def backward(self, flows: bool) -> Iterator[Collective]:
+        gathered, scattered = self._normed_in_backward(flows) if self.kind.norms else (0, 0)
+        flows = flows or self.others_train
+        for planned in self.kind.regions:
+            region = planned.region
+            begins = [paths for paths in self.kind.gathers if set(paths) & set(region.begins) and not self.kind.norms]
+            first = [paths for paths in begins if paths[0] in region.begins]  # shared ones count where they begin
+            if region.consumer in self._ends() and (flows or self._train(*region.linears)):
+                gathered += 1
+            if self.cut and self.regather:
+                gathered += sum(1 for paths in first if self._train(*paths) and not self._is_kept(paths))
+            if flows:
+                scattered += len(first)
+            for norm, _, features in self._spanning((planned,)):
+                if flows or self._train(*region.latent, *region.producers):
+                    yield self.count.one("all_reduce", f"{self.block}.{norm}", features)
+            if not self.kind.summed:
+                flows = flows or self._train(*region.linears)
+        if self.cut and gathered:
+            yield self.count.one("all_gather", self.block, self.width, gathered)
+        if scattered:
+            yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
+
+    def _normed_in_backward(self, flows: bool) -> tuple[int, int]:
+        """(gathers, reductions) of a block's input that is gathered before its norms; a norm's backward needs it whole."""
+        runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
+        return int(self.cut and self.regather and runs), int(flows)
+
+    def _ends(self) -> tuple[str, ...]:
+        return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
+
+    def _train(self, *paths: str) -> bool:
+        """Whether these linear layers, or their adapters, are trained."""
+        return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
+
+    def _weight_trains(self, path: str) -> bool:
+        return self.count.is_trained(f"{self.block}.{path}.weight")
+
+    def norm_trains(self, path: str) -> bool:
+        """Whether this norm is trained."""
+        return self.count.trains(f"{self.block}.{path}")
+
+    def _is_kept(self, paths: tuple[str, ...]) -> bool:
+        """Whether what these take is kept whole for backward, as adapters need it."""
+        return any(len(self._with[path]) > 1 for path in paths)
+
+    def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
+        """(norm, features that are gathered, features whose gradients are summed)."""
+        for planned in regions:
+            for norm in planned.region.spanning:
+                cut = planned.region.cut_of(f"{norm}.weight")
+                assert cut is not None
+                features = sum(part.size for part in cut.parts)
+                yield norm, features * cut.parts[0].copies(self.count.plan.ranks), features
+
+
+def _head(count: _Counts, loss: LossPlan | None, flows: bool) -> Iterator[Collective]:
+    plan = count.plan
+    if not plan.head:
+        return
+    width = count.features(plan.head, 1)
+    trains = count.trains(plan.head)
+    if not (plan.sequence_parallel and plan.gathers_after_blocks):
+        if plan.sequence_parallel:
+            again = plan.regather and trains and loss is None
+            yield count.one("all_gather", "head", width, 2 if again else 1)
+        if flows:
+            yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
+    if not plan.tail.obstacle:
+        wide = "float64" if count.dtype == "float64" else "float32"
+        chunks = 1 if loss is None else loss.chunks
+        yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)
+        yield count.one("all_reduce", "loss: sums", 2, chunks, wide, share=1 / chunks)
+
+
+def _width(count: _Counts) -> int:
+    plan = count.plan
+    for block in plan.blocks:
+        for planned in plan.kind_of(block).regions:
+            cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
+            assert cut is not None
+            return count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
+    return 0

@@ -1,0 +1,148 @@
+"""From what was measured and what is wished to a TensorPlan."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, is_within, owner, pattern
+from meshwright.core.units import bytes_text
+from meshwright.introspection.module_kinds import ModuleKind
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.local_form import LocalForm
+from meshwright.introspection.structure.structure import BlockKind
+
+from .plan import BlocksPlan, RegionPlan, TensorPlan
+from .styles import GivenStyles, differences
+from .words import Words
+
+
+def make_tensor_plan(
+    measured: Measured, *, sequence_parallel: bool = True, regather: bool = True, words: Words | None = None
+) -> tuple[TensorPlan, tuple[str, ...]]:
+    """The plan that follows from a measured structure, and what has to be said of it.
+
+    Raises:
+        UnsupportedError: nothing of the model can be cut.
+        ConfigError: what a plan in words asks for does not fit together.
+    """
+    structure, words = measured.structure, words or Words()
+    given = words.given
+    notes: list[str] = []
+    kinds = [_blocks_plan(measured, kind, given, notes) for kind in structure.kinds]
+    if not any(kind.regions for kind in kinds):
+        why = "the given plan cuts no layers of the blocks. Name a region, or set layout.tp = 1: " if given else ""
+        raise UnsupportedError(f"layout.tp: {why}no layers of this model were found that could be cut: " + "; ".join(notes))
+    pairs = zip(structure.kinds, kinds, strict=True)
+    obstacle = next(filter(None, (_sequence_obstacle(kind, planned, given) for kind, planned in pairs)), "")
+    if sequence_parallel and obstacle:
+        notes.append(f"every rank holds the whole sequence between blocks: {obstacle}")
+    for what, path in (("embedding", structure.embedding), ("head", structure.head)):
+        if path is None:
+            notes.append(f"the {what} was not recognised and stays whole on every rank")
+    embedding, head = given.ends(structure, words.tied) if given else (structure.embedding or "", structure.head or "")
+    for what, path, cut in (("embedding", structure.embedding, embedding), ("head", structure.head, head)):
+        if path and not cut:
+            notes.append(f"the {what} {path} stays whole: the plan does not cut it; {_bytes_of(measured, (path,))} on every rank")
+    plan = TensorPlan(
+        ranks=measured.ranks,
+        source="given" if given else "the model's own plan, as measured" if words.own else "measured",
+        blocks=structure.blocks,
+        sequence_parallel=sequence_parallel and not obstacle,
+        regather=regather,
+        kinds=tuple(kinds),
+        embedding=embedding,
+        embedding_is_hidden=structure.embedding_is_hidden and bool(embedding),
+        gathers_after_blocks=structure.counts_tokens_behind or not head,
+        before=structure.before,
+        head=head,
+        tied=_other_names(measured, (embedding, head)),
+        alike_behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
+        tail=structure.tail,
+    )
+    if words.own and not given:
+        here: dict[str, ModuleKind] = {
+            path: kind for path, kind in words.kinds.items() if not any(is_within(path, other) for other in words.elsewhere)
+        }
+        notes += dict.fromkeys(differences(words.own, here, structure, _cut_modules(plan)))
+    return plan, tuple(notes)
+
+
+def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None, notes: list[str]) -> BlocksPlan:
+    """How blocks of one kind are cut; what stays whole is noted."""
+    first, name = kind.blocks[0], pattern(kind.blocks[0])
+    kept: list[RegionPlan] = []
+    if given is not None:
+        given.check_alike(kind)
+    for region in kind.regions:
+        if given is not None and not given.cuts(first, region):
+            paths = tuple(f"{block}.{path}" for block in kind.blocks for path in region.linears)
+            where = ".".join(filter(None, (name, region.container)))
+            notes.append(f"{where} stays whole: the plan does not cut it; {_bytes_of(measured, paths)} on every rank")
+            continue
+        form = measured.forms[first, region.consumer]
+        if form is None and given is not None:
+            raise UnsupportedError(f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan.")
+        if form is None:
+            notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}")
+        else:
+            kept.append(RegionPlan(region, form))
+    built = given.built(kind, measured.ranks) if given is not None else ()
+    kept += [RegionPlan(region, measured.form_of(first, region) or LocalForm()) for region in built]
+    notes += [f"{name}.{text}" for text in kind.strange]
+    if not kind.regions and not built:
+        notes.append(f"{name}: no layers were found whose features fall into groups; every rank computes it whole")
+    begins = {path for planned in kept for path in planned.region.begins}
+    gathers = tuple(paths for group in kind.gathers if (paths := tuple(path for path in group if path in begins)))
+    gathers += tuple((path,) for region in built for path in region.producers)
+    consumers = {planned.region.consumer for planned in kept}
+    summed = kind.summed if consumers.issuperset(kind.summed) and not built else ()
+    return BlocksPlan(kind.blocks, kind.hidden, tuple(kept), gathers, summed, kind.norms if gathers == kind.gathers else ())
+
+
+def _outside(measured: Measured) -> list[str]:
+    """Parameters outside the blocks, by all their names; those of the small copy have the same."""
+    sample = measured.sample
+    names = (clean(name) for name, _ in sample.model.named_parameters(remove_duplicate=False))
+    return [name for name in names if not any(is_within(name, block) for block in sample.blocks)]
+
+
+def _other_names(measured: Measured, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Names under which other modules have parameters of the modules at ``paths``."""
+    named = [(clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)]
+    of_paths = {id(parameter) for name, parameter in named if owner(name) in paths and owner(name)}
+    return tuple(name for name, parameter in named if id(parameter) in of_paths and owner(name) not in paths)
+
+
+def _bytes_of(measured: Measured, paths: tuple[str, ...]) -> str:
+    """What the weights and biases of these modules take."""
+    return bytes_text(sum(size for name, size in measured.parameter_bytes.items() if owner(name) in paths))
+
+
+def _cut_modules(plan: TensorPlan) -> dict[str, str]:
+    """Path -> column, row or embedding of every module that is cut; for a layer with adapters, of the module around them."""
+    found = {path: what for path, what in ((plan.embedding, "embedding"), (plan.head, "column")) if path}
+    for kind in plan.kinds:
+        for block in kind.blocks:
+            for planned in kind.regions:
+                found |= {f"{block}.{planned.region.place_of(path)}": "column" for path in planned.region.producers}
+                found[f"{block}.{planned.region.place_of(planned.region.consumer)}"] = "row"
+    return found
+
+
+LEFT_WHOLE = {
+    "attention": "its heads could not be computed apart, so every rank computes this attention whole",
+    "feed_forward": "it could not be computed in parts, so every rank computes it whole",
+}
+
+
+def _sequence_obstacle(kind: BlockKind, planned: BlocksPlan, given: GivenStyles | None) -> str:
+    """Why activations between these blocks cannot be cut along the sequence; empty where they can."""
+    name = pattern(kind.blocks[0])
+    if kind.mixes_outside:
+        return f"tokens meet in {name} outside the layers that are cut"
+    cut = {region.region.consumer for region in planned.regions}
+    if any(region.consumer not in cut and (given is None or region.kind == "attention") for region in kind.regions):
+        return f"a part of {name} stays whole"
+    for region in planned.regions:
+        if region.region.kind == "attention" and not region.form.hidden:
+            return f"the attention of {name} has no module of its own that is given the gathered sequence"
+    return ""

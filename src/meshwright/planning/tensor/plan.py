@@ -1,0 +1,201 @@
+"""Tensor parallelism, decided: what is cut, how each region runs on one of several ranks, and what stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from torch import nn
+
+from meshwright.core.names import is_within, owner
+from meshwright.core.parts import FusedPart, is_plain, ranges
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.structure.local_form import LocalForm
+from meshwright.introspection.structure.region import Cut, Region, resized, shapes_of
+from meshwright.introspection.structure.tail import Tail
+from meshwright.planning.float8.operand_parts import COLUMN, FEEDING, ROW, SUMMAND, WHOLE, OperandParts
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """A region that is cut, and how it runs on one rank."""
+
+    region: Region
+    form: LocalForm
+
+
+@dataclass(frozen=True)
+class BlocksPlan:
+    """Blocks that are cut alike. See ``introspection.structure.BlockKind``.
+
+    Attributes:
+        blocks: their paths.
+        hidden: which argument of a block is the residual stream.
+        regions: what is cut.
+        gathers: layers that begin regions and share one gathered input.
+        summed: row-parallel layers that are reduced together, the last one last; empty: each by itself.
+        norms: of the block's input, one before each of ``gathers``: it is gathered once, and normed whole; empty: what norms give is.
+    """
+
+    blocks: tuple[str, ...]
+    hidden: int | str
+    regions: tuple[RegionPlan, ...]
+    gathers: tuple[tuple[str, ...], ...]
+    summed: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+
+    def cuts(self) -> Iterator[Cut]:
+        """Of parameters, by their names within a block. Norms over all features are computed whole."""
+        for planned in self.regions:
+            for cut in planned.region.cuts:
+                if owner(cut.name) not in planned.region.spanning:
+                    yield cut
+
+    def summed_outputs(self) -> Iterator[str]:
+        """Paths of modules that give none of what one process computes, or all of it: their sums are reduced by the last of them."""
+        places = {planned.region.consumer: planned.region.place_of(planned.region.consumer) for planned in self.regions}
+        for block in self.blocks:
+            for path in self.summed:
+                yield from (f"{block}.{path}", f"{block}.{places.get(path, path)}")
+
+    def parts_of(self, path: str) -> OperandParts:
+        """Which operands of a linear layer's products a rank has a part of; ``path`` within the block."""
+        for region in (planned.region for planned in self.regions):
+            if path == region.consumer:
+                return ROW
+            if path in region.latent:
+                return FEEDING
+            if path in region.producers:
+                return COLUMN
+            for adapter in region.adapted:
+                for first, second in adapter.pairs:
+                    if path in (first, second):
+                        ends = adapter.host == region.consumer
+                        return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
+        return WHOLE  # for other tokens on each rank; but some may call it for none of theirs (an expert), and would not be there to agree
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What every rank of the tensor axis does.
+
+    Attributes:
+        ranks: size of the axis.
+        source: where the plan comes from, in words.
+        blocks: all of them, in forward order.
+        sequence_parallel: between blocks each rank has its part of the sequence only.
+        regather: gathered activations are not kept for backward but gathered again.
+        kinds: of blocks.
+        begins: the first block is given what follows from the token ids; else what another pipeline stage gave, cut already.
+        embedding: the module that turns ids into vectors, its rows shared out; "": it stays whole.
+        embedding_is_hidden: nothing lies between it and the first block.
+        gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its tokens; else at the head.
+        before: whole parameters that the first block's input follows from: all ranks compute them alike.
+        head: the layer that gives the logits, its rows shared out; "": it stays whole.
+        tied: other names of what embedding and head have.
+        alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them where the head is
+            whole.
+        tail: what the model does to the logits.
+        async_tensor_parallel: products overlap with the messages beside them.
+    """
+
+    ranks: int
+    source: str
+    blocks: tuple[str, ...]
+    sequence_parallel: bool
+    regather: bool
+    kinds: tuple[BlocksPlan, ...]
+    begins: bool = True
+    embedding: str = ""
+    embedding_is_hidden: bool = False
+    gathers_after_blocks: bool = False
+    before: tuple[str, ...] = ()
+    head: str = ""
+    tied: tuple[str, ...] = ()
+    alike_behind: tuple[str, ...] = ()
+    tail: Tail = field(default_factory=Tail)
+    async_tensor_parallel: bool = False
+
+    @property
+    def last_block(self) -> str:
+        return self.blocks[-1]
+
+    def kind_of(self, block: str) -> BlocksPlan:
+        return next(kind for kind in self.kinds if block in kind.blocks)
+
+    def for_sample(self, sample: Sample, model: nn.Module) -> TensorPlan:
+        """The same for a small copy of the ``model`` that it was made for."""
+        kinds = []
+        for kind in self.kinds:
+            block = next(block for block in kind.blocks if block in sample.blocks)
+            before, after = shapes_of(model.get_submodule(block)), shapes_of(sample.model.get_submodule(block))
+            sizes = before, after, Fraction(1, sample.heads)
+            kinds.append(replace(kind, regions=tuple(replace(r, region=resized(r.region, *sizes)) for r in kind.regions)))
+        return replace(self, kinds=tuple(kinds)).only(sample.blocks)
+
+    def only(self, blocks: tuple[str, ...]) -> TensorPlan:
+        """The same for a model with these blocks alone."""
+        kinds = tuple(replace(k, blocks=tuple(block for block in k.blocks if block in blocks)) for k in self.kinds)
+        return replace(self, blocks=blocks, kinds=kinds)
+
+    def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[FusedPart, ...]] | None:
+        """(dim, parts) of a parameter of that shape, if it is cut; None of one that stays whole."""
+        path = owner(name)
+        if name in self.tied or (path and path in (self.embedding, self.head)):
+            return 0, (FusedPart(shape[0], shape[0]),)
+        for kind in self.kinds:
+            block = next((block for block in kind.blocks if is_within(name, block)), None)
+            if block is not None:
+                within = name[len(block) + 1 :]
+                return next(((cut.dim, cut.parts) for cut in kind.cuts() if cut.name == within), None)
+        return None
+
+    def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the first rank's part of a parameter."""
+        cut = self.cut_of(name, shape)
+        if cut is None:
+            return tuple(shape)
+        dim, parts = cut
+        size = (
+            -(-shape[dim] // self.ranks) if is_plain(parts, self.ranks) else sum(high - low for low, high in ranges(parts, 0, self.ranks))
+        )
+        return (*shape[:dim], size, *shape[dim + 1 :])
+
+    def parts_of(self, path: str) -> OperandParts:
+        """Which operands of a linear layer's products a rank has a part of; none where all ranks compute it alike."""
+        name = f"{path}.weight"
+        kind, block = next(((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, ""))
+        if kind is None or not (self.is_summed(name) or self.cut_of(name, ()) is not None):
+            return WHOLE
+        return kind.parts_of(path[len(block) + 1 :])
+
+    def is_summed(self, name: str) -> bool:
+        """Whether the gradient of a parameter that stays whole is a sum over the ranks, of what each finds for its part."""
+        if name in self.before or name in self.alike_behind:
+            return False
+        if self.sequence_parallel:
+            return True
+        for kind in self.kinds:
+            block = next((block for block in kind.blocks if is_within(name, block)), None)
+            if block is not None:
+                within = name[len(block) + 1 :]
+                return owner(within) in kind.norms or any(_sees_some_groups(planned.region, within) for planned in kind.regions)
+        return False
+
+
+def _sees_some_groups(region: Region, name: str) -> bool:
+    """Whether a whole parameter is used by a region for the groups of one rank only."""
+    return name in region.shared or owner(name) in region.spanning
+
+
+def words_of_cut(dim: int, parts: tuple[FusedPart, ...]) -> str:
+    """A cut in several parts, or with copies, as a plan writes it: the sizes of its parts, and the shares in each."""
+    return f"Shard({dim}: {' + '.join(f'{part.size}/{part.groups}' for part in parts)})"
+
+
+def placement_words(cut: tuple[int, tuple[FusedPart, ...]] | None, ranks: int) -> str:
+    """Where a parameter lies on the tensor axis."""
+    if cut is None:
+        return "Replicate()"
+    return f"Shard({cut[0]})" if is_plain(cut[1], ranks) else words_of_cut(*cut)

@@ -1,0 +1,91 @@
+"""The rules about tensor parallelism; rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import pattern
+from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.structure.structure import legal_degrees
+from meshwright.planning.case import Case, Found
+
+from .styles import STYLES, unknown_style
+from .words import words_for
+
+
+def tensor_words(case: Case) -> Found:
+    for i, wish in enumerate(case.techniques.tensor_plan):
+        if wish.style not in STYLES:
+            yield ConfigError(unknown_style(f"techniques.tensor_plan[{i}].style = '{wish.style}'", wish.style))
+
+
+def tensor_fits(case: Case) -> Found:
+    ranks = case.layout.tp
+    if ranks == 1 or case.facts.tensor_plan is not None:
+        return
+    if not case.facts.blocks:
+        yield ConfigError(no_blocks(f"layout.tp = {ranks}", case.facts))
+        return
+    if case.facts.vocab_size is not None and case.facts.vocab_size < ranks:
+        yield ConfigError(
+            f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to share it out to"
+        )
+        return
+    structure = measure_structure(case.facts, ranks).structure
+    legal = ", ".join(map(str, legal_degrees(structure)))
+    wishes = case.techniques.tensor_plan
+    given = words_for(case.facts, wishes).given if wishes and all(wish.style in STYLES for wish in wishes) else None
+    for kind in structure.kinds:
+        for region in kind.regions:
+            if not region.fits(ranks) and (given is None or given.cuts(kind.blocks[0], region)):
+                what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
+                fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
+                where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))
+                yield ConfigError(f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}.")
+                return
+
+
+def tensor_companions(case: Case) -> Found:
+    t = case.techniques
+    if case.layout.tp > 1 and case.technique == "ddp":
+        yield UnsupportedError(
+            f"techniques.data_parallel = ddp does not go with layout.tp = {case.layout.tp}: its buckets know no tensor-parallel parameters."
+            f" Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
+        )
+    if t.loss_chunks < 1:
+        yield ConfigError(f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more")
+    elif t.loss_chunks > 1:
+        structure = measure_structure(case.facts, case.layout.tp).structure
+        if structure.head is None or structure.tail.obstacle:
+            why = structure.tail.obstacle
+            yield UnsupportedError(
+                f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done piece by piece"
+                f" ({why}). Set techniques.loss_chunks = 1."
+            )
+
+
+def async_tensor_fits(case: Case) -> Found:
+    if not case.techniques.async_tensor_parallel:
+        return
+    wish = "techniques.async_tensor_parallel = true"
+    if case.layout.tp == 1:
+        yield ConfigError(f"{wish} acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.")
+    elif not case.techniques.sequence_parallel:
+        yield ConfigError(f"{wish} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false.")
+    if case.device != "cuda":
+        yield UnsupportedError(
+            f"{wish} needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for {case.device}."
+            f" Set techniques.async_tensor_parallel = false: the numbers are the same."
+        )
+
+
+def no_blocks(wish: str, facts: ModelFacts) -> str:
+    """What a wish lacks that acts on repeated blocks."""
+    lacks = f"{wish} acts on repeated blocks, and none was found in {facts.kind}: "
+    for parameter in facts.parameters:
+        alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
+        if alike:  # one weight in modules that stand side by side
+            return (
+                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their own. Give each"
+                f" block a copy, or use the shared module outside the blocks"
+            )
+    return f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own"

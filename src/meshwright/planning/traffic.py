@@ -1,0 +1,78 @@
+"""Count the bytes that a step moves over the wire, once a plan and a batch are known.
+
+Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for an
+all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP moves 2P - P_root - P_last in all-gathers (root and last
+block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R; DDP moves 2P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from meshwright.core.axes import Axis
+
+from .batch import Batch
+from .rules import check_batch
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective moves in one step, per rank. ``calls`` is None where torch cuts buckets of its own choice."""
+
+    op: str
+    axis: str
+    ranks: int
+    calls: int | None
+    bytes: float
+
+
+def resolved(plan: Plan, batch: Batch) -> Batch:
+    """With the rows of a microbatch that a pipeline takes where nothing is said."""
+    if plan.pipeline is None or batch.microbatch_rows:
+        return batch
+    return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(batch.global_rows // plan.data_ranks))
+
+
+def _rows(plan: Plan, batch: Batch) -> int:
+    """Of a microbatch on one rank."""
+    return -(-batch.global_rows // plan.data_ranks // batch.microbatches(plan.data_ranks))
+
+
+def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
+    """Of a microbatch on one rank."""
+    rows = _rows(plan, batch)
+    ranks = plan.size(Axis.TP) if filled else 1
+    return rows * -(-batch.seq_len // ranks) * ranks
+
+
+def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
+    """Bytes that one rank sends for one collective on a tensor of ``tensor_bytes`` (its larger side)."""
+    if op == "send":
+        return tensor_bytes
+    return tensor_bytes * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
+
+
+def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
+    """Calls and bytes per rank of one step, by kind, axis and group size.
+
+    Raises:
+        ConfigError: the batch does not fit the plan's mesh.
+    """
+    check_batch(plan, batch)
+    batch = resolved(plan, batch)
+    repeats = batch.microbatches(plan.data_ranks)
+    rows: dict[tuple, Traffic] = {}
+    for c in plan.collectives:
+        times = repeats if c.per == "microbatch" else 1
+        tokens = _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
+        calls = 1 if c.by_token or c.by_row else c.calls or 1
+        moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
+        key = (c.op, c.axis, c.ranks)
+        before = rows.get(key, Traffic(*key, 0, 0.0))
+        calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls
+        rows[key] = replace(before, calls=calls, bytes=before.bytes + moved)
+    return tuple(rows.values())

@@ -1,0 +1,1 @@
+"""Watch the ranks of a run: heartbeats, lost peers, stragglers."""

@@ -1,0 +1,211 @@
+"""What each rank is doing, in a small file that outlives it: for whoever asks why a run ended, or why it does not go on.
+
+The first line of the file says step and phase and is written by the loop itself, so that it is right at any moment; the
+second is written about once per second by a thread: the module, the collective and the stack of the one that trains. A file
+that cannot be written is left alone: a heartbeat never stops a run. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FOLDER = "heartbeats"
+INTERVAL_SEC = 1.0
+FIRST_LINE = 512
+"""Bytes of the first line: written over in place, in one call."""
+LAST_WORDS = 240
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last that is known of a rank."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    """Unix time at which the heartbeat began."""
+    step: int = 0
+    """The step that is being taken or, between two, the last one."""
+    phase: str = "start"
+    last_words: str = ""
+    """What the rank said when it ended in an error; "" as long as it goes on."""
+    time: float = 0.0
+    """Unix time of the last look at the stack."""
+    part: str = ""
+    """Of the model, where the rank has only some: ``"stage 1 of 2: layers.2 to layers.3"``."""
+    looked_at_step: int = 0
+    module: str = ""
+    collective: dict[str, Any] | None = None
+    """See ``distributed.process.flight.PendingCollective``: one that it has waited in for a second or longer."""
+    stack: list[tuple[str, int, str]] = field(default_factory=list)
+    """(file, line, function), the innermost last."""
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank:05d}.json"
+
+
+def read_record(path: Path) -> Record | None:
+    """What a heartbeat's file says; None where there is none. Its second line may be torn: then the first alone counts."""
+    known: dict[str, Any] | None = None
+    for _ in range(3):
+        with suppress(OSError, ValueError):
+            first, _, rest = path.read_bytes().partition(b"\n")
+            known = json.loads(first)
+            return Record(**(json.loads(rest) | known))
+    return Record(**known) if known else None
+
+
+def read_records(folder: Path) -> dict[int, Record]:
+    """All ranks' records in a folder."""
+    found = (read_record(path) for path in sorted(folder.glob("rank*.json")))
+    return {record.rank: record for record in found if record is not None}
+
+
+class Heartbeat:
+    """This rank's record. Use it as a context around everything that the rank does; a clean end removes the file.
+
+    Attributes:
+        watch: called by the thread while a collective does not end; see ``peers``.
+        folder: where the record is kept, None for nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.host, self.pid = 0, socket.gethostname(), os.getpid()
+        self.step, self.phase, self.last_words, self.module, self.part = 0, "start", "", "", ""
+        self.watch: Callable[[], None] | None = None
+        self.collective: dict[str, Any] | None = None
+        self.folder: Path | None = None
+        self._file: int | None = None
+        self._started = 0.0
+        self._names: dict[int, str] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._watched = 0
+        self._lock = threading.Lock()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Say what begins now: a few microseconds."""
+        self.phase = phase
+        if step is not None:
+            self.step = step
+        if self._file is not None:
+            self._write(self._file, self._first_line(), 0)
+
+    def know(self, modules: Iterable[tuple[str, object]], part: str = "") -> None:
+        """The names by which modules are told, and which part of the model this rank has."""
+        self._names = {id(module): name for name, module in modules if name}
+        self.part = part
+        self.look()
+
+    def settle(self, folder: Path | None) -> None:
+        """Keep the record in ``folder`` from now on (None: nowhere)."""
+        with self._lock:
+            self._leave()
+            if folder is None:
+                return
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(file_of(folder, self.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            except OSError:
+                return
+            self.folder = folder
+            self._write(self._file, self._first_line(), 0)
+        self.look()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the record as last words: why this rank ends."""
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        self.last_words = words[:LAST_WORDS]
+        if self._file is not None:
+            self._write(self._file, self._first_line(), 0)
+
+    def look(self) -> None:
+        """Write down what the thread that trains is doing."""
+        frame = sys._current_frames().get(self._watched)
+        stack = []
+        self.module = ""
+        while frame is not None:
+            stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            self.module = self.module or self._module_of(frame)
+            frame = frame.f_back
+        said: dict[str, Any] = {"time": time.time(), "part": self.part, "looked_at_step": self.step, "module": self.module}
+        said |= {"collective": self.collective, "stack": stack[::-1]}
+        text = json.dumps(said).encode() + b"\n"
+        with self._lock:  # else the main thread could close the file, and its number be another file's
+            if self._file is not None:
+                self._write(self._file, text, FIRST_LINE)
+                with suppress(OSError):
+                    os.ftruncate(self._file, FIRST_LINE + len(text))
+
+    def __enter__(self) -> Heartbeat:
+        self.rank, self.pid, self._started = int(os.environ.get("RANK", "0")), os.getpid(), time.time()
+        self._watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._beat, name="meshwright-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        with self._lock:
+            self._leave(keep=bool(self.last_words))
+
+    def _beat(self) -> None:
+        from meshwright.distributed.process.flight import Flight
+
+        flight = Flight()
+        while not self._stop.wait(INTERVAL_SEC):
+            found = flight.look()
+            self.collective = vars(found) if found is not None else None
+            self.look()
+            if self.watch is not None and found is not None:
+                self.watch()
+
+    def _module_of(self, frame: FrameType) -> str:
+        """The module that a frame calls. Only locals of torch's own calling frames are read: before Python 3.13 reading them keeps
+        them alive until the frame ends, and those hold nothing that the call does not."""
+        name = frame.f_code.co_name
+        if name == "_wrapped_call_impl":
+            return self._names.get(id(frame.f_locals.get("self")), "")
+        if frame.f_code.co_filename.endswith("_fsdp_param_group.py") and "self" in frame.f_code.co_varnames[:1]:
+            return getattr(frame.f_locals["self"], "_module_fqn", None) or ""
+        return ""
+
+    def _first_line(self) -> bytes:
+        words = json.dumps(self.last_words) if self.last_words else '""'
+        said = (
+            f'{{"rank": {self.rank}, "host": "{self.host[:40]}", "pid": {self.pid}, "started": {self._started:.3f},'
+            f' "step": {self.step}, "phase": "{self.phase}", "last_words": '
+        )
+        room = FIRST_LINE - len(said) - 2
+        if len(words) > room:
+            words = json.dumps(self.last_words[: max(0, room // 6)])
+        return f"{said}{words}}}".encode().ljust(FIRST_LINE - 1)[: FIRST_LINE - 1] + b"\n"
+
+    def _write(self, file: int, text: bytes, place: int) -> None:
+        with suppress(OSError):
+            os.pwrite(file, text, place)
+
+    def _leave(self, keep: bool = False) -> None:
+        if self._file is None or self.folder is None:
+            return
+        file, self._file = self._file, None
+        with suppress(OSError):
+            os.close(file)
+            if not keep:
+                file_of(self.folder, self.rank).unlink()
+                self.folder.rmdir()  # fails as long as others are in it

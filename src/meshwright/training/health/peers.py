@@ -1,0 +1,153 @@
+"""The other ranks of a run: what their heartbeats explain when a collective breaks or does not end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import replace_text
+from meshwright.distributed.process.workers import is_broken_collective, meeting_place
+from meshwright.distributed.process.world import get_world_info
+
+from .heartbeat import FOLDER, Heartbeat, Record, read_records
+from .postmortem import find_stall, first_lost, name_of, process_state, whereabouts, write_stacks
+
+RUN = "run"
+"""File in the launcher's temporary folder that names the run's folder."""
+PATIENCE_SEC = 4.0
+"""How long to look for the rank that broke a collective: its process may take a moment to end."""
+
+
+class RankLost(MeshwrightError):
+    """A collective broke because another rank ended; the text says which, where and at which step."""
+
+    is_echo = True
+
+
+class RankStalled(MeshwrightError):
+    """A collective reached its time limit; the text says who waits for whom."""
+
+
+class Peers:
+    """Watches over the collectives of one rank.
+
+    Args:
+        heartbeat: this rank's; its folder holds those of the others.
+        limit_sec: the time limit of a collective before the first step.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, limit_sec: float):
+        self.heartbeat, self.limit_sec, self.limit = heartbeat, limit_sec, "startup_timeout_sec"
+        self.stall = ""
+        self._seen: tuple[str, int] | None = None
+        heartbeat.watch = self._watch
+
+    def begin_steps(self, limit_sec: float) -> None:
+        """From now on this is the limit."""
+        self.limit_sec, self.limit = limit_sec, "step_timeout_sec"
+
+    def _watch(self) -> None:
+        """Shortly before the limit, while every rank still waits where it waits: say who waits for whom."""
+        collective = self.heartbeat.collective
+        if collective is None or (self.heartbeat.folder is None):
+            return
+        warning = self.limit_sec - min(max(2.5, 0.05 * self.limit_sec), self.limit_sec / 2)
+        here = (collective["group"], collective["number"])
+        if time.time() - collective["since"] < warning or here == self._seen:
+            return
+        self._seen = here
+        self.stall = self._diagnosis()
+        if self.stall and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            print(f"meshwright: {self.stall}", file=sys.stderr, flush=True)  # NCCL's watchdog may end the process without an exception
+
+    def _diagnosis(self) -> str:
+        folder = self.heartbeat.folder
+        stall = find_stall(read_records(folder), time.time()) if folder is not None else None
+        if folder is None or stall is None:
+            return ""
+        if self.heartbeat.rank != stall.waiting[0].rank:
+            return stall.sentence
+        path = write_stacks(folder.parent if folder.name == FOLDER else folder, stall)
+        return stall.sentence + (f". Stacks: {path}" if path else "")
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an error: a broken collective in the words of the rank that broke it, anything else as it is."""
+        if not is_broken_collective(error):
+            return error
+        if "timed out" in str(error).lower() or self.stall:
+            said = self.stall or self._diagnosis() or f"a collective did not end, {self._here()} ({error})"
+            return RankStalled(f"{said}. The limit is process.{self.limit} = {self.limit_sec:.0f}.")
+        lost = self._wait_for_lost()
+        if lost is None:
+            return RankLost(f"rank {self.heartbeat.rank}, {self._here()}, lost the connection to another rank ({error})")
+        how = f"failed {whereabouts(lost)}: {lost.last_words}" if lost.last_words else f"ended without a word {whereabouts(lost)}"
+        return RankLost(f"{name_of(lost)} {how}; rank {self.heartbeat.rank} was {self._here()} and stops too")
+
+    def _here(self) -> str:
+        h = self.heartbeat
+        return whereabouts(Record(h.rank, h.host, h.pid, step=h.step, phase=h.phase))
+
+    def _wait_for_lost(self) -> Record | None:
+        deadline = time.monotonic() + PATIENCE_SEC
+        while self.heartbeat.folder is not None and time.monotonic() < deadline:
+            if lost := first_lost(read_records(self.heartbeat.folder), self.heartbeat.rank):
+                return lost
+            time.sleep(0.05)
+        return None
+
+
+def early_folder() -> Path | None:
+    """Where the ranks of this host keep their heartbeats until the run's folder is known: with the launcher's own things, or under the
+    temporary files by the name of the job. None for a process alone."""
+    if (place := meeting_place()) is not None:
+        return place / FOLDER
+    if get_world_info()[2] == 1:
+        return None
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "job"
+    port = os.environ.get("MASTER_PORT", "")
+    name = "".join(char if char.isalnum() else "_" for char in f"{job}-{port}-{os.getuid()}")
+    return Path(tempfile.gettempdir()) / f"meshwright-{name}" / FOLDER
+
+
+def announce(run_folder: Path) -> None:
+    """Tell the launcher, where it is ours, which folder the run has: it continues it there when a rank is lost."""
+    if (place := meeting_place()) is not None:
+        replace_text(place / RUN, str(run_folder))
+
+
+def run_folder(place: Path) -> Path | None:
+    """The run's folder, as its first rank announced it to the launcher with the temporary folder ``place``."""
+    try:
+        return Path((place / RUN).read_text())
+    except OSError:
+        return None
+
+
+def read_all_records(place: Path) -> dict[int, Record]:
+    """The heartbeats of a launcher's workers, wherever they keep them at present."""
+    folder = run_folder(place)
+    return (read_records(folder / FOLDER) if folder else {}) | read_records(place / FOLDER)
+
+
+def latest_checkpoint(folder: Path) -> str:
+    """Name of the checkpoint that a run would be continued from, "" without one. (``checkpoint.folder`` would load torch.)"""
+    try:
+        return (folder / "checkpoints" / "latest").read_text().strip()
+    except OSError:
+        return ""
+
+
+def sweep(folder: Path | None) -> None:
+    """Remove a folder of early heartbeats once no rank of it is alive: those that were killed cannot do it themselves."""
+    if folder is None or meeting_place() is not None:
+        return
+    if all(process_state(record) == "gone" for record in read_records(folder).values() if record.pid != os.getpid()):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()

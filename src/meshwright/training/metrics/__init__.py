@@ -1,0 +1,1 @@
+"""Measure a run's figures, and write them to disk and to trackers."""

@@ -1,0 +1,1 @@
+"""Record a few steps: profiles, traces, memory history."""

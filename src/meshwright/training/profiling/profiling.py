@@ -1,0 +1,87 @@
+"""A profile of a few steps as a Chrome trace (chrome://tracing, https://ui.perfetto.dev), in the names of the model and the mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.core.names import clean
+from meshwright.distributed.process.flight import issued
+
+from .trace import FORWARD, name_ranges
+
+
+class Profile:
+    """The recording (see ``recording``) of torch.profiler on this rank.
+
+    While it records, every module that is not compiled has hooks that mark its forward; a compiled one is one range of torch's own.
+    Backward ranges and the names of collectives are worked out when the trace is written. ``name_ranges`` tells how.
+
+    Args:
+        path: the trace.
+        parts: the local modules.
+        world_axis: the mesh axis that spans all ranks, whose group is torch's default one; "world" where none does.
+    """
+
+    def __init__(self, path: Path, parts: Iterable[nn.Module], device: torch.device, world_axis: str):
+        self.path, self._parts, self._device, self._world_axis = path, list(parts), device, world_axis
+        self._profiler: torch.profiler.profile | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._since = 0
+
+    def start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells stderr that it begins and ends
+        self._since = time.time_ns()
+        for part in self._parts:
+            self._mark(part, "")
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        raw = self.path.with_suffix(".raw.json")
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+        name_ranges(trace, issued(self._since), self._world_axis)
+        whole = self.path.with_suffix(".new.json")
+        whole.write_text(json.dumps(trace), encoding="utf-8")
+        os.replace(whole, self.path)
+        raw.unlink()
+
+    def _mark(self, module: nn.Module, name: str) -> None:
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return
+        label = FORWARD + (clean(name) or "model")
+        running: list[record_function] = []
+
+        def enter(*_: object) -> None:
+            running.append(record_function(label))
+            running[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        for child, below in module.named_children():
+            self._mark(below, f"{name}.{child}" if name else child)

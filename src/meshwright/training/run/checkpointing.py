@@ -1,0 +1,91 @@
+"""A run's own checkpoints: saved beside each other, pointed to when whole, and taken up again when the run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import meshwright.checkpoint as checkpoint
+from meshwright.checkpoint.manifest import NAME as MANIFEST
+from meshwright.core.errors import IntegrityError
+from meshwright.core.units import bytes_text, duration_text
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.training.build import Run
+from meshwright.training.metrics.timeline import StartupTimeline
+
+from .folder import RunFolder
+
+
+@dataclass
+class Position:
+    """How far a run is. A checkpoint keeps it beside the tensors, with the loader's state (samples consumed)."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    tokens: int = 0
+    skipped: int = 0
+    """Steps that were skipped for numbers that were not finite."""
+
+
+class Checkpointing:
+    """Saves a run and continues it. Every method is collective.
+
+    Attributes:
+        latest: the checkpoint that the run would be continued from, None where there is none.
+    """
+
+    def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
+        self.r, self.folder, self.at, self.say = run, folder.checkpoints, at, say
+        self.latest: Path | None = None
+
+    def save(self) -> None:
+        """Write this step's checkpoint, then move ``latest`` to it, then remove old ones.
+
+        Raises:
+            IntegrityError: a rank could not write (then on every rank); ``latest`` names the checkpoint before.
+        """
+        begun = time.perf_counter()
+        path = self.folder.of_step(self.at.step)
+        state = {**vars(self.at), "consumed": self.r.feed.loader.state}
+        checkpoint.save(self.r.model, path, optimizer=self.r.optimizer.optimizer, extra={"state": state, "identity": self.r.identity})
+        agree.together(self._point, here=is_rank_zero())
+        self.latest = path
+        size = sum(file.stat().st_size for file in path.iterdir())
+        self.say(f"saved {path} ({bytes_text(size)}, {duration_text(time.perf_counter() - begun)})")
+
+    def _point(self) -> None:
+        try:
+            self.folder.point_to(self.at.step)
+        except OSError as error:
+            now = self.folder.latest()  # the failure may have come after the move, while it was flushed
+            raise IntegrityError(f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}.") from error
+        self.folder.keep_last(self.r.config.checkpoint.keep_last)
+
+    def resume(self, timeline: StartupTimeline) -> bool:
+        """Take up the latest checkpoint, and say what lies there that is not used. False where there is none.
+
+        Raises:
+            IntegrityError, ConfigError: it cannot be loaded.
+        """
+        for leftover in self.folder.half_written():
+            self.say(f"{leftover} was never finished (an interrupted save); it is not used")
+        latest = agree.from_rank_zero(agree.together(self.folder.latest, here=is_rank_zero()))
+        for path in map(self.folder.of_step, self.folder.steps()):
+            if not (path / MANIFEST).is_file():
+                self.say(f"{path} has no {MANIFEST}: it is not used, and a save of that step would be refused; remove it")
+        if latest is None:
+            return False
+        with timeline.phase("checkpoint"):
+            extra = checkpoint.load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
+        try:
+            *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one") from None
+        self.at.step, self.at.tokens, self.at.skipped = at
+        self.r.feed.loader.seek(consumed)
+        self.latest = latest
+        self.say(f"continuing from {latest} (step {self.at.step}, sample {consumed:,})")
+        return True

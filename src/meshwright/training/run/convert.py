@@ -1,0 +1,127 @@
+"""A run's model as a folder that transformers reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.export import MadeOf, export_tensors
+from meshwright.checkpoint.huggingface import pretrained
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.replacing import PARTIAL, beside
+from meshwright.core.errors import ConfigError
+from meshwright.core.files import inside, sync_folder
+from meshwright.introspection.huggingface import CONFIG, CausalLM
+from meshwright.introspection.source import as_module
+from meshwright.training.config import Config
+from meshwright.training.model_source import FOLDER, causal_lm, with_kept_model
+from meshwright.training.tokenizer import FOLDER as TOKENIZER_FOLDER
+
+from .folder import RunFolder
+
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A model of transformers that computes what a run's model does.
+
+    Attributes:
+        source: it.
+        made_of: its tensors' names -> those of the run's that they are made of; None: each of the one of its name.
+        config: the keys of its config.json.
+    """
+
+    source: CausalLM
+    made_of: MadeOf | None
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """What came of it."""
+
+    folder: Path
+    checkpoint: Path
+    bytes: int
+    has_tokenizer: bool
+
+
+def of_hugging_face(folder: Path, config: Config) -> Counterpart:
+    """Of a run whose model is one of transformers already.
+
+    Raises:
+        ConfigError: its model is our decoder.
+    """
+    if not config.model.hf:
+        raise ConfigError(
+            f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like NAME which model type"
+            f" of transformers computes the same (one with rotary positions, RMSNorm and gated feed-forwards or experts); it will be proven"
+        )
+    source = causal_lm(with_kept_model(config, folder))
+    kept = folder / FOLDER / CONFIG
+    return Counterpart(source, None, json.loads(kept.read_text()) if kept.is_file() else source.config.to_dict())
+
+
+def convert(folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None) -> ExportedModel:
+    """Write the newest checkpoint of a run (or that of ``step``) to the folder ``out``, for ``from_pretrained(out)``.
+
+    It is written beside its place and renamed when it is whole and its names and shapes are those of the model.
+
+    Args:
+        dtype: of the weights, by name; None: as the run keeps them.
+
+    Raises:
+        ConfigError: ``out`` is there and not empty, or there is no such checkpoint.
+        IntegrityError: the checkpoint is damaged.
+    """
+    out = Path(os.path.abspath(out.expanduser()))
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} is there and not empty: give a new folder, or remove it first")
+    checkpoint = RunFolder(folder).checkpoint(step)
+    model = as_module(counterpart.source)
+    partial = beside(out, PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
+        pretrained(partial).check(model)
+        has_tokenizer = _copy_small_files(folder, partial)
+        stored = dtype or _dtype_of(checkpoint)
+        config = {key: value for key, value in counterpart.config.items() if key != "torch_dtype"}
+        said = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": stored}
+        (partial / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        sync_folder(partial)
+        os.rename(partial, out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync_folder(out.parent)
+    return ExportedModel(out, checkpoint, size, has_tokenizer)
+
+
+def _dtype_of(checkpoint: Path) -> str:
+    tensors = Manifest.read(checkpoint).tensors
+    return next(entry.dtype for key, entry in tensors.items() if key.startswith("model.") and "float" in entry.dtype)
+
+
+def _copy_small_files(run: Path, out: Path) -> bool:
+    """What lay beside the model that the run began from; of tokenizers the one that it trained with. Whether there is one."""
+    model, own = run / FOLDER, run / TOKENIZER_FOLDER
+    kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
+    if own.is_dir():
+        if not _same(own / "tokenizer.json", model / "tokenizer.json"):
+            kept = {name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)}
+        kept |= {path.name: path for path in own.iterdir()}
+    for name, path in kept.items():
+        shutil.copyfile(inside(path.parent, name), out / name)
+    return "tokenizer.json" in kept
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()

@@ -1,0 +1,135 @@
+"""A run's folder: where it is, what it holds, and whether it is the same run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.core.config import to_toml
+from meshwright.core.errors import ConfigError
+from meshwright.core.files import read_object, replace_text
+from meshwright.data import Tokenizer
+from meshwright.training.config import Config
+from meshwright.training.model_source import keep_model
+from meshwright.training.slurm.job_folder import FOLDER, job_number, note_job, run_of_requeued_job
+from meshwright.training.tokenizer import keep_tokenizer
+
+from .occupancy import NAME
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``; ``heartbeats/`` while it runs."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def trace_check(self) -> Path:
+        """What the comparison of the first steps with a trace found."""
+        return self.path / "trace_check.json"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it does not say yet what run it holds."""
+        return not (self.path / "identity.json").is_file()
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The newest checkpoint, or that of a step. Raises ConfigError where there is none."""
+        path = self.checkpoints.latest() if step is None else self.checkpoints.of_step(step)
+        if path is None or not path.is_dir():
+            steps = ", ".join(map(str, self.checkpoints.steps())) or "none"
+            raise ConfigError(f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there: {steps}")
+        return path
+
+    @classmethod
+    def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
+        """The folder that the config names, or a new one. Call it on one rank; nothing of an older run is touched.
+
+        The name of a new one ends with the time, or with the Slurm job: requeued, that job continues the run that it began.
+
+        Args:
+            identity: what must not change between the parts of one run, as JSON values.
+
+        Raises:
+            ConfigError: the folder holds a run of another identity, or files that are no run.
+        """
+        run = config.run or run_of_requeued_job(config)
+        if not run:
+            folder = cls(_new_folder(Path(config.out).expanduser(), config.name))
+            note_job(folder.path, config)
+            return folder
+        folder = cls(Path(run).expanduser())
+        folder.check_identity(identity)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run = {folder.path}: cannot make this folder ({error})") from None
+        return folder
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Refuse to continue somebody else's run. Raises ConfigError."""
+        stored = self.path / "identity.json"
+        if not stored.is_file():
+            if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
+                raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
+            return
+        before = read_object(stored)
+        changed = list(changes(before, json.loads(json.dumps(identity))))
+        if changed:
+            raise ConfigError(
+                f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a run's identity;"
+                f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
+            )
+
+    def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
+        """Write what the run is made of (each file whole or not at all)."""
+        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))  # first: without it the folder is nobody's
+        replace_text(self.config, to_toml(config))
+        replace_text(self.path / "plan.json", plan_text)
+        keep_tokenizer(tokenizer, self.path)
+        keep_model(config, self.path)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a file in a folder without an identity is somebody else's, and not what a start that broke off left behind."""
+    return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    stamp = f"slurm{job_number()}" if job_number() else time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"out = {parent}: cannot make a run folder there ({error})") from None
+    raise ConfigError(f"out = {parent}: a thousand runs named {name} started this second")
+
+
+def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
+    """What is no longer as it was, in words, by dotted key; of JSON values."""
+    if isinstance(there, dict) and isinstance(now, dict):
+        for name in now:
+            yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)
+    elif there != now:
+        yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"

@@ -1,0 +1,45 @@
+"""The folder of a Slurm job's run where the config names none: made once, and found again when the job is requeued. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from meshwright.core.config import to_toml
+from meshwright.core.files import replace_text
+from meshwright.training.config import Config
+
+FOLDER = "slurm"
+"""What lies in a run's folder for Slurm: script, logs, and which job made the run."""
+
+
+def job_number() -> str:
+    """Number of the Slurm job that this process belongs to; empty: none. Of its steps after the first, with the step's."""
+    job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "0")
+    if not job.isdigit():
+        return ""
+    return f"{job}.{step}" if step.isdigit() and 0 < int(step) < 0xFFFF_FFF0 else job
+
+
+def note_job(folder: Path, config: Config) -> None:
+    """Write down in a new run's folder which job made it, and of what config."""
+    if job_number():
+        (folder / FOLDER).mkdir(exist_ok=True)
+        replace_text(folder / FOLDER / "job.json", json.dumps(_facts(config)))
+
+
+def run_of_requeued_job(config: Config) -> str:
+    """The folder of the run that this job began before it was requeued; empty: this is its first start, or it began none."""
+    if not job_number() or os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        return ""
+    for note in sorted(Path(config.out).expanduser().glob(f"{config.name}-slurm{job_number()}*/{FOLDER}/job.json")):
+        if json.loads(note.read_text()) == _facts(config):
+            return str(note.parent.parent)
+    return ""
+
+
+def _facts(config: Config) -> dict[str, str]:
+    """A job may make several runs, one after the other: what was asked for tells them apart."""
+    return {"job": job_number(), "asked": hashlib.sha256(to_toml(config).encode()).hexdigest()}

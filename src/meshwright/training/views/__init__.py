@@ -1,0 +1,1 @@
+"""Show a run: header, progress, live display, closing report, HTML page."""

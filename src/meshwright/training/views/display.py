@@ -1,0 +1,40 @@
+"""Choose how a run shows its progress."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, TextIO
+
+from meshwright.core.errors import ConfigError
+
+from .progress import PlainProgress, Progress, SilentProgress
+
+
+def build_progress(*, is_main: bool, style: Literal["auto", "plain"] = "auto", stream: TextIO | None = None) -> Progress:
+    """The progress that fits: silent on ranks that are not ``is_main``, live on a terminal, plain lines elsewhere.
+
+    A terminal that cannot place a cursor (``TERM=dumb``) or show the bars (not UTF-8) gets plain lines too.
+
+    Args:
+        is_main: whether this rank speaks for the run.
+        style: ``"plain"`` keeps to plain lines on a terminal as well.
+        stream: where to write; standard output by default.
+
+    Raises:
+        ConfigError: ``style`` is neither auto nor plain.
+    """
+    if style not in ("auto", "plain"):
+        raise ConfigError(f"progress = {style!r} is none of auto, plain")
+    if not is_main:
+        return SilentProgress()
+    target = stream or sys.stdout
+    if style == "plain" or not target.isatty():
+        return PlainProgress(stream)
+    from rich.console import Console  # a terminal is there: 0.03 s that batch jobs do not pay
+
+    from .live import LiveProgress
+
+    console = Console(file=stream)
+    if console.is_dumb_terminal or not console.encoding.lower().startswith("utf"):
+        return PlainProgress(stream)
+    return LiveProgress(console)

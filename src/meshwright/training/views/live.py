@@ -1,0 +1,195 @@
+"""The live display on a terminal: a bar, the figures of the moment, the loss so far and the last logged steps."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.core.units import count_text
+
+from .curve import LossCurve
+from .progress import StepReport, header_rows
+
+_HISTORY_ROWS = 10
+_FIGURE_WIDTH = 24
+_FRAMES_PER_SECOND = 8
+
+
+class LiveProgress:
+    """Draws in place on a terminal; see :class:`meshwright.training.views.progress.Progress`.
+
+    There is no drawing thread: a frame is drawn when a step is reported, at most 8 times a second. Text that the program
+    prints meanwhile appears above. The cursor, hidden meanwhile, comes back on close, on leaving ``with``, and at exit.
+    """
+
+    def __init__(self, console: Console, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
+        self._console = console
+        self._interval = interval
+        self._clock = clock
+        self._live: Live | None = None
+        self._bar: Live | None = None
+        self._report: StepReport | None = None
+        self._validation_loss: float | None = None
+        self._curve = LossCurve()
+        self._first_loss = math.nan
+        self._history: deque[StepReport] = deque(maxlen=_HISTORY_ROWS)
+        self._logged_at = -math.inf
+        self._drawn_at = -math.inf
+
+    def start(self, header_lines: Sequence[str]) -> None:
+        """Print the header once, above the part that moves."""
+        self._end_bar()
+        title, rows = header_rows(header_lines)
+        self._console.print(Text(title, style="bold"))
+        grid = Table.grid(padding=(0, 2))
+        for label, text in rows:
+            grid.add_row(Text(f"  {label}", style="dim"), Text(text, overflow="fold"))
+        self._console.print(grid)
+        self._console.print()
+        self._live = Live(self._frame(), console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start(refresh=True)
+        atexit.register(self.close)
+
+    def update(self, report: StepReport) -> None:
+        """Take a report and draw, unless a frame was drawn a moment ago."""
+        now = self._clock()
+        if self._report is None:
+            self._first_loss = report.loss
+        self._curve.add(report.loss)
+        if report.validation_loss is not None:
+            self._validation_loss = report.validation_loss
+        self._report = replace(report, validation_loss=self._validation_loss)
+        notable = report.validation_loss is not None or report.step >= report.total_steps
+        if notable or now - self._logged_at >= self._interval:
+            self._history.append(report)
+            self._logged_at = now
+        if notable or now - self._drawn_at >= 1 / _FRAMES_PER_SECOND:
+            self._draw()
+            self._drawn_at = now
+
+    def say(self, text: str) -> None:
+        """Print ``text`` above the moving part, where it stays."""
+        self._console.print(Text(text))
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Draw a bar that goes when it is full."""
+        now = self._clock()
+        if done >= total:
+            self._end_bar()
+        elif now - self._drawn_at >= 1 / _FRAMES_PER_SECOND:
+            if self._bar is None:
+                self._bar = Live(console=self._console, auto_refresh=False, transient=True)
+                self._bar.start()
+            row = Table.grid(padding=(0, 1))
+            row.add_row(Text(what), ProgressBar(total=total, completed=done, width=40), Text(f"{done / total:.0%}", style="dim"))
+            self._bar.update(row, refresh=True)
+            self._drawn_at = now
+
+    def _end_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def close(self) -> None:
+        """Draw the last frame, leave it on the screen and give the cursor back."""
+        self._end_bar()
+        live, self._live = self._live, None
+        if live is None:
+            return
+        atexit.unregister(self.close)
+        try:
+            live.update(self._frame(), refresh=True)
+        finally:
+            live.stop()
+            self._console.print()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(self._frame(), refresh=True)
+
+    def _frame(self) -> RenderableType:
+        report = self._report
+        if report is None:
+            return Text("waiting for the first step ...", style="dim")
+        width = self._console.width
+        figures = _figures(report, width)
+        curve = _curve_line(self._curve.draw(max(min(width // 2, 60), 8)), self._first_loss, report.loss)
+        parts: list[RenderableType] = [_bar_line(report, width), "", figures, "", curve]
+        # 3: the blank line and head of the table, and the line on which the cursor rests.
+        room = self._console.height - figures.row_count - 4 - 3
+        if room > 0 and self._history:
+            parts += ["", _history(list(self._history)[-room:], width)]
+        return Group(*parts)
+
+
+def _bar_line(report: StepReport, width: int) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    step = Text.assemble(("step ", "dim"), (f"{report.step:,}", "bold"), (f" / {report.total_steps:,}", "dim"))
+    share = 100 * report.step / report.total_steps
+    rest = "done" if report.step >= report.total_steps else report.eta_text()
+    end = Text.assemble(f"{share:3.0f} %", (f"  {rest}" if rest else "", "dim"))
+    bar = ProgressBar(total=report.total_steps, completed=report.step, complete_style="cyan", finished_style="green")
+    if width < 44:
+        grid.add_row(step, "", end)
+    else:
+        grid.add_row(step, bar, end)
+    return grid
+
+
+def _figures(report: StepReport, width: int) -> Table:
+    pairs = report.figures()
+    columns = max(1, min(4, width // _FIGURE_WIDTH, len(pairs)))
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(columns):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=11)
+    cells = [cell for label, value in pairs for cell in (Text(label), Text(value, style=_figure_style(label, report)))]
+    for start in range(0, len(cells), 2 * columns):
+        grid.add_row(*cells[start : start + 2 * columns])
+    return grid
+
+
+def _figure_style(label: str, report: StepReport) -> str:
+    if label == "skipped" or (label == "loss" and not math.isfinite(report.loss)):
+        return "not dim bold red"
+    return "not dim bold" if label in ("loss", "val loss") else "not dim"
+
+
+def _curve_line(bars: str, first: float, last: float) -> Text:
+    return Text.assemble(("loss ", "dim"), (bars, "cyan"), f"  {first:.3f}", (" → ", "dim"), f"{last:.3f}", no_wrap=True, overflow="crop")
+
+
+def _history(reports: Sequence[StepReport], width: int) -> Table:
+    """The logged steps as a table; a narrow terminal gets fewer columns."""
+    columns: list[tuple[str, Callable[[StepReport], str]]] = [("step", lambda r: f"{r.step:,}"), ("loss", lambda r: f"{r.loss:.4f}")]
+    if any(r.validation_loss is not None for r in reports):
+        columns.append(("val loss", lambda r: "" if r.validation_loss is None else f"{r.validation_loss:.4f}"))
+    columns += [("lr", lambda r: f"{r.learning_rate:.2e}"), ("tokens/s", lambda r: count_text(r.tokens_per_second))]
+    if any(r.grad_norm is not None for r in reports):
+        columns.append(("grad norm", lambda r: dict(r.figures()).get("grad norm", "")))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name, _ in columns[: max(2, width // 12)]:
+        table.add_column(name, justify="right", no_wrap=True, min_width=0 if name == "step" else 8)
+    for report in reports:
+        table.add_row(*(Text(value(report)) for _, value in columns[: len(table.columns)]))
+    return table

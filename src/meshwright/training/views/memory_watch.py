@@ -1,0 +1,86 @@
+"""What the memory of a run's first step is held for, and what is said when there is not enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.units import bytes_text
+from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
+from meshwright.distributed.mesh import get_pp_rank
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.planning.memory.step import Foresight, MemoryUse
+from meshwright.training.build import Run
+from meshwright.training.metrics.memory import read_memory
+from meshwright.training.metrics.memory_table import Shares, is_out_of_memory, memory_table, out_of_memory
+
+
+class MemoryWatch:
+    """Looks at the first step that this process takes.
+
+    Attributes:
+        found: bytes by what they are held for, once the step was taken.
+    """
+
+    def __init__(self, run: Run):
+        self.r = run
+        self.found: dict[MemoryUse, int] = {}
+        self._account: MemoryAccount | None = MemoryAccount(run.model.parts, dims_of_logits(run.shape.vocab_size, run.plan.size("tp")))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around forward and backward. Operators inside compiled blocks are not seen; of these runs the states are counted alone."""
+        account = self._account
+        try:
+            with account if account is not None and not self.r.plan.compiled else nullcontext():
+                yield
+        except Exception as error:
+            if account is not None:
+                self.found = dict(account.most)
+            self._explain(error)
+            raise
+        if account is not None:
+            account.look()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the optimizer's step."""
+        try:
+            yield
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def told(self) -> str:
+        """The first step was taken: what there is to say, else nothing."""
+        account, self._account = self._account, None
+        if account is None:
+            return ""
+        account.add_optimizer(self.r.optimizer.optimizer)
+        self.found = dict(account.most)
+        seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
+        reading = read_memory(self.r.model.device)
+        foresight = self.r.foresee() if is_rank_zero() else Foresight((), "the first rank says it")
+        table = memory_table(self.found, self.r.plan, shares_of(self.r), self._of_this_rank(foresight))
+        unknown = f"\n  activations and logits were not foreseen: {foresight.why_not}" if foresight.why_not else ""
+        return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
+
+    def _of_this_rank(self, foresight: Foresight) -> Mapping[MemoryUse, int]:
+        pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
+        return foresight.of(None if pipeline is None or mesh is None else get_pp_rank(mesh))
+
+    def _explain(self, error: Exception) -> None:
+        if is_out_of_memory(error):
+            kept = self._of_this_rank(self.r.foresee())
+            raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, shares_of(self.r), kept)) from error
+
+
+def shares_of(run: Run) -> Shares:
+    """How this rank's part of a step is cut."""
+    plan, batch = run.plan, run.config.batch
+    own = max(1, batch.global_batch // plan.data_ranks)
+    suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own
+    rows = min(own, batch.microbatch or suggested)
+    return Shares(rows, math.ceil(own / rows))

@@ -1,0 +1,192 @@
+"""What a run says while it runs: one interface, shown live on a terminal, as plain lines elsewhere, not at all on other ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, TextIO
+
+from meshwright.core.units import bytes_text, count_text, duration_text
+
+UNBALANCED = 2.0
+"""From so many times its layer's mean on, the busiest expert is worth a word."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The figures of one optimizer step, of the whole run and not of one rank unless it says so."""
+
+    step: int
+    """Finished optimizer steps, this one included: the first report has 1."""
+    total_steps: int
+    loss: float
+    """Mean training loss over the real tokens of the step."""
+    grad_norm: float | None
+    """Norm of the whole gradient before clipping; None where it is not measured."""
+    learning_rate: float
+    tokens_per_second: float
+    memory_bytes: int
+    """Bytes held by this rank; ``memory_label`` says of what."""
+    memory_label: str
+    mfu: float | None = None
+    """Model FLOPs utilisation as a fraction; None where the device's peak is unknown."""
+    validation_loss: float | None = None
+    """Set on the steps that were followed by a validation."""
+    skipped: int = 0
+    """Steps so far that were skipped for gradients that were not finite."""
+    busiest_expert: float | None = None
+    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean; None where it was not counted."""
+    eta_seconds: float | None = None
+    """Estimated seconds to the end; None while unknown."""
+
+    def figures(self) -> list[tuple[str, str]]:
+        """(label, value) pairs in reading order, without those that are unknown."""
+        pairs = [("loss", f"{self.loss:.4f}")]
+        if self.validation_loss is not None:
+            pairs.append(("val loss", f"{self.validation_loss:.4f}"))
+        pairs.append(("lr", f"{self.learning_rate:.2e}"))
+        if self.grad_norm is not None:
+            pairs.append(("grad norm", f"{self.grad_norm:#.3g}".rstrip(".")))
+        pairs.append(("tokens/s", count_text(self.tokens_per_second)))
+        if self.mfu is not None:
+            pairs.append(("MFU", f"{100 * self.mfu:.1f} %"))
+        pairs.append((self.memory_label, bytes_text(self.memory_bytes)))
+        if self.busiest_expert is not None and self.busiest_expert >= UNBALANCED:
+            pairs.append(("busiest expert", f"{self.busiest_expert:.1f}× the mean"))
+        if self.skipped:
+            pairs.append(("skipped", str(self.skipped)))
+        return pairs
+
+    def line(self) -> str:
+        """Everything in one line: ``"step  120/2000 · loss 2.3456 · lr 3.00e-04 · ... · ETA 3 min 2 s"``."""
+        total = str(self.total_steps)
+        parts = [f"step {self.step:>{len(total)}}/{total}", *(f"{label} {value}" for label, value in self.figures())]
+        return " · ".join([*parts, self.eta_text()] if self.eta_text() else parts)
+
+    def eta_text(self) -> str:
+        """``"ETA 3 min 2 s"``; empty while unknown and on the last step."""
+        if self.eta_seconds is None or self.step >= self.total_steps:
+            return ""
+        return f"ETA {duration_text(math.ceil(self.eta_seconds))}"
+
+
+class Progress(Protocol):
+    """What the loop talks to. ``with`` closes it, also on an exception, which gives the terminal back as it was."""
+
+    def start(self, header_lines: Sequence[str]) -> None:
+        """Show the header: a title, then lines of the form ``"label: text"``."""
+        ...
+
+    def update(self, report: StepReport) -> None:
+        """Take the figures of a step. Cheap: call it on every step; how often to show them is decided here."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Print a message that stays, such as "checkpoint saved"."""
+        ...
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Show how far a long preparation is. Cheap: call it often."""
+        ...
+
+    def close(self) -> None:
+        """Show the last figures and stop; closing twice is harmless."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class SilentProgress:
+    """For ranks that show nothing: the whole interface, without effect, so that callers need no ``if rank == 0``."""
+
+    def start(self, header_lines: Sequence[str]) -> None:
+        """Nothing."""
+
+    def update(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class PlainProgress:
+    """Plain lines for files, pipes and batch systems: at most one per ``interval`` seconds, besides the first step, the last and every
+    validation."""
+
+    def __init__(self, stream: TextIO | None = None, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream
+        self._interval = interval
+        self._clock = clock
+        self._shown_at: float | None = None
+        self._portion_at = clock()
+        self._unshown: StepReport | None = None
+
+    def start(self, header_lines: Sequence[str]) -> None:
+        """Print the header, labels aligned."""
+        title, rows = header_rows(header_lines)
+        if title:
+            self.say(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, text in rows:
+            self.say(f"  {label:<{width}}  {text}" if width else f"  {text}")
+
+    def update(self, report: StepReport) -> None:
+        """Print the report's line, if it is time for one."""
+        now = self._clock()
+        due = self._shown_at is None or now - self._shown_at >= self._interval
+        if due or report.validation_loss is not None or report.step >= report.total_steps:
+            self.say(report.line())
+            self._shown_at, self._unshown = now, None
+        else:
+            self._unshown = report
+
+    def say(self, text: str) -> None:
+        """Print ``text`` and flush."""
+        stream = self._stream or sys.stdout
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        # A log in a narrow encoding loses a dot or an arrow, not the run.
+        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+    def portion(self, what: str, done: int, total: int) -> None:
+        """Print a line, if it is time for one."""
+        now = self._clock()
+        if now - self._portion_at >= self._interval:
+            self.say(f"{what}: {done / max(total, 1):.0%}")
+            self._portion_at = now
+
+    def close(self) -> None:
+        """Print the last report if it was held back: after a stop or a failure it tells where."""
+        if self._unshown is not None:
+            self.say(self._unshown.line())
+            self._unshown = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def header_rows(header_lines: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The title, and (label, text) of the other lines; a line without ``": "`` has an empty label."""
+    if not header_lines:
+        return "", []
+    rows = [line.split(": ", 1) if ": " in line else ["", line] for line in header_lines[1:]]
+    return header_lines[0], [(label, text) for label, text in rows]

@@ -1,0 +1,223 @@
+"""What a run tells of itself: the header, the figures of every step on screen and on disk, and the closing report."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from meshwright.core.config import to_dict
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.units import count_text
+from meshwright.distributed.experts.load import LayerLoad
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.step.results import StepLoss, StepResult
+from meshwright.training.build import Run, device_name
+from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
+from meshwright.training.metrics.memory import read_memory
+from meshwright.training.metrics.throughput import Throughput
+from meshwright.training.metrics.trackers import Trackers, open_trackers
+from meshwright.training.run.checkpointing import Checkpointing, Position
+from meshwright.training.run.folder import RunFolder
+
+from .progress import Progress, StepReport
+from .report import ClosingReport
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Validated:
+    """The losses of a validation: summed over tokens, by source."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, source: str, loss: float, tokens: int) -> None:
+        """Count a batch, whose mean loss over its tokens is ``loss``."""
+        self.sums[source] = self.sums.get(source, 0.0) + loss * tokens
+        self.tokens[source] = self.tokens.get(source, 0) + tokens
+
+    @property
+    def loss(self) -> float:
+        """Mean over all tokens."""
+        return sum(self.sums.values()) / max(1, sum(self.tokens.values()))
+
+    def figures(self) -> dict[str, float]:
+        """For the metrics; each source's own where there are several."""
+        own = {f"validation_loss/{name}": self.sums[name] / max(1, self.tokens[name]) for name in self.sums}
+        return {"validation_loss": self.loss, **(own if len(own) > 1 else {})}
+
+
+class Teller:
+    """Tells of a run on the rank that speaks; silent on the others, with the same methods. Making one is collective.
+
+    Attributes:
+        trouble: what went wrong while figures were written, on the rank that writes them; the loop agrees on it.
+    """
+
+    def __init__(self, run: Run, folder: RunFolder, at: Position, progress: Progress):
+        self.r, self.folder, self.at, self.progress = run, folder, at, progress
+        self.config = run.config
+        self.throughput = Throughput()
+        self.trouble: OSError | None = None
+        self.last_loss: float | None = None
+        self.last_validation: float | None = None
+        self.expert_figures: dict[str, float] = {}
+        facts = to_dict(self.config)
+        wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
+        opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
+        self.trackers = agree.together(opening, here=is_rank_zero()) or Trackers()
+        c = run.shape
+        self.flops = training_flops_per_token(
+            c.matmul_parameters, n_layers=c.n_layers, dim_attention=c.dim_attention, seq_len=self.config.data.seq_len
+        )
+        self.peak = peak_flops(device_name(run.model), run.plan.precision.compute)
+
+    def say(self, text: str) -> None:
+        """Print a message that stays."""
+        self.progress.say(text)
+
+    def header(self) -> None:
+        """What the run is made of."""
+        c, plan = self.r.shape, self.r.plan
+        size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
+        axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
+        mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
+        lines = [
+            f"meshwright · {self.config.name}",
+            f"model: {size}",
+            *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
+            f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
+            f"data: {self.r.feed.description}",
+            *(f"note: {note}" for note in self.r.feed.notes),
+            f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} AdamW",
+            *([f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
+            f"folder: {self.folder.path}",
+        ]
+        self.progress.start(lines)
+
+    def measured(self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]) -> StepReport:
+        """The figures of the step that was just taken; ``loads`` of its experts, where they are told."""
+        self.expert_figures = figures_of_experts(loads)
+        self.last_loss = float(loss)
+        self.throughput.add(loss.tokens, seconds)
+        memory = read_memory(self.r.model.device)
+        speed = self.throughput.tokens_per_second
+        return StepReport(
+            step=self.at.step,
+            total_steps=self.config.steps,
+            loss=self.last_loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            tokens_per_second=speed,
+            memory_bytes=memory.peak,
+            memory_label=memory.label,
+            mfu=mfu(speed, self.flops, self.peak, self.r.plan.world),
+            skipped=self.at.skipped,
+            busiest_expert=self.expert_figures.get("experts.max_over_mean"),
+            eta_seconds=self.throughput.eta_seconds(self.config.steps - self.at.step),
+        )
+
+    def step(self, report: StepReport, validated: Validated | None, more: Mapping[str, float]) -> None:
+        """Show a step, and write its line of metrics where one is due; ``more`` is written in any case."""
+        if validated is not None:
+            self.last_validation = validated.loss
+            report = replace(report, validation_loss=validated.loss)
+        self.progress.update(report)
+        if self.at.step % self.config.logging.every == 0 or validated is not None or more or self.at.step == self.config.steps:
+            values = {
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "learning_rate": report.learning_rate,
+                "tokens_per_second": report.tokens_per_second,
+                "memory_bytes": report.memory_bytes,
+                "tokens": self.at.tokens,
+                "samples": self.r.feed.loader.state,
+                "skipped": self.at.skipped,
+            }
+            found = validated.figures() if validated else {}
+            known = {} if report.mfu is None else {"mfu": report.mfu}
+            known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
+            figures = values | self.expert_figures | dict(more) | found | known
+            self.note(lambda: self.trackers.log(self.at.step, figures))
+
+    def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
+        """Keep something that happens once."""
+        self.note(lambda: self.trackers.event(name, values, step))
+
+    def note(self, write: Callable[[], None]) -> None:
+        """A disk that fails here fails on one rank: the others must hear of it before anybody stops."""
+        try:
+            write()
+        except OSError as error:
+            self.trouble = self.trouble or error
+
+    def left_out(self, samples: list[str]) -> None:
+        """Say which samples could not be read, a few of them by name."""
+        if samples:
+            more = f"; and {len(samples) - 3} more" if len(samples) > 3 else ""
+            why = "could not be read and were left out (data.on_bad_row = 'skip')"
+            self.say(f"{len(samples)} samples {why}: {'; '.join(samples[:3])}{more}")
+
+    def raise_trouble(self) -> None:
+        """Raise MeshwrightError where figures could not be written."""
+        if self.trouble is not None:
+            raise MeshwrightError(
+                f"cannot write {self.folder.path / 'metrics.jsonl'}: {self.trouble}. Make room, then continue with:"
+                f" meshwright train {self.folder.path}"
+            )
+
+    def close(self, stopped: int, seconds: float, checkpoints: Checkpointing, sample: str | None) -> None:
+        """The closing report, and how to go on."""
+        report = ClosingReport(
+            run_folder=self.folder.path,
+            step=self.at.step,
+            total_steps=self.config.steps,
+            loss=self.last_loss,
+            validation_loss=self.last_validation,
+            tokens=self.at.tokens,
+            seconds=seconds,
+            skipped=self.at.skipped,
+            checkpoint=checkpoints.latest,
+            config=self.folder.config,
+            places=self.trackers.places,
+            sample=sample,
+        )
+        self.trackers.close()
+        self.progress.close()
+        self.say("\n" + report.text())
+        if stopped:
+            self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train {self.folder.path}")
+        else:
+            self.say(f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"')
+
+
+def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
+    """Metrics of how tokens spread over experts: of the worst layer, and of each."""
+    if not loads:
+        return {}
+    worst = {
+        "experts.max_over_mean": max(load.max_over_mean for load in loads),
+        "experts.entropy": min(load.entropy for load in loads),
+        "experts.dropped": float(sum(load.dropped for load in loads)),
+    }
+    sizes = {load.path: load.router_z for load in loads if load.router_z is not None}
+    if sizes:
+        worst["experts.router_z"] = max(sizes.values())
+    by_layer = {f"experts.{load.path}.{key}": getattr(load, key) for load in loads for key in ("max_over_mean", "entropy", "dropped")}
+    return worst | by_layer | {f"experts.{path}.router_z": size for path, size in sizes.items()}
+
+
+def in_words(action: Callable[[], Result], what: str) -> Callable[[], Result]:
+    """The same action, which says in a sentence what the disk refused."""
+
+    def worded() -> Result:
+        try:
+            return action()
+        except OSError as error:
+            raise MeshwrightError(f"{what}: {error}. Nothing that was saved is lost.") from error
+
+    return worded

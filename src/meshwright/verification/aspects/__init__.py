@@ -1,0 +1,1 @@
+"""What is compared besides tensors: routes, random numbers, rows, float8 products."""

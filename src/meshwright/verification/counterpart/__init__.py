@@ -1,0 +1,1 @@
+"""Find a model of transformers that computes what our decoder does."""

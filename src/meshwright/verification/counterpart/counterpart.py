@@ -1,0 +1,209 @@
+"""A model of transformers that computes what our decoder does, proven by equal logits before it is believed.
+
+The user names the model type. Its config is made of the standard keys; its parameters and buffers are found by their place (in which
+block, or outside), their shape and the words in their names; and the proof says whether that was right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comparison.equality import relative_errors
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import is_within
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.huggingface import CausalLM
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.moe import Router
+from meshwright.training.config import Config
+from meshwright.training.model_source import decoder_config
+from meshwright.training.run.convert import Counterpart
+from meshwright.training.tokenizer import own_tokenizer
+from meshwright.verification.shrink import shrunk
+
+from .config import counterpart, unsaid
+
+LIMIT = 1e-6
+"""Relative difference of logits in float64: what models that compute norms, angles and routers in float32 inside leave."""
+SHOWN = 4
+Shapes = dict[str, tuple[int, ...]]
+ROUTER_BIAS = 0.1
+"""Standard deviation of the bias in the proof: as wide as the scores are, so that both have their say in the choice."""
+
+_SHARED = ("shared experts", "shared expert", "shared mlp")
+WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    (".attention.wq.weight",): ("q",),
+    (".attention.wk.weight",): ("k",),
+    (".attention.wv.weight",): ("v",),
+    (".attention.wo.weight",): ("o", "out", "dense"),
+    (".attention.q_norm.weight",): ("q norm", "q layernorm", "query layernorm"),
+    (".attention.k_norm.weight",): ("k norm", "k layernorm", "key layernorm"),
+    (".feed_forward.w_gate.weight",): ("gate", "w1"),
+    (".feed_forward.w_up.weight",): ("up", "w3"),
+    (".feed_forward.w_down.weight",): ("down", "w2"),
+    (".feed_forward.experts.w_gate", ".feed_forward.experts.w_up"): ("experts gate up",),
+    (".feed_forward.experts.w_down",): ("experts down",),
+    (".feed_forward.shared.w_gate.weight",): tuple(f"{shared} gate" for shared in _SHARED),
+    (".feed_forward.shared.w_up.weight",): tuple(f"{shared} up" for shared in _SHARED),
+    (".feed_forward.shared.w_down.weight",): tuple(f"{shared} down" for shared in _SHARED),
+    (".feed_forward.router.weight",): ("gate", "gate wg", "router"),
+    (".feed_forward.router.bias",): ("correction bias", "expert bias"),
+}
+"""Our tensors of a block, several where they are joined elsewhere, and words that the same have there. The two norms before attention
+and feed-forward go by order."""
+
+
+def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
+    """The counterpart of a run's decoder among the models of type ``kind``.
+
+    Raises:
+        ConfigError: transformers has no such model type, or the run's model is one of transformers already.
+        UnsupportedError: it does not compute the same; the text says where it differs.
+    """
+    if config.model.hf:
+        raise ConfigError(f"--like = {kind}: the model of {folder} is a Hugging Face model already; leave --like out")
+    tokenizer = own_tokenizer(config, folder)
+    ours = decoder_config(config, tokenizer)
+    if ours.moe is not None and ours.moe.capacity_factor:
+        raise UnsupportedError(
+            f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are full drop tokens,"
+            f" and those of transformers drop none. A run with capacity_factor = 0 can be converted"
+        )
+    prove(shrunk(ours), kind)
+    source = counterpart(ours, kind, tokenizer.end_of_document)
+    return Counterpart(source, matched(ours, source), source.config.to_dict())
+
+
+def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]:
+    """The counterpart's parameters and saved buffers -> ours that each is made of, end to end along the last dim but one; of none: zeros.
+
+    Raises:
+        UnsupportedError: transformers cannot build it, or parameters on one side have no counterpart on the other.
+    """
+    with torch.device("meta"):
+        here, there = model_facts(Decoder(ours)), model_facts(_built(source))
+    if len(here.blocks) != len(there.blocks):
+        raise UnsupportedError(f"{there.kind} has {len(there.blocks)} blocks in these sizes, and the run's model {len(here.blocks)}")
+    mine, theirs = _shapes(here), _shapes(there)
+    found: dict[str, tuple[str, ...]] = {}
+    for one, other in zip(("", *here.blocks), ("", *there.blocks), strict=True):
+        pairs = _matched_unit(_within(mine, one, here.blocks), _within(theirs, other, there.blocks))
+        found |= {f"{other}{name}": tuple(f"{one}{own}" for own in names) for name, names in pairs.items()}
+    buffers = {buffer.name for buffer in there.buffers}
+    zeros = {name: () for name, shape in theirs.items() if name not in found and (name in buffers or not math.prod(shape))}
+    strangers = [name for name in theirs if name not in found and name not in zeros]
+    lost = [name for name in mine if name not in {own for names in found.values() for own in names}]
+    if strangers or lost:
+        sides = [
+            f"{len(names)} of {whose} have no counterpart ({', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''})"
+            for names, whose in ((lost, "the run's parameters"), (strangers, f"the parameters of {there.kind}"))
+            if names
+        ]
+        said = "; ".join([*sides, *_unsaid(ours, source)])
+        raise UnsupportedError(f"{there.kind} is not built like the run's model: {said}. Name another type with --like")
+    return found | zeros
+
+
+def _built(source: CausalLM) -> nn.Module:
+    try:
+        return source()
+    except ConfigError as error:
+        kind = source.config.model_type
+        raise UnsupportedError(
+            f"--like = {kind}: transformers builds no such model in the sizes of the run's: {error.__cause__}"
+        ) from error
+
+
+def _shapes(facts: ModelFacts) -> Shapes:
+    """Of parameters and saved buffers."""
+    return {p.name: p.shape for p in facts.parameters} | {b.name: b.shape for b in facts.buffers if b.persistent}
+
+
+def _within(shapes: Shapes, block: str, blocks: tuple[str, ...]) -> Shapes:
+    """Those in a block, by the rest of their names, or ("") in none."""
+    if not block:
+        return {name: shape for name, shape in shapes.items() if not any(is_within(name, other) for other in blocks)}
+    return {name.removeprefix(block): shape for name, shape in shapes.items() if is_within(name, block)}
+
+
+def _matched_unit(mine: Shapes, theirs: Shapes) -> dict[str, tuple[str, ...]]:
+    """Theirs -> ours of the same shape: first those that have words of their own, then the others in order."""
+    found: dict[str, tuple[str, ...]] = {}
+    by_words = {names: words for names, words in WORDS.items() if mine.keys() >= set(names)}
+    unsaid = [name for name in theirs if not by_words or not any(_says(name, words) for words in WORDS.values())]
+    candidates = {names: [name for name in theirs if _says(name, words)] for names, words in by_words.items()}
+    candidates |= {(own,): unsaid for own in mine if not any(own in names for names in by_words)}
+    for names, others in candidates.items():
+        shape = _joined([mine[name] for name in names])
+        chosen = next((name for name in others if theirs[name] == shape and name not in found), None)
+        if chosen is not None:
+            found[chosen] = names
+    return found
+
+
+def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    first, *others = shapes
+    return (*first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]) if others else first
+
+
+def _says(name: str, words: tuple[str, ...]) -> bool:
+    """Whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
+    said = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
+    return any(said[-len(text.split()) :] == text.split() for text in words)
+
+
+def _unsaid(ours: DecoderConfig, source: CausalLM) -> list[str]:
+    keys = ", ".join(f"model.moe.{key}" for key in unsaid(ours, source.config))
+    return [f"its config has no key for {keys}"] if keys else []
+
+
+def prove(ours: DecoderConfig, kind: str) -> float:
+    """Compare the logits of our decoder and its counterpart, in float64, on random weights and tokens; returns their relative difference.
+
+    Raises:
+        UnsupportedError: they differ, or the counterpart takes no such sizes.
+    """
+    source = dataclasses.replace(counterpart(ours, kind), dtype="float64")
+    made_of = matched(ours, source)
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = Decoder(ours).double().eval(), source().double().eval()
+    _fill(mine, generator)
+    own, state = mine.state_dict(), theirs.state_dict()
+    for name, names in made_of.items():
+        parts = [own[each] for each in names]
+        state[name].copy_(torch.cat(parts, -2) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(state[name]))
+    tokens = torch.randint(0, ours.vocab_size, (8, min(16, ours.max_seq_len)), generator=generator)
+    with torch.no_grad():
+        one: Tensor = mine(tokens)
+        try:
+            other: Tensor = theirs(input_ids=tokens).logits
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            said = " ".join(str(error).split())
+            raise UnsupportedError(f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {said}") from error
+    error = relative_errors({"logits": other}, {"logits": one})["logits"]
+    if not error <= LIMIT:
+        far = f"the logits are {error:.1e} (relative) apart, and {LIMIT:.0e} is rounding"
+        said = "; ".join([far, *_unsaid(ours, source)])
+        raise UnsupportedError(
+            f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights {said}. Nothing was"
+            f" written; name another type with --like"
+        )
+    return error
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Random weights that keep tokens apart, so that routers send them to different experts, and biases that change some of the choices."""
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + drawn / 4)
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if router.bias is not None:
+            router.bias.copy_(torch.randn(router.bias.shape, generator=generator, dtype=torch.float64) * ROUTER_BIAS)
