@@ -150,3 +150,13 @@ def job_trace(folder, compute):
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_run_on_a_gpu_is_equal_to_its_trace(spmd, tmp_path, compute):
     assert spmd(1, job_trace, str(tmp_path), compute)[0] == (0, True)
+
+
+def test_the_history_of_memory_is_written(tmp_path):
+    from meshwright.core import torch_private as private
+
+    private.record_memory_history(1000)
+    torch.ones(4, device="cuda")
+    private.dump_memory_history(str(tmp_path / "history.pickle"))
+    private.record_memory_history(None)
+    assert (tmp_path / "history.pickle").stat().st_size > 0

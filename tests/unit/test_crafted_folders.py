@@ -121,7 +121,13 @@ def test_a_crafted_folder_is_answered_by_a_sentence_and_reaches_nothing(name, pl
 
 NO_FILE_IS_REFUSED = {
     f"meshwright.{module}.inside": lambda folder, name, by="": folder / name
-    for module in ("checkpoint.manifest", "checkpoint.tensor_files", "data.text.tokenizer_settings", "data.corpus.mapped", "introspection.huggingface")
+    for module in (
+        "checkpoint.manifest",
+        "checkpoint.tensor_files",
+        "data.text.tokenizer_settings",
+        "data.corpus.mapped",
+        "introspection.huggingface",
+    )
 }
 MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     *(

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import grimp
 import pytest
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import meshwright
 
@@ -130,6 +135,14 @@ def test_torch_distributed_stays_on_its_floors():
     assert len(above) > 100 and {place: names for place, names in reached.items() if names} == {}
 
 
+def test_models_import_nothing_of_ours_but_what_torch_keeps_private():
+    models = [place for place in FILES if place.startswith("models/")]
+    known = {
+        name for place in models for name in names_in(place) if is_under(name, "meshwright") and not is_under(name, "meshwright.models")
+    }
+    assert known and all(is_under(name, "meshwright.core.torch_private") for name in known)
+
+
 def test_techniques_do_not_know_each_other():
     files = techniques()
     assert len(files) >= 2, "order names no techniques: this test has lost its subject"
@@ -159,3 +172,83 @@ def test_every_way_to_import_is_seen(code, name):
 def test_imports_for_annotations_are_not_seen():
     code = "if TYPE_CHECKING:\n    from torch.distributed import DeviceMesh\nelse:\n    import json"
     assert set(reached(ast.parse(code))) == {"json"}
+
+
+PRIVATE_FILES = (
+    "core/torch_private.py",
+    "distributed/torch_private.py",
+    "distributed/float8/torchao_private.py",
+    "introspection/transformers_private.py",
+    "training/slurm/job.py",  # submitit's script and its submission
+)
+REGISTRIES = {"_parameters", "_buffers", "_modules", "_apply"}
+"""Of nn.Module, the same since its first release."""
+OF_PYTHON = {"_replace", "_getframe", "_exit", "_current_frames"}
+OF_TORCH = {name for kind in (Tensor, nn.Module, DTensor, FSDPModule, Optimizer, DeviceMesh) for name in dir(kind)} - REGISTRIES
+
+
+def own_names() -> set[str]:
+    """Names that the package gives to anything of its own."""
+    found = set()
+    for path in FILES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+    return found
+
+
+def private_uses(code: str, own: set[str]) -> Iterator[str]:
+    """Names of other libraries that begin with an underscore, as code imports them, reads them, or asks for them by a string."""
+
+    def is_private(name: str) -> bool:
+        return name.startswith("_") and not name.startswith("__") and name not in REGISTRIES | OF_PYTHON
+
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level and not is_under(node.module, "meshwright"):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (f"{node.module}: {part}" for part in parts if is_private(part))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if any(is_private(part) for part in alias.name.split(".")))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not ast.unparse(node).startswith(("torch.ops.", "aten.")):
+            mine = ast.unparse(node.value) in ("self", "cls") or node.attr not in OF_TORCH
+            if not (mine and node.attr in own) and not node.attr.startswith("_meshwright"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+            asked = node.args[1]
+            name = asked.value if isinstance(asked, ast.Constant) else ""
+            if is_private(name) and not name.startswith("_meshwright") and (name in OF_TORCH or name not in own):
+                yield ast.unparse(node)
+
+
+def test_what_others_keep_private_is_reached_in_one_file_for_each_library():
+    own = own_names()
+    found = {place: sorted(set(private_uses(path.read_text(encoding="utf-8"), own))) for place, path in FILES.items()}
+    assert {place: uses for place, uses in found.items() if uses and place not in PRIVATE_FILES} == {}
+    assert all(found[place] for place in PRIVATE_FILES), "a file for private names reaches none"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tensor._local_tensor",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.nn.modules.dropout import _DropoutNd",
+        "import torch._dynamo",
+        "getattr(state, '_fsdp_param_groups', None)",
+        "torch._foreach_norm(x)",
+        "parameter._version",
+    ],
+)
+def test_a_private_use_is_seen(code):
+    assert list(private_uses(code, {"_version", "_local_tensor"}))
+
+
+@pytest.mark.parametrize(
+    "code", ["self._version", "module._parameters", "torch.ops.aten._to_copy.default", "sys._getframe(1)", "part._own"]
+)
+def test_other_underscores_are_left_alone(code):
+    assert not list(private_uses(code, {"_version", "_own"}))

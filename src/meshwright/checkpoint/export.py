@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.dtypes import torch_dtype
-from meshwright.introspection.huggingface import brings_initialiser
+from meshwright.introspection.transformers_private import brings_initialiser
 
 from .load import open_manifest, read_tensors, verify_files
 from .manifest import Manifest

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.float8.torchao_private import quantize
 from meshwright.distributed.optimizer.torchao_adamw import SIGNED, TorchaoAdamW, is_rounded
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import with_local
 
 log = logging.getLogger("meshwright")
@@ -34,7 +36,7 @@ def keeps_few_bits(optimizer: torch.optim.Optimizer) -> bool:
 def as_values(moment: Tensor, parameter: Tensor) -> Tensor:
     """A parameter's moment as float32 in host memory, placed like the parameter; so is one that is small and kept as it is, since with
     another layout another rank may have it in few bits."""
-    local = moment._local_tensor if isinstance(moment, DTensor) else moment
+    local = local_part(moment)
     values = (local.dequantize() if is_rounded(moment) else local).detach().to("cpu", torch.float32)
     return with_local(parameter, values) if isinstance(parameter, DTensor) else values
 
@@ -49,7 +51,7 @@ class Rounding:
     def take(self, optimizer: TorchaoAdamW, parameter: nn.Parameter, key: str, values: Tensor) -> Tensor:
         """A moment of the parameter, as the optimizer keeps it."""
         moment = optimizer.new_moment(parameter, key)
-        local, given = ((t._local_tensor if isinstance(t, DTensor) else t) for t in (moment, values))
+        local, given = (local_part(t) for t in (moment, values))
         given = given.to(local.device)
         if is_rounded(moment):
             back = _round(local, given.float(), signed=SIGNED[key])
@@ -71,11 +73,8 @@ class Rounding:
 
 def _round(moment: Tensor, values: Tensor, *, signed: bool) -> Tensor:
     """Fill a moment of torchao's in place; the values that it stands for then."""
-    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
-
     made: torch.Tensor = moment
     table: Tensor = made.qmap  # type: ignore[attr-defined]
-    quantize = quantize_8bit_with_qmap if len(table) == 256 else quantize_4bit_with_qmap
     blocks = values.reshape(-1, made.block_size)  # type: ignore[attr-defined]
     scale = blocks.abs().amax(-1).clip(LEAST_SCALE)
     found = torch.zeros_like(scale, dtype=torch.bool)

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean, is_within
+from meshwright.core.torch_private import is_persistent
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SHARED
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
+from meshwright.introspection.transformers_private import names_to_ignore
 
 from .stored_names import Source, sources
 from .tensor_files import TensorFiles
@@ -148,7 +150,7 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = clean(f"{path}.{name}" if path else name)
-            if name in module._non_persistent_buffers_set:
+            if not is_persistent(module, name):
                 derived.add(full)
             else:
                 tensors[full] = buffer
@@ -158,7 +160,7 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
 def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
     """Whether a left-over tensor is one that the model computes itself: older files hold tables, some at another place of the model."""
     ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = names_to_ignore(model)
     is_table = name in derived or ".".join(name.split(".")[-2:]) in ends
     return is_table or any(re.search(pattern, name) for pattern in ignored)
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import IntegrityError
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.parts_tensor import chunk_of, write_item
 from meshwright.distributed.weights.shards import pieces, with_local
 
@@ -25,7 +26,7 @@ def in_pieces(tensor: Tensor) -> Tensor:
     """The same memory, for torch's checkpoint to write or read."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    shared: Any = with_local(tensor, tensor._local_tensor.detach())
+    shared: Any = with_local(tensor, local_part(tensor).detach())
     here = {piece.offset: piece for piece in pieces(shared)}
     shared.__create_write_items__ = lambda name, _: [write_item(name, shared, piece) for piece in here.values()]
     shared.__create_chunk_list__ = lambda: [chunk_of(piece) for piece in here.values()]

@@ -15,6 +15,7 @@ from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.optimizer.host_states import at_rest
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import with_local
 
 from .few_bits import Rounding, as_values, keeps_few_bits
@@ -81,7 +82,7 @@ def empty_optimizer_tensors(
 
 def _zeros_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
-        return with_local(parameter, torch.zeros_like(parameter._local_tensor, dtype=dtype, device=device, requires_grad=False))
+        return with_local(parameter, torch.zeros_like(local_part(parameter), dtype=dtype, device=device, requires_grad=False))
     return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
 
@@ -109,7 +110,7 @@ def _copied(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value.clone()
     assert isinstance(like, DTensor)
-    return with_local(like, value._local_tensor.clone())
+    return with_local(like, local_part(value).clone())
 
 
 def _by_name(model: ParallelModel) -> dict[str, list[nn.Parameter]]:

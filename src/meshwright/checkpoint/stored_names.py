@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.introspection.huggingface import brings_initialiser
+from meshwright.introspection.transformers_private import brings_initialiser
 
 from .tensor_files import Cut, TensorFiles
 

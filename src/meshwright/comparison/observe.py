@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.core.names import clean, is_within
+from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
 
 from .sketch import sketch_rows
 
@@ -105,8 +106,8 @@ class Observed:
         if is_stand_in(tensor):
             self.shapes.setdefault(call, ())
             return
-        if self._last is None or self._last.tensor() is not tensor or self._last.version != tensor._version:
-            self._last = _Seen(weakref.ref(tensor), tensor._version, self._sketch(tensor.detach()))
+        if self._last is None or self._last.tensor() is not tensor or self._last.version != version_of(tensor):
+            self._last = _Seen(weakref.ref(tensor), version_of(tensor), self._sketch(tensor.detach()))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._came_back, self._last.calls))
         self._last.calls.append(call)  # several where a module hands on what its last child returned
@@ -189,7 +190,7 @@ def is_stand_in(tensor: Tensor) -> bool:
 
 def _is_recomputing() -> bool:
     """Whether a backward is under way: what modules compute there was computed before."""
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
@@ -240,12 +241,12 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None
+    return compiled_call(module) is not None
 
 
 @contextmanager
 def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root: bool) -> Iterator[None]:
-    compiled = cast("Callable[..., Any]", module._compiled_call_impl)
+    compiled = cast("Callable[..., Any]", compiled_call(module))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_root:
@@ -254,11 +255,11 @@ def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root:
         observed.note(name, output)
         return output
 
-    module._compiled_call_impl = call
+    set_compiled_call(module, call)
     try:
         yield
     finally:
-        module._compiled_call_impl = compiled
+        set_compiled_call(module, compiled)
 
 
 def _tensor_of(output: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.rules import absent_sizes, raise_all
@@ -141,7 +142,7 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
     """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1; or None."""
     if _is_large(device_mesh, Axis.CP) and _named(device_mesh, Axis.DP_SHARD):
-        return device_mesh[Axis.DP_SHARD.value, Axis.CP.value]._flatten("dp_shard_cp")
+        return flattened(device_mesh[Axis.DP_SHARD.value, Axis.CP.value], "dp_shard_cp")
     return _one_axis(device_mesh, Axis.DP_SHARD)
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,9 +14,9 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
 
 from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
@@ -105,22 +104,8 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     worker.join(patience_sec)
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
-    _forget_meshes()
+    forget_meshes()
     gc.collect()  # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until they go
-
-
-def _forget_meshes() -> None:
-    """Empty torch's caches of DTensor operations: they hand out equal meshes of this process group to tensors of the next one, and keep
-    its threads."""
-    for forget in (
-        lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
-        lambda: torch._C._clear_DTensor_sharding_propagator_cache(),  # type: ignore[attr-defined]
-        lambda: _redistribute.clear_redistribute_planner_cache(),
-        lambda: _redistribute._gen_transform_infos.cache_clear(),
-        lambda: _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear(),  # type: ignore[attr-defined]
-    ):
-        with suppress(AttributeError):  # another torch may keep them elsewhere
-            forget()
 
 
 def _destroy() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
+from meshwright.core.torch_private import is_persistent
 from meshwright.models.moe import Router
 
 from .blocks import attention_modules, repeated_blocks
@@ -247,7 +248,7 @@ def _buffer_facts(model: nn.Module):
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = clean(f"{path}.{name}" if path else name)
-            yield BufferFact(full, tuple(buffer.shape), _dtype(buffer), name not in module._non_persistent_buffers_set)
+            yield BufferFact(full, tuple(buffer.shape), _dtype(buffer), is_persistent(module, name))
 
 
 def _dtype(tensor) -> str:

@@ -19,12 +19,11 @@ from torch import nn
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
 from meshwright.core.files import inside
+from meshwright.introspection.transformers_private import ABOUT_THE_FILE, KERNEL_KEYS
 
 CONFIG = "config.json"
 KEY = "model.hf"
 TRUST = "model.trust_remote_code"
-IMPLEMENTATION = "_implementation"
-ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -148,10 +147,10 @@ def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The keys of a config, and of configs inside it, that say which code computes attention or experts."""
     for key, value in said.items():
         if isinstance(value, dict):
-            values = {str(part): name for part, name in value.items()} if key.endswith(IMPLEMENTATION) else {}
+            values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
             yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
             yield from _implementations(value)
-        elif key.endswith(IMPLEMENTATION) and isinstance(value, str):
+        elif key.endswith(KERNEL_KEYS) and isinstance(value, str):
             yield key, value
 
 
@@ -181,9 +180,3 @@ def import_transformers(what: str = KEY) -> Any:
     except ImportError as error:
         raise MissingExtraError(what, "transformers", "hf") from error
     return transformers
-
-
-def brings_initialiser(module: nn.Module) -> bool:
-    """Whether a module initialises others as a pretrained model of transformers does, and can be built again from its config."""
-    kind = type(module)  # wrappers show the methods of what is inside as their own
-    return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")

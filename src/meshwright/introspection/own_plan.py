@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshwright.core.names import clean, selected
+from meshwright.introspection.transformers_private import tensor_plan_of
 
 from .module_kinds import module_kinds, tied_modules
 
@@ -22,7 +23,7 @@ def own_tensor_plan(model: nn.Module) -> dict[str, str]:
         path = clean(raw)
         base = getattr(module, "base_model_prefix", "")
         inner = path if not base or not hasattr(module, base) else ".".join(filter(None, (path, base)))
-        for prefix, plan in ((path, getattr(module, "_tp_plan", None)), (inner, _of_config(module))):
+        for prefix, plan in ((path, tensor_plan_of(module)), (inner, _of_config(module))):
             if isinstance(plan, Mapping):
                 for key, style in plan.items():
                     found.setdefault(f"{prefix}.{key}" if prefix else key, style)

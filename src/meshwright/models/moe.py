@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.torch_private import is_in_backward, uncompiled
+
 from .decoder_config import MoEConfig
 from .layers import FeedForward, at_least_fp32
 
@@ -149,7 +151,7 @@ class Router(nn.Module):
         return self.config.n_experts / self.config.top_k * (loads / tokens.clamp(min=1) * shares).sum()
 
 
-@torch._disable_dynamo  # which takes a loss that no result shows for one without a gradient
+@uncompiled  # which takes a loss that no result shows for one without a gradient
 def _attached(value: Tensor, loss: Tensor, share: Tensor) -> Tensor:
     return _Attached.apply(value, loss, share)
 
@@ -264,7 +266,7 @@ def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) ->
 
 def is_recomputing() -> bool:
     """Whether a backward is under way: what is computed there was computed, and counted, before."""
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 class MixtureOfExperts(nn.Module):

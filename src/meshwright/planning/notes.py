@@ -11,9 +11,9 @@ from meshwright.core.names import owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
 from meshwright.introspection.facts import ModelFacts, premises_of
-from meshwright.introspection.huggingface import brings_initialiser
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
+from meshwright.introspection.transformers_private import brings_initialiser
 
 from .layout import Layout
 from .techniques import Techniques

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.comparison.equality import HALVES
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
+from meshwright.core.torch_private import Dropout
 from meshwright.introspection.huggingface import CausalLM, is_config
 
 Batch = Mapping[str, Tensor]
@@ -166,7 +166,7 @@ class Problem:
 def without_dropout(model: nn.Module) -> nn.Module:
     """The model with its dropout layers switched off: what they draw is random, and not what is compared."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
     return model
 

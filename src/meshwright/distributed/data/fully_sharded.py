@@ -17,8 +17,10 @@ from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
+from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, get_expert_mesh
+from meshwright.distributed.torch_private import groups_of_parameters
 from meshwright.introspection.facts import SHARED_OUT_BY
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
@@ -103,7 +105,7 @@ def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
 def begin_backward_at(root: Any, tensor: Tensor) -> None:
     """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not sharded)."""
     if isinstance(root, FSDPModule) and tensor.requires_grad:
-        root._get_fsdp_state()._register_pre_backward_hook(tensor)
+        torch_private.begin_backward_at(root, tensor)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -201,41 +203,34 @@ def reduce_between(model: nn.Module, plan: Plan) -> None:
 def _reduce_now(model: nn.Module) -> None:
     modules = sharded_modules(model)
     for module in (*reversed(modules[1:]), *modules[:1]):
-        for group in _groups(module):
+        for group in groups_of_parameters(module):
             group.post_backward()
     for module in modules[:1]:
-        module._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """torch keeps them under another name since 2.12."""
-    state: Any = module._get_fsdp_state()
-    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+        torch_private.end_backward(module)
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
     """torch's own, of all units of a model."""
-    return [group for module in sharded_modules(model) for group in _groups(module)]
+    return [group for module in sharded_modules(model) for group in groups_of_parameters(module)]
 
 
 def reduces(model: nn.Module) -> bool:
     """Whether the gradients that a backward leaves now are summed over all data ranks."""
-    return all(group.reduce_grads and group.all_reduce_grads for module in sharded_modules(model) for group in _groups(module))
+    return all(group.reduce_grads and group.all_reduce_grads for module in sharded_modules(model) for group in groups_of_parameters(module))
 
 
 def recover(model: nn.Module) -> None:
     """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:
-        begun = module._get_fsdp_state()._is_root is not None  # torch makes the state at the first forward
-        if begun and hasattr(module, "reset_iter_state"):  # torch >= 2.12
+        if torch_private.has_begun(module) and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
     for module in sharded_modules(model):
-        for group in _groups(module):
-            group._partial_reduce_output = None  # torch < 2.12 keeps it
+        for group in groups_of_parameters(module):
+            torch_private.drop_partial_sums(group)
             for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
                 parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+                if (whole := torch_private.gathered(parameter)) is not None:
+                    whole.grad = None
     reshard(model)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import DATA_AXES
 from meshwright.core.names import clean
+from meshwright.core.torch_private import call_behind_backward
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.process.agree import word_device
+from meshwright.distributed.torch_private import gathered, has_partial_sums
 from meshwright.planning.plan import Plan
 
 from .fully_sharded import parameter_groups
@@ -54,7 +55,7 @@ class _Usage:
     def agree_behind_backward(self) -> None:
         if not self._is_waiting:
             self._is_waiting = True
-            Variable._execution_engine.queue_callback(self._agree)
+            call_behind_backward(self._agree)
 
     def _agree(self) -> None:
         self._is_waiting = False
@@ -73,12 +74,12 @@ def _filling(group: Any, parameters: list[Any], usage: _Usage):
     def post_backward(*unused: Any) -> None:
         if group.reduce_grads:
             for parameter in parameters:
-                gathered = getattr(parameter, "_unsharded_param", None)
-                has_gradient = parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
-                begins = parameter.sharded_param.grad is None and group._partial_reduce_output is None
+                whole = gathered(parameter)
+                has_gradient = parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+                begins = parameter.sharded_param.grad is None and not has_partial_sums(group)
                 usage.note(parameter, begins, has_gradient)
-                if not has_gradient and gathered is not None:
-                    gathered.grad = torch.zeros_like(gathered)
+                if not has_gradient and whole is not None:
+                    whole.grad = torch.zeros_like(whole)
             if group.all_reduce_grads:
                 usage.agree_behind_backward()
         reduce(*unused)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.torch_private import foreach_zero_, tree_leaves
+from meshwright.distributed.torch_private import has_recorded_graph
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel
@@ -96,9 +97,9 @@ def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: 
     if data.reduction == "sum" and not getattr(wrapped, UNREDUCED, False) and dist.get_rank(wrapped.process_group) > 0:
         reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
         if reduced:
-            torch._foreach_zero_(reduced)
+            foreach_zero_(reduced)
     # torch records a static graph in the first backward, which must be a synced one
-    records = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
+    records = wrapped.static_graph and not has_recorded_graph(wrapped)
     travels = is_last or data.sync_grad_accum is True or records
     setattr(wrapped, UNREDUCED, True)
     with nullcontext() if travels else wrapped.no_sync():

@@ -32,6 +32,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
 from meshwright.distributed.step.part import ModelPart
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights import audit
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
@@ -149,7 +150,7 @@ class DDPTransform(_Planned):
         if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
             for tensor in (*model.parameters(), *model.buffers()):
                 for group in groups:
-                    dist.broadcast(getattr(tensor, "_local_tensor", tensor).detach(), group=group, group_src=0)
+                    dist.broadcast(local_part(tensor).detach(), group=group, group_src=0)
         audit.audit([ModelPart(model, plan, facts)], groups)
         if isinstance(model, DistributedDataParallel):
             model.__class__ = DDPWrappedModel

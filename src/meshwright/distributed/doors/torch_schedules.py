@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.mesh import axis_sizes
+from meshwright.distributed.torch_private import mixed_precision_of
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 
 from .stage_module import PipelineStageModule
@@ -79,7 +80,7 @@ def build_pipeline_stage(
 def _computed_in(stage_module: PipelineStageModule) -> torch.dtype:
     """The dtype of hidden states: that of the parameters, unless FSDP casts them."""
     own = next(stage_module.parameters()).dtype
-    policy = stage_module._get_fsdp_state()._mp_policy if isinstance(stage_module, FSDPModule) else None
+    policy = mixed_precision_of(stage_module) if isinstance(stage_module, FSDPModule) else None
     return (policy.output_dtype or policy.param_dtype or own) if policy is not None else own
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.losses import PADDING
+from meshwright.core.torch_private import uncompiled
 from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.step.part import Batch
 from meshwright.models.moe import Router
@@ -65,7 +66,7 @@ class _Everywhere:
     def __init__(self, groups: Sequence[dist.ProcessGroup]):
         self._groups = list(groups)
 
-    @torch._disable_dynamo
+    @uncompiled
     def __call__(self, counted: Tensor) -> Tensor:
         total = counted.sum(0, keepdim=True)
         return exchanged(lambda: sum_over(self._groups, total), into=total)

@@ -15,11 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.core.errors import IntegrityError
+from meshwright.core.torch_private import version_of
+from meshwright.distributed.float8.torchao_private import codes_of, kernels_of, rounded_by, scale_for, set_scale, weight_in_float8
+from meshwright.distributed.torch_private import (
+    FSDPParam,
+    begin_forward,
+    gather_through,
+    layer_of,
+    local_part,
+    name_of,
+    padded_shard,
+    spec_of_gathered,
+)
 from meshwright.introspection.converted import config_at
 
 STALE = -1
@@ -31,12 +42,10 @@ def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
 
     Every forward of ``root``, which is sharded, begins with their scales: one message over the ranks that shard, one over those that cut.
     """
-    weights = [p for p in parameters if config_at(p._module_info.module) is not None and p._module_info.param_name == "weight"]
+    weights = [p for p in parameters if layer_of(p)[1] == "weight" and config_at(layer_of(p)[0]) is not None]
     shards = [Shard(parameter) for parameter in weights]
     for parameter, shard in zip(weights, shards, strict=True):
-        parameter.__class__ = _GatheredInFloat8
-        parameter.__dict__["_meshwright_shard"] = shard
-        parameter._init_extensions()
+        gather_through(parameter, shard)
     if shards:
         _live.update(shards)
         _watch_optimizers()
@@ -61,15 +70,8 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, An
 
 def _begin(root: Any, shards: Sequence[Shard]) -> None:
     """Before torch's own hook, behind which its streams do not wait for ours; what it sets up at a first forward is needed here."""
-    root._get_fsdp_state()._lazy_init()
+    begin_forward(root)
     agree(shards)
-
-
-class _GatheredInFloat8(FSDPParam):
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        """What torch asks how to gather it, and nothing else."""
-        return self.__dict__["_meshwright_shard"]
 
 
 class Shard:
@@ -81,8 +83,8 @@ class Shard:
     """
 
     def __init__(self, parameter: FSDPParam):
-        linear: Any = parameter._module_info.module
-        self.parameter, self.kernels = parameter, linear.linear_mm_config
+        linear: Any = layer_of(parameter)[0]
+        self.parameter, self.kernels = parameter, kernels_of(linear)
         self.dtype: torch.dtype = linear.config.cast_config_weight.target_dtype
         self.scale: Tensor | None = None
         self.version = STALE
@@ -90,19 +92,17 @@ class Shard:
     @property
     def is_cut(self) -> bool:
         """Whether the tensor axis cuts the weight too."""
-        spec = self.parameter._unsharded_dtensor_spec
+        spec = spec_of_gathered(self.parameter)
         return spec is not None and not all(isinstance(placement, Replicate) for placement in spec.placements)
 
     def values(self) -> Tensor:
         """(rows, filled up to those of the other ranks; columns) in the dtype of the computation."""
         p = self.parameter
-        return p._sharded_param_data.view(p.padded_sharded_param_size).to(p.device, p.param_dtype or p.orig_dtype)
+        return padded_shard(p).to(p.device, p.param_dtype or p.orig_dtype)
 
     def take(self, largest: Tensor) -> None:
         """The largest magnitude in the whole weight is known."""
-        from torchao.float8.float8_utils import amax_to_scale
-
-        self.scale, self.version = amax_to_scale(largest, self.dtype), self.parameter.sharded_param._version
+        self.scale, self.version = scale_for(largest, self.dtype), version_of(self.parameter.sharded_param)
 
     def to(self, *args: Any, **kwargs: Any) -> Shard:
         """Offloaded weights come from host memory when they are asked for."""
@@ -112,28 +112,23 @@ class Shard:
         return self.parameter.sharded_size
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
-
-        if self.scale is None or self.version != self.parameter.sharded_param._version:
+        if self.scale is None or self.version != version_of(self.parameter.sharded_param):
             raise IntegrityError(
-                f"{self.parameter._param_fqn} is gathered in float8, and its scale is not that of its values now: they were changed behind"
+                f"{name_of(self.parameter)} is gathered in float8, and its scale is not that of its values now: they were changed behind"
                 " the beginning of the model's forward, or a part of the model was called by itself. Call the whole model."
             )
-        rounded = hp_tensor_and_scale_to_float8(self.values(), self.scale, self.dtype, self.kernels, GemmInputRole.WEIGHT)
-        return (rounded._data.view(torch.uint8),), (self.scale,)
+        rounded = rounded_by(self.values(), self.scale, self.dtype, self.kernels, "WEIGHT")
+        return (codes_of(rounded).view(torch.uint8),), (self.scale,)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
         (gathered,), (scale,) = outputs, metadata
         if out is not None:
-            made: Any = out._local_tensor if isinstance(out, DTensor) else out
-            made._scale = scale
+            set_scale(local_part(out), scale)
             return None
         data = gathered.view(self.dtype)
-        return Float8TrainingTensor(data, scale, dtype, self.kernels, GemmInputRole.WEIGHT), (data,)
+        return weight_in_float8(data, scale, dtype, self.kernels), (data,)
 
 
 @torch.no_grad()
@@ -144,7 +139,7 @@ def agree(shards: Sequence[Shard]) -> None:
     _largest(found, info.shard_process_group)
     cut = [number for number, shard in enumerate(shards) if shard.is_cut]
     if cut:
-        spec: Any = shards[cut[0]].parameter._unsharded_dtensor_spec
+        spec: Any = spec_of_gathered(shards[cut[0]].parameter)
         found[cut] = _largest(found[cut], spec.mesh.get_group())
     for shard, largest in zip(shards, found.unbind(), strict=True):
         shard.take(largest)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from meshwright.introspection.converted import config_at, is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE, OperandParts
 
+from . import torchao_private
+
 
 class Largest(NamedTuple):
     """The largest magnitude of each operand, (), float32, where ranks agreed on one; None: that of what is given."""
@@ -101,9 +103,7 @@ class Float8:
     parts: OperandParts = WHOLE
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-        made = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.kernels, self.config)
+        made = torchao_private.product(x, weight, self.kernels, self.config)
         return made if bias is None else made + bias.to(made.dtype)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Largest = OWN) -> Tensor:
@@ -135,25 +135,13 @@ class Float8:
             dim: over which entries share a scale, where not all do.
             largest: see ``Largest``.
         """
-        from torchao.float8.config import ScalingType
-        from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
-        from torchao.float8.float8_utils import amax_to_scale
-
-        if cast.scaling_type is ScalingType.DISABLED or is_rounded(operand):
+        if torchao_private.is_disabled(cast) or is_rounded(operand):
             return operand
+        power_of_2 = self.config.round_scales_to_power_of_2
         if largest is not None:
-            scale = amax_to_scale(largest, cast.target_dtype, self.config.round_scales_to_power_of_2)
-            return hp_tensor_and_scale_to_float8(operand, scale, cast.target_dtype, self.kernels, GemmInputRole[role])
-        return hp_tensor_to_float8_dynamic(
-            operand,
-            cast.target_dtype,
-            self.kernels,
-            gemm_input_role=GemmInputRole[role],
-            scaling_granularity=cast.scaling_granularity,
-            axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
-            round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
-        )
+            scale = torchao_private.scale_for(largest, cast.target_dtype, power_of_2)
+            return torchao_private.rounded_by(operand, scale, cast.target_dtype, self.kernels, role)
+        return torchao_private.rounded(operand, cast, self.kernels, role, dim, power_of_2)
 
 
 def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts = WHOLE) -> Products:
@@ -164,12 +152,10 @@ def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts
         parts: which of its operands ranks have parts of.
     """
     if (config := config_at(module)) is not None:
-        return Float8(config, module.linear_mm_config, parts if _has_one_scale(config) else WHOLE)
+        return Float8(config, torchao_private.kernels_of(module), parts if _has_one_scale(config) else WHOLE)
     return TRANSPOSED if transposed else PLAIN
 
 
 def _has_one_scale(config: Any) -> bool:
     """Whether an operand has one scale; else each row has its own, a power of two: parts of a row then differ in what underflows alone."""
-    from torchao.float8.config import ScalingGranularity
-
-    return config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
+    return torchao_private.has_one_scale(config.cast_config_input)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.core.torch_private import TorchDispatchMode, name_of_operator, schema_of
 from meshwright.distributed.data.fully_sharded import parameter_groups
+from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
 from meshwright.planning.memory.step import MemoryUse
 
@@ -126,18 +127,18 @@ class MemoryAccount(TorchDispatchMode):
 
     def _of_parameters(self) -> Iterator[Tensor]:
         yield from self._parameters
-        arriving = [getattr(group, "_all_gather_result", None) for group in self._groups if not group.is_unsharded]
-        yield from (result.all_gather_output for result in arriving if result is not None)
+        yield from (buffer for group in self._groups if not group.is_unsharded and (buffer := arriving(group)) is not None)
         for parameter in self._gathered():
             yield from parameter.all_gather_outputs
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter._unsharded_param
+            if (whole := gathered(parameter)) is not None:
+                yield whole
 
     def _of_gradients(self) -> Iterator[Tensor]:
         yield from (p.grad for p in self._parameters if p.grad is not None)
         for parameter in self._gathered():
-            whole = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
-            yield from (gradient for gradient in (parameter.unsharded_accumulated_grad, whole) if gradient is not None)
+            whole = gathered(parameter)
+            found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
+            yield from (gradient for gradient in found if gradient is not None)
 
     def _gathered(self) -> Iterator[Any]:
         return (parameter for group in self._groups for parameter in group.fsdp_params)
@@ -150,12 +151,12 @@ class MemoryAccount(TorchDispatchMode):
 
 def _allocates(func: Any) -> bool:
     """Whether it only makes room: what for is known when something is written there, and nobody looks before."""
-    return func.namespace == "aten" and "empty" in func._opname
+    return func.namespace == "aten" and "empty" in name_of_operator(func)
 
 
 def _writes(func: Any) -> bool:
     """Whether it writes into its arguments; of one that does not say, yes."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     return schema is None or schema.is_mutable
 
 

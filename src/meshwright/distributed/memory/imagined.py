@@ -11,13 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, tree_map
 from meshwright.distributed.tensor.group import MessagingRanks
 
-GROUPED = {torch.ops.aten._grouped_mm.default}
+GROUPED = {GROUPED_PRODUCT}
 """To tensors without memory torch says that it takes bfloat16 alone; the kernels take more."""
 
 

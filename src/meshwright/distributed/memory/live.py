@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from meshwright.core.torch_private import TorchDispatchMode, address_of, storage_at, tree_leaves
+from meshwright.distributed.torch_private import local_part
 
 What = TypeVar("What")
 
@@ -23,12 +24,12 @@ class Storages(Generic[What]):
     def follow(self, tensor: Tensor, what: What) -> None:
         """From now on, or for something else than before."""
         storage = storage_of(tensor)
-        self._followed[storage._cdata] = StorageWeakRef(storage), what
+        self._followed[address_of(storage)] = StorageWeakRef(storage), what
 
     def there(self) -> Iterator[tuple[int, int, What]]:
         """(address, bytes, what for) of those that somebody still holds; the others are followed no more."""
         for address, (reference, what) in list(self._followed.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            storage = storage_at(reference.cdata)
             if storage is None:
                 del self._followed[address]
             else:
@@ -59,19 +60,19 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def newly_made(given: set[int], made: Any) -> list[Tensor]:
     """What an operator gave that is no view of the storages (by address) that it was given."""
-    return [tensor for tensor in tensors_in(made) if storage_of(tensor)._cdata not in given]
+    return [tensor for tensor in tensors_in(made) if address_of(storage_of(tensor)) not in given]
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Of their storages; while one is there, nothing else has the same."""
-    return {storage_of(tensor)._cdata for tensor in tensors}
+    return {address_of(storage_of(tensor)) for tensor in tensors}
 
 
 def stored(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address and bytes of the storages that tensors lie in."""
-    return {storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}
+    return {address_of(storage): storage.nbytes() for storage in map(storage_of, tensors)}
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Of a DTensor, the local one."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return local_part(tensor).untyped_storage()

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
+from meshwright.core.torch_private import foreach_multiply_, foreach_norm
 from meshwright.distributed.doors.stage_module import PipelineStageModule
 from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.torch_private import knows_cpu, local_part
 from meshwright.distributed.weights.shards import SHARDS, pieces
 
 EPSILON = 1e-6
@@ -55,9 +57,9 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
             groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1)
             if any(hasattr(place, "parts") for place in gradient.placements):
                 here = [GradientPart(piece.local, groups, piece.copies) for piece in pieces(gradient)]
-                found += here or [GradientPart(gradient._local_tensor, groups)]  # no rank may miss a collective
+                found += here or [GradientPart(local_part(gradient), groups)]  # no rank may miss a collective
             else:
-                found.append(GradientPart(gradient._local_tensor, groups))
+                found.append(GradientPart(local_part(gradient), groups))
         else:
             found.append(GradientPart(gradient))
     return found
@@ -89,7 +91,7 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for (groups, copies), tensors in by_groups.items():
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
-        norms = torch._foreach_norm(tensors, 2) if wide == tensors[0].dtype else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+        norms = foreach_norm(tensors) if wide == tensors[0].dtype else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
         square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
         squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
     for groups in squares:
@@ -101,7 +103,7 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce a scalar, on the accelerator where the group knows no CPU back end (offloaded gradients live on the CPU)."""
-    if value.device.type == "cpu" and "cpu" not in {device.type for device in group._device_types}:
+    if value.device.type == "cpu" and not knows_cpu(group):
         moved = value.cuda()
         dist.all_reduce(moved, group=group)
         return moved.cpu()
@@ -113,7 +115,7 @@ def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:
     """Multiply every gradient in place."""
     tensors = [part.tensor for part in parts]
     if tensors:
-        torch._foreach_mul_(tensors, factor)
+        foreach_multiply_(tensors, factor)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import optimizer_has_step_hooks
 from meshwright.distributed.weights.shards import in_memory, memory_of
 from meshwright.planning.optimizer.plan import MOMENTS, ROOM
 
@@ -52,7 +53,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of torch's own"
             f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if optimizer_has_step_hooks(optimizer):
         raise UnsupportedError(
             "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are registered on this"
             " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."

@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.names import clean
 from meshwright.core.parts import mixes_copies
+from meshwright.core.torch_private import without_recompilation_limit
+from meshwright.distributed.float8.torchao_private import kind_of_state, step_of_adam
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import pieces, seed_of, with_local
 from meshwright.planning.optimizer.plan import BLOCKS, OptimizerPlan
 
@@ -97,7 +100,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         noise = self._noise(parameter, int(state["step"])) if self.stochastic else None
         rate, (beta1, beta2) = torch.as_tensor(group["lr"], dtype=torch.float32), group["betas"]
         moments = (_local(state[key]) for key in SIGNED)
-        with torch._dynamo.utils.disable_cache_limit():  # there are as many graphs as shapes
+        with without_recompilation_limit():  # there are as many graphs as shapes
             _compiled()(
                 local,
                 noise,
@@ -116,7 +119,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         local = _local(parameter.detach())
         device = device or local.device
         if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
-            made = _kind(self.state_word).zeros(local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype)
+            made = kind_of_state(self.state_word).zeros(local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype)
         else:
             made = torch.zeros_like(local, device=device, memory_format=torch.contiguous_format)
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
@@ -149,15 +152,8 @@ def is_rounded(tensor: Tensor) -> bool:
     return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
 
 
-def _kind(word: str) -> Any:
-    from torchao.optim.subclass_4bit import OptimState4bit
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    return OptimState8bit if word == "8bit" else OptimState4bit
-
-
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor)
 
 
 def _mixes_copies(parameter: Tensor) -> bool:
@@ -187,10 +183,8 @@ def _stepped(
     eps: float,
 ) -> None:
     """torchao's step of one parameter, in place; its own random numbers would be drawn from a stream that differs by rank."""
-    from torchao.optim.adam import single_param_adam
-
     wide = weight if noise is None else weight.float()
-    single_param_adam(wide, gradient, step, first, second, None, rate, beta1, beta2, decay, eps, True, False)
+    step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
     if noise is not None:
         weight.copy_(rounded_by(wide, noise))
 

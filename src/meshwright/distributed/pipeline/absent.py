@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.core.torch_private import tree_leaves, tree_map
 from meshwright.introspection.stages.block_flow import BlockFlow
 
 Part = Literal["entrance", "exit", "bystander"]

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.step.part import ModelPart
+from meshwright.distributed.torch_private import local_part
 from meshwright.planning.pipeline.plan import PipelinePlan
 
 
@@ -84,7 +84,7 @@ class Ties:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.distributed.torch_private import set_group_timeout
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
     """From now on a collective of these groups (and of the default one) fails after ``seconds``."""
     for group in [dist.group.WORLD, *groups]:
         if group is not None:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(group, seconds)
 
 
 def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:

@@ -53,9 +53,11 @@ class Flight:
 
 def _dump(**options: bool) -> list[dict[str, Any]]:
     """What each recorder of this torch says; nothing before torch.distributed was imported."""
-    module = sys.modules.get("torch._C._distributed_c10d")
-    found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
-    return [pickle.loads(dump(includeStackTraces=False, **options)) for dump in found if dump is not None]
+    if "torch.distributed" not in sys.modules:
+        return []
+    from meshwright.distributed.torch_private import recorder_dumps
+
+    return [pickle.loads(dump(includeStackTraces=False, **options)) for dump in recorder_dumps()]
 
 
 def _open_collectives() -> dict[str, int]:
@@ -89,8 +91,10 @@ def axis_of(description: str) -> str:
 def _members(name: str) -> tuple[int, ...]:
     import torch.distributed as dist
 
-    groups = dist.distributed_c10d._world.pg_names
-    return next((tuple(dist.get_process_group_ranks(group)) for group, known in groups.items() if known == name), ())
+    from meshwright.distributed.torch_private import group_of_recorder
+
+    group = group_of_recorder(name)
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ comes while a worker is being forked waits until then.
 import os
 import signal
 
-import torch._dynamo  # fully_shard and the optimizers import it at first use
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel  # noqa: F401
 
 import meshwright.distributed.parallelize  # noqa: F401
+from meshwright.core.torch_private import import_compiler
+
+import_compiler()  # fully_shard and the optimizers do so at first use
 
 _SERVER = os.getpid()
 _BEFORE = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}

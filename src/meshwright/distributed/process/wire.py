@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.core.torch_private import TorchDispatchMode, name_of_operator
 from meshwright.planning.traffic import wire_bytes
 
 KINDS = {
@@ -57,7 +57,7 @@ class WireCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self.operations[str(func)] += 1
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note(func._opname, args)
+            self._note(name_of_operator(func), args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple) -> None:

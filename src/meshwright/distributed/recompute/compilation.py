@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import compiled_call, forward_hooks, graph_break_counts, set_compiled_call, with_activation_budget
 from meshwright.planning.plan import Plan
 
 from .random_streams import streams
@@ -34,13 +34,13 @@ def _compile_within(module: nn.Module, budget: float) -> None:
     Raises:
         UnsupportedError: in the first forward that is trained, if the block draws random numbers.
     """
-    compiled = module._compiled_call_impl
+    compiled = compiled_call(module)
     assert compiled is not None
 
     @functools.wraps(compiled)
     def within(*args: Any, **kwargs: Any) -> Any:
         before = streams()
-        with functorch_config.patch(activation_memory_budget=budget):
+        with with_activation_budget(budget):
             output = compiled(*args, **kwargs)
         if torch.is_grad_enabled() and any(
             not torch.equal(state, before[device]) for device, state in streams().items() if device in before
@@ -51,23 +51,21 @@ def _compile_within(module: nn.Module, budget: float) -> None:
             )
         return output
 
-    module._compiled_call_impl = within
+    set_compiled_call(module, within)
 
 
 def keep_hooks_eager(module: nn.Module) -> None:
     """Hooks that earlier techniques left on the module itself run as they are: torch compiles each of them alone, and anew with every
     number that it holds (a seed, a length)."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in forward_hooks(module):
         for key, hook in hooks.items():
             hooks[key] = torch.compiler.disable(hook)
 
 
 def graph_breaks() -> dict[str, int]:
     """Where what this process compiled falls apart into several graphs, in torch's words, and how often."""
-    from torch._dynamo.utils import counters
-
     found: dict[str, int] = {}
-    for reason, times in counters["graph_break"].items():
+    for reason, times in graph_break_counts().items():
         what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
         why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
         said = f"{what} ({why})" if why else what

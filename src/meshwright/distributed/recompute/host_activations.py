@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.core.torch_private import FakeTensor, address_of, version_of
 from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
 
 LEAST_BYTES = 1024
@@ -104,8 +104,8 @@ class BlockForward:
 
     def keep(self, tensor: Tensor) -> Key:
         """Of the tensor's slot; the same tensor has one slot."""
-        version = tensor._version
-        key = (storage_of(tensor)._cdata, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        version = version_of(tensor)
+        key = (address_of(storage_of(tensor)), version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self.slots:  # a slot holds its tensor until the block has ended: nothing else gets its address
             self.slots[key] = Slot(self.copies.leave(tensor), tensor.device, version, tensor)
         return key
@@ -127,7 +127,7 @@ class BlockForward:
 
     def _bring(self, slot: Slot) -> None:
         slot.here = self.copies.come(slot.host, slot.place)
-        slot.version = slot.here._version
+        slot.version = version_of(slot.here)
 
     def take(self, key: Key) -> Tensor:
         """A tensor, for the block's backward; those of the block before are on their way then."""
@@ -138,7 +138,7 @@ class BlockForward:
             self.before = None
         slot = self.slots[key]
         assert slot.here is not None
-        if slot.here._version != slot.version:  # somebody has written into it since
+        if version_of(slot.here) != slot.version:  # somebody has written into it since
             self._bring(slot)
             Copies.wait(self.copies.mark())
         return slot.here
@@ -181,7 +181,7 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
 
         def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
             stays = type(tensor) not in PLAIN or tensor.numel() * tensor.element_size() < LEAST_BYTES
-            if stays or (address := storage_of(tensor)._cdata) in given or address in _lying_elsewhere(module):
+            if stays or (address := address_of(storage_of(tensor))) in given or address in _lying_elsewhere(module):
                 return tensor
             return passage, passage.keep(tensor.detach())
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from meshwright.core.torch_private import TorchDispatchMode, address_of, schema_of, tree_map
 from meshwright.distributed.memory.live import storage_of, tensors_in
 
 from .operator_policy import SAVED, OperatorPolicy
@@ -198,13 +197,13 @@ class HandingBack(_Mode):
 
 def _address(tensor: Tensor) -> int:
     """Of its storage, where nothing else lies while it is there."""
-    return storage_of(tensor)._cdata
+    return address_of(storage_of(tensor))
 
 
 @functools.cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes into; of a collective, which does not say, all."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None:
         return ()
     sends = func.namespace == "c10d"

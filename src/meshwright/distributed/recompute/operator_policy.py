@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import OpOverload
 from meshwright.planning.recompute.operators import is_fresh, operators, policy_function
 from meshwright.planning.recompute.plan import KEPT
 
@@ -80,7 +80,7 @@ class OperatorPolicy:
                     f" memory set techniques.activation_checkpointing = offload."
                 )
             if said is True or said in SAVED:
-                if not (isinstance(operator, torch._ops.OpOverload) and is_fresh(operator)):
+                if not (isinstance(operator, OpOverload) and is_fresh(operator)):
                     raise UnsupportedError(
                         f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result of its own: it"
                         f" writes into its inputs or gives a view of them"

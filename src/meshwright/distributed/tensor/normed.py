@@ -167,7 +167,7 @@ class SharedNormInput(SharedInput):
             wrap(branch.norm, lambda forward: lambda x: stand_in_for(x))  # a new function for each: it keeps what it wraps
 
     def input_of(self, x: Tensor) -> Tensor:
-        entered = getattr(super().input_of(x), "_normed", None)
+        entered = getattr(super().input_of(x), "normed_later", None)
         if entered is None:
             raise UnsupportedError(
                 f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were measured side by side,"
@@ -187,7 +187,7 @@ class SharedNormInput(SharedInput):
 def stand_in_for(x: Tensor) -> Tensor:
     """A tensor without values that takes no memory, in place of a norm of ``x`` that will be computed where it is used."""
     made = x.detach().new_full((1,), torch.nan).expand(x.shape)
-    made._normed = x  # type: ignore[attr-defined]
+    made.normed_later = x  # type: ignore[attr-defined]
     return made
 
 

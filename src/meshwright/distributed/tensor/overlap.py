@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.torch_private import map_memory
 
 TOKENS = 1
 """The dim of (rows, tokens, features) along which ranks gather and scatter."""
@@ -43,9 +44,7 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
     if not torch.cuda.is_available():
         raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, and none is here. {way}")
     try:
-        import torch.distributed._symmetric_memory as symmetric
-
-        symmetric.get_symm_mem_workspace(group.group_name, min_size=1)
+        map_memory(group)
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
             f"techniques.async_tensor_parallel: the {dist.get_world_size(group)} ranks of layout.tp cannot map each other's memory;"

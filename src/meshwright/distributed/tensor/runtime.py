@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 
 from . import functions
@@ -120,8 +121,8 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        part = parameter._local_tensor
-        ctx.spec, ctx.strides = parameter._spec, part.stride()
+        part = local_part(parameter)
+        ctx.spec, ctx.strides = spec_of(parameter), part.stride()
         ctx.set_materialize_grads(False)
         return part.view_as(part)
 

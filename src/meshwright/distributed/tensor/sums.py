@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import pieces
 
 from .group import TensorGroup
@@ -80,7 +80,7 @@ class _SummingCopies(torch.autograd.Function):
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)
 
 
 def _copies(gradient: Tensor | None, group: TensorGroup) -> list[tuple[Tensor, int, int]]:

@@ -12,7 +12,6 @@ A constructor that cannot be recorded runs whole, on one rank of a node after th
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
 from meshwright.introspection.constructor.steps import ConstructorSteps, Step, Values, View, pass_over
-from meshwright.introspection.huggingface import brings_initialiser
 from meshwright.introspection.source import builder_of
+from meshwright.introspection.transformers_private import brings_initialiser, build_again
 
 from .drawing import draw_rows
 from .shards import pieces, seed_of
@@ -71,7 +70,7 @@ def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]
         if brings_initialiser(module) and not any(outer == "" or path.startswith(f"{outer}.") for outer in found):
             found.append(path)
             kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-            yield path, lambda kind=kind, config=module.config: kind._from_config(copy.deepcopy(config))
+            yield path, lambda kind=kind, config=module.config: build_again(kind, config)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.core.axes import Axis
 from meshwright.core.names import clean, pattern
+from meshwright.core.torch_private import compiled_call
 from meshwright.core.units import bytes_text, count_text
 from meshwright.introspection.converted import config_at
 from meshwright.planning.explain import columns
@@ -75,7 +76,7 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
         "products in emulated float8": lambda module: (config := config_at(module)) is not None and config.emulate,
         "recomputed": lambda module: getattr(module.forward, "recomputes", False),
         "activations in host memory": lambda module: getattr(module.forward, "offloads", False),
-        "compiled": lambda module: module._compiled_call_impl is not None,
+        "compiled": lambda module: compiled_call(module) is not None,
     }
     for what, is_one in kinds.items():
         found = Counter(pattern(clean(name)) or "the root" for model in models for name, module in model.named_modules() if is_one(module))

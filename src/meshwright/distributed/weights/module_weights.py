@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, owner
+from meshwright.core.torch_private import resetting
 from meshwright.introspection.source import builder_of
 
 from .shards import pieces, seed_of
@@ -38,7 +39,7 @@ def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (
     for raw, module in reversed(list(model.named_modules())) if wanted else ():
         held = [tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         is_asked = any(id(tensor) in wanted for tensor in held) and (module._buffers or not buffers_only)
-        if is_asked and callable(reset := _reset_of(module)):
+        if is_asked and callable(reset := resetting(module)):
             written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw))) if key in wanted}
     left = [name for name in wanted.values() if name not in written]
     if left:
@@ -50,10 +51,6 @@ def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (
             f" its {names}: give it a reset_parameters() that does{other}, or build the model on the CPU with its weights"
         )
     return written
-
-
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils import _pytree
 
 from meshwright.core.parts import FusedPart, ranges
+from meshwright.core.torch_private import accumulation_hooks, schema_of, tree_leaves, tree_map
+from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part, spec_of
 
 from .shards import Piece, pieces, with_local
 from .wholes import whole_everywhere
@@ -56,7 +56,7 @@ class PartsTensor(DTensor):
         """The same memory and placements; a tensor that does not lie in parts is returned as it is."""
         if isinstance(tensor, cls) or not lies_in_parts(tensor):
             return tensor
-        return cls(tensor._local_tensor, tensor._spec, requires_grad=requires_grad)  # type: ignore[return-value]
+        return cls(local_part(tensor), spec_of(tensor), requires_grad=requires_grad)  # type: ignore[return-value]
 
     @classmethod
     def parameter_of(cls, parameter: nn.Parameter) -> nn.Parameter:
@@ -68,24 +68,24 @@ class PartsTensor(DTensor):
             kept: Any = parameter
             made = nn.Parameter(cls.of(kept.detach()), requires_grad=parameter.requires_grad)
             made.__dict__.update(kept.__dict__)
-        if made.requires_grad and _place_gradient not in (made._post_accumulate_grad_hooks or {}).values():
+        if made.requires_grad and _place_gradient not in accumulation_hooks(made):
             made.register_post_accumulate_grad_hook(_place_gradient)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         if name.startswith(("_foreach_", "_fused_")) and not name.endswith(WHOLE_LISTS):
             return _on_lists(func, args, kwargs)
         if func in KEEPS or torch.Tag.pointwise in func.tags:
-            like = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PartsTensor))
-            if all(_goes_with(leaf, like) for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            like = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartsTensor))
+            if all(_goes_with(leaf, like) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
                 return _on_shares(func, args, kwargs, like)
         return _on_wholes(func, args, kwargs)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        return _Share.apply(self) if torch.is_grad_enabled() else self._local_tensor
+        return _Share.apply(self) if torch.is_grad_enabled() else local_part(self)
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
         if placements is not None and tuple(placements) == self.placements and device_mesh in (None, self.device_mesh):
@@ -103,7 +103,7 @@ class PartsTensor(DTensor):
 
 
 def lies_in_parts(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and _has_parts(tensor._spec)
+    return isinstance(tensor, DTensor) and _has_parts(spec_of(tensor))
 
 
 def _has_parts(spec: DTensorSpec) -> bool:
@@ -144,8 +144,8 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: PartsTensor) -> Tensor:
-        ctx.like = with_local(tensor, tensor._local_tensor.detach())
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        ctx.like = with_local(tensor, local_part(tensor).detach())
+        return local_part(tensor).view_as(local_part(tensor))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> DTensor:
@@ -157,7 +157,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: PartsTensor) -> DTensor:
-        ctx.like = with_local(tensor, tensor._local_tensor.detach())
+        ctx.like = with_local(tensor, local_part(tensor).detach())
         return _replicated(tensor)
 
     @staticmethod
@@ -188,16 +188,16 @@ def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], li
     def share(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        made = leaf._local_tensor if leaf.dim() == 0 or leaf.placements == like.placements else _share_of(leaf, like)._local_tensor
+        made = local_part(leaf) if leaf.dim() == 0 or leaf.placements == like.placements else local_part(_share_of(leaf, like))
         given[id(made)] = leaf
         return shares.setdefault(id(leaf), made)
 
-    return _wrapped(func(*_pytree.tree_map(share, args), **_pytree.tree_map(share, kwargs)), like, given)
+    return _wrapped(func(*tree_map(share, args), **tree_map(share, kwargs)), like, given)
 
 
 def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
     """What an operator returned, each tensor placed as ``like``; what it wrote into and returned is the tensor that was given."""
-    return _pytree.tree_map(
+    return tree_map(
         lambda leaf: given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf, result
     )
 
@@ -213,8 +213,8 @@ def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
         return [value[i] for i in numbers] if isinstance(value, (list, tuple)) and len(value) == length else value
 
     def call(numbers: list[int], change: Callable[[Any], Any]) -> Any:
-        chosen = _pytree.tree_map(change, [only(numbers, value) for value in args])
-        return func(*chosen, **{key: _pytree.tree_map(change, only(numbers, value)) for key, value in kwargs.items()})
+        chosen = tree_map(change, [only(numbers, value) for value in args])
+        return func(*chosen, **{key: tree_map(change, only(numbers, value)) for key, value in kwargs.items()})
 
     others = [i for i in range(length) if likes[i] is None]
     if others:
@@ -224,7 +224,7 @@ def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
         if like is not None:
 
             def share(leaf: Any, like: PartsTensor = like) -> Any:
-                return _share_of(leaf, like)._local_tensor if isinstance(leaf, DTensor) and leaf.dim() else _plain(leaf)
+                return local_part(_share_of(leaf, like)) if isinstance(leaf, DTensor) and leaf.dim() else _plain(leaf)
 
             made = call([i], share)
             results[i] = with_local(like, made[0]) if made else None
@@ -232,7 +232,7 @@ def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def _plain(leaf: Any) -> Any:
-    return leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    return local_part(leaf)
 
 
 def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -244,12 +244,12 @@ def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return wholes.setdefault(id(leaf), (leaf, _replicated(leaf)))[1]
         return leaf
 
-    result = func(*_pytree.tree_map(whole, args), **_pytree.tree_map(whole, kwargs))
-    if func._schema.is_mutable:
+    result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    if schema_of(func).is_mutable:
         for tensor, changed in wholes.values():
-            tensor._local_tensor.copy_(_share_of(changed, tensor)._local_tensor)
+            local_part(tensor).copy_(local_part(_share_of(changed, tensor)))
     back = {id(changed): tensor for tensor, changed in wholes.values()}
-    return _pytree.tree_map(lambda leaf: back.get(id(leaf), leaf) if func._schema.is_mutable else leaf, result)
+    return tree_map(lambda leaf: back.get(id(leaf), leaf) if schema_of(func).is_mutable else leaf, result)
 
 
 def _replicated(tensor: PartsTensor) -> DTensor:
@@ -263,9 +263,9 @@ def _replicated(tensor: PartsTensor) -> DTensor:
 def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
     """A tensor of the same shape placed as ``like`` is: itself where it is, else this rank's share of the whole."""
     if isinstance(tensor, DTensor) and tensor.placements == like.placements:
-        return with_local(like, tensor._local_tensor)
+        return with_local(like, local_part(tensor))
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    local = torch.empty_like(like._local_tensor, dtype=whole.dtype)
+    local = torch.empty_like(local_part(like), dtype=whole.dtype)
     made = with_local(like, local)
     for piece in pieces(made):
         piece.local.copy_(whole[piece.slices])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart, is_plain, ranges, take
+from meshwright.distributed.torch_private import StridedShard, StridedShardOffsetMode
 from meshwright.planning.tensor.plan import words_of_cut
 
 from .parts_tensor import PartsTensor, gathered
@@ -36,7 +36,7 @@ CANNOT = (
 )
 
 
-class PartsShard(_StridedShard):
+class PartsShard(StridedShard):
     """Sharded along ``dim``, each of its ``parts`` by itself: a rank holds its shares of all of them, side by side.
 
     Of torch's placements the strided shard is the nearest: it is no plain Shard, and whoever moves such a tensor asks it how it is put
@@ -88,11 +88,11 @@ class PartsShard(_StridedShard):
         self._check([curr_local_size] * (self.dim + 1))
         runs = ranges(self.parts, rank, num_chunks)
         size = sum(high - low for low, high in runs)
-        if offset_mode == _StridedShardOffsetMode.NONE:
+        if offset_mode == StridedShardOffsetMode.NONE:
             return size, None
         if any(run[1] != after[0] for run, after in pairwise(runs)):
             raise UnsupportedError(CANNOT)
-        return size, list(range(runs[0][0], runs[-1][1])) if offset_mode == _StridedShardOffsetMode.ALL else runs[0][0]
+        return size, list(range(runs[0][0], runs[-1][1])) if offset_mode == StridedShardOffsetMode.ALL else runs[0][0]
 
     def _check(self, shape: Sequence[int]) -> None:
         if shape[self.dim] != sum(part.size for part in self.parts):  # another axis has cut the dim already

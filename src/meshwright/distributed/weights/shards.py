@@ -5,21 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
 from meshwright.core.parts import FusedPart, ranges
+from meshwright.core.torch_private import forget_accumulation_hooks, is_traceable_wrapper_subclass
 from meshwright.distributed.process import agree
+from meshwright.distributed.torch_private import DTensorSpec, StridedShard, TensorMeta, local_part
 
-SHARDS = (Shard, _StridedShard)
+SHARDS = (Shard, StridedShard)
 
 
 def seed_of(*parts: object) -> int:
@@ -70,7 +69,7 @@ def pieces(tensor: Tensor) -> list[Piece]:
     """
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), (0,) * tensor.dim())]
-    found = [Piece(tensor._local_tensor.detach(), ())]
+    found = [Piece(local_part(tensor).detach(), ())]
     for dim, runs in enumerate(_runs(tensor)):
         sizes = [run.size for run in runs]
         found = [
@@ -83,11 +82,10 @@ def pieces(tensor: Tensor) -> list[Piece]:
 
 def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
-    model._apply(lambda tensor: with_local(tensor, change(tensor._local_tensor)) if isinstance(tensor, DTensor) else change(tensor))
+    model._apply(lambda tensor: with_local(tensor, change(local_part(tensor))) if isinstance(tensor, DTensor) else change(tensor))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            made: Any = parameter
-            made._post_accumulate_grad_hooks = None  # they are still listed, and no longer called
+            forget_accumulation_hooks(parameter)
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
@@ -102,7 +100,7 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's codes and scales are."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if is_traceable_wrapper_subclass(local):
         return [plain for name in local.__tensor_flatten__()[0] for plain in memory_of(getattr(local, name))]
     return [local]
@@ -111,7 +109,7 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
     """A tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
     if isinstance(like, DTensor):
-        return with_local(like, in_memory(like._local_tensor, memory))
+        return with_local(like, in_memory(local_part(like), memory))
     if is_traceable_wrapper_subclass(like):
         names, context = like.__tensor_flatten__()
         return type(like).__tensor_unflatten__(dict(zip(names, memory, strict=True)), context, like.shape, like.stride())
@@ -121,7 +119,7 @@ def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy in another dtype, without its graph."""
-    local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().to(dtype)
+    local = (local_part(tensor)).detach().to(dtype)
     return with_local(tensor, local) if isinstance(tensor, DTensor) else local
 
 
@@ -146,7 +144,7 @@ def _runs(tensor: DTensor) -> list[list[LocalRange]]:
 
 
 def _is_cut_last(place: Placement) -> bool:
-    return isinstance(place, _StridedShard) and not hasattr(place, "parts")
+    return isinstance(place, StridedShard) and not hasattr(place, "parts")
 
 
 def _shares(parts: Sequence[FusedPart], rank: int, size: int) -> list[LocalRange]:

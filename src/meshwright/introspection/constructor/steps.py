@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshwright.core.torch_private import address_of, schema_of, tree_leaves, tree_map_only
 
 BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 """Operators whose result holds whatever memory held."""
@@ -152,7 +153,7 @@ class Values:
     def _keep(self, view: View, tensor: Tensor) -> None:
         storage, size = tensor.untyped_storage(), self._recording.bytes_of[view.storage]
         lies_alike = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
-        if lies_alike and all(storage._cdata != other._cdata for other in self._storages.values()):
+        if lies_alike and all(address_of(storage) != address_of(other) for other in self._storages.values()):
             self._storages[view.storage] = storage
         else:
             self._storages[view.storage] = torch.UntypedStorage(size)
@@ -174,4 +175,4 @@ def pass_over(step: Step) -> None:
 
 def name_of(operator: Any) -> str:
     """Without its namespace and overload."""
-    return operator._schema.name.partition("::")[2] if hasattr(operator, "_schema") else operator.__name__
+    return schema.name.partition("::")[2] if (schema := schema_of(operator)) is not None else operator.__name__

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import clean
+from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
 from meshwright.introspection.constructor.recording import seeded
 
 LARGEST_GRADIENT = 1 << 24
@@ -36,9 +37,9 @@ def hooks_of(model: nn.Module) -> tuple[HookFact, ...]:
         return ()
     found = []
     for name, parameter in model.named_parameters():
-        if hooks := list((parameter._backward_hooks or {}).values()):
+        if hooks := gradient_hooks(parameter):
             found.append(HookFact(clean(name), "gradient", _add_up(hooks, parameter)))
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if accumulation_hooks(parameter):
             found.append(HookFact(clean(name), "accumulated"))
     return tuple(found)
 

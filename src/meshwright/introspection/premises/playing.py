@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.names import clean
+from meshwright.core.torch_private import TorchDispatchMode, address_of, tree_leaves
 from meshwright.introspection.constructor.recording import READING, seeded
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -143,15 +142,15 @@ class HeldRandomness(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         if not tensor.is_sparse:
             self._held.append(tensor.detach())
-            self._depends.add(tensor.untyped_storage()._cdata)
+            self._depends.add(address_of(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        depends = draws or any(not t.is_sparse and t.untyped_storage()._cdata in self._depends for t in given)
+        depends = draws or any(not t.is_sparse and address_of(t.untyped_storage()) in self._depends for t in given)
         out = func(*args, **kwargs)
-        if func._overloadpacket.__name__ in READING:
+        if func.overloadpacket.__name__ in READING:
             return self._read(out) if depends else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
             self.decides = True
@@ -187,7 +186,7 @@ def _site() -> tuple[str, int]:
 
 def _still(func: Any, args: tuple, out: Any) -> Any:
     """Values that are the same whatever was drawn before; integers and permutations stay as the seed gave them."""
-    name = func._overloadpacket.__name__
+    name = func.overloadpacket.__name__
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     for leaf in tree_leaves(out):

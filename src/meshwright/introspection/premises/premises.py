@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.core.names import clean
+from meshwright.core.torch_private import BatchNorm
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
@@ -111,9 +111,7 @@ def _on_copies(model: nn.Module) -> Premises:
                     trouble = error
     except Exception as error:  # noqa: BLE001
         trouble = trouble or error
-    norm = next(
-        (f"{clean(path)} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), ""
-    )
+    norm = next((f"{clean(path)} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, BatchNorm) and m.training), "")
     return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
 
 

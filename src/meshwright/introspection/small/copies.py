@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.core.torch_private import forward_hooks
+
 CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
 """What a function holds on to that is copied with the model."""
 
@@ -23,7 +25,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     for module in made.modules():
         if isinstance(forward := vars(module).get("forward"), FunctionType):
             module.forward = _rebound(forward, memo)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in forward_hooks(module):
             hooks.update({key: _rebound(hook, memo) for key, hook in hooks.items() if isinstance(hook, FunctionType)})
     return made
 

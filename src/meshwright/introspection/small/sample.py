@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.constructor.recording import built
 from meshwright.introspection.signature import SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
+from meshwright.introspection.transformers_private import compute_experts_one_by_one
 from meshwright.introspection.wrapped import core_of
 
 from .configs import small_configs
@@ -71,8 +73,7 @@ def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int, *
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
     made = made.double().eval()
     config: Any = getattr(made, "config", None)
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # a copy's own config; grouped kernels know no fp64
+    compute_experts_one_by_one(config)  # a copy's own config
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -175,7 +176,7 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
         return built(build, 0)
     made.to_empty(device="cpu")
     for module in reversed(list(made.modules())):
-        reset: Callable[[], object] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset: Callable[[], object] | None = resetting(module)
         if callable(reset):
             reset()
         elif module._buffers:

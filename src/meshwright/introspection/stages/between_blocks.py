@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.core.names import clean, is_within
+from meshwright.core.torch_private import tree_leaves
 
 EARLIER = "a tensor made before the first block"
 

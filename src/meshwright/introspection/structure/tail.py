@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.introspection.outputs import logits_of
 
 SHAPELESS = ("aten.slice.Tensor", "aten.alias.default", "aten.detach.default", "aten.clone.default", "aten.view.default")

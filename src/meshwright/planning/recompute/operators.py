@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.imports import import_object
+from meshwright.core.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 from .plan import KEPT
 
@@ -77,5 +77,5 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
 
 def is_fresh(operator: Any) -> bool:
     """Whether what it gives is new: it writes into none of its arguments, and gives no view of one."""
-    schema = operator._schema
+    schema = schema_of(operator)
     return bool(schema.returns) and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from torch.nn.modules.dropout import _DropoutNd
-
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.names import clean, is_within, selected
+from meshwright.core.torch_private import Dropout
 from meshwright.introspection.facts import measure_structure
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.case import Case, Found
@@ -149,4 +148,4 @@ def _dropout_in_blocks(case: Case) -> str | None:
         return None
     names = modules_of_blocks(case.facts)
     layers = ((clean(name), layer) for name, layer in module.named_modules())
-    return next((name for name, layer in layers if isinstance(layer, _DropoutNd) and layer.p > 0 and name in names), None)
+    return next((name for name, layer in layers if isinstance(layer, Dropout) and layer.p > 0 and name in names), None)

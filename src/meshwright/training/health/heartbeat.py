@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from meshwright.core.torch_frames import CALLING, FSDP_FILE, MODULE_NAME
+
 FOLDER = "heartbeats"
 INTERVAL_SEC = 1.0
 FIRST_LINE = 512
@@ -179,10 +181,10 @@ class Heartbeat:
         """The module that a frame calls. Only locals of torch's own calling frames are read: before Python 3.13 reading them keeps
         them alive until the frame ends, and those hold nothing that the call does not."""
         name = frame.f_code.co_name
-        if name == "_wrapped_call_impl":
+        if name == CALLING:
             return self._names.get(id(frame.f_locals.get("self")), "")
-        if frame.f_code.co_filename.endswith("_fsdp_param_group.py") and "self" in frame.f_code.co_varnames[:1]:
-            return getattr(frame.f_locals["self"], "_module_fqn", None) or ""
+        if frame.f_code.co_filename.endswith(FSDP_FILE) and "self" in frame.f_code.co_varnames[:1]:
+            return getattr(frame.f_locals["self"], MODULE_NAME, None) or ""
         return ""
 
     def _first_line(self) -> bytes:

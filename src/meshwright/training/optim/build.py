@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 
 from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.torch_private import devices_with_foreach, devices_with_fused
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.planning.optimizer.plan import OptimizerPlan
 
@@ -136,10 +136,10 @@ def _split_by_mesh(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _choose(params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
     devices = sorted({p.device.type for p in params})
     odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
-    no_fused = [d for d in devices if d not in _get_fused_kernels_supported_devices()]
+    no_fused = [d for d in devices if d not in devices_with_fused()]
     if not no_fused and not odd_dtypes:
         return "fused", "AdamW, fused"
     why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
-    if all(d in _get_foreach_kernels_supported_devices() for d in devices):
+    if all(d in devices_with_foreach() for d in devices):
         return "foreach", f"AdamW, foreach ({why})"
     return "plain", f"AdamW, one parameter at a time ({why}, nor a foreach one)"

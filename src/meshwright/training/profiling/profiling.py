@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.names import clean
+from meshwright.core.torch_private import compiled_call
 from meshwright.distributed.process.flight import issued
 
 from .trace import FORWARD, name_ranges
@@ -68,7 +69,7 @@ class Profile:
         raw.unlink()
 
     def _mark(self, module: nn.Module, name: str) -> None:
-        if getattr(module, "_compiled_call_impl", None) is not None:
+        if compiled_call(module) is not None:
             return
         label = FORWARD + (clean(name) or "model")
         running: list[record_function] = []

@@ -81,18 +81,18 @@ class MemorySnapshot:
         self.path = path
 
     def start(self) -> None:
-        import torch
+        from meshwright.core.torch_private import record_memory_history
 
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        record_memory_history(200_000)
 
     def stop(self) -> None:
-        import torch
+        from meshwright.core.torch_private import dump_memory_history, record_memory_history
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.cuda.memory._dump_snapshot(str(self.path))
+            dump_memory_history(str(self.path))
         finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(None)
 
 
 def check_recordings(logging: Any, device: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comparison.findings import Difference
 from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.torch_private import TorchDispatchMode
+from meshwright.distributed.float8.torchao_private import role_of
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import as_techniques
@@ -83,7 +84,7 @@ class _Counter(TorchDispatchMode):
 
         if func is torch.ops.aten.mm.default and all(isinstance(operand, Float8TrainingTensor) for operand in args):
             a, b = args
-            gives = GIVES[frozenset(operand._gemm_input_role.name.lower() for operand in args)]
+            gives = GIVES[frozenset(role_of(operand) for operand in args)]
             self.products[gives] = self.products.get(gives, 0) + a.shape[0] * a.shape[1] * b.shape[1]
         return func(*args, **(kwargs or {}))
 

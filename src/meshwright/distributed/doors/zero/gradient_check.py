@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from meshwright.core.errors import ConfigError, NonFiniteError
 from meshwright.core.names import clean
+from meshwright.core.torch_private import call_behind_backward, tree_leaves
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.process import agree
+from meshwright.distributed.torch_private import local_part
 
 
 class GradientCheck:
@@ -48,7 +47,7 @@ class GradientCheck:
     def _wait_for_the_end(self, gradient: Tensor) -> None:
         if not self._waits:
             self._waits = True
-            Variable._execution_engine.queue_callback(self._check)
+            call_behind_backward(self._check)
 
     def _check(self) -> None:
         self._waits = False
@@ -68,5 +67,5 @@ def _is_wrong(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=parameter.device)
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    local = local_part(gradient)
     return (~local.isfinite().all()).long()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import Axis
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.mesh import axis_sizes
+from meshwright.distributed.torch_private import flattened
 
 from .options import ZeroOptions
 
@@ -78,7 +79,7 @@ def places(device_mesh: DeviceMesh) -> dict[str, Any]:
         found["tp_dim"] = Axis.TP.value
     if sizes.get(Axis.DP_REPLICATE.value, 1) > 1:
         found["dp_outer_dim"] = Axis.DP_REPLICATE.value
-        found["hybrid_fsdp_group"] = device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]._flatten("dp").get_group()
+        found["hybrid_fsdp_group"] = flattened(device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value], "dp").get_group()
     return found
 
 

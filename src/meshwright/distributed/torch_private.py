@@ -1,0 +1,213 @@
+"""Reach what torch.distributed keeps private: DTensor's inside, FSDP2's, and that of process groups. Nothing else touches it.
+
+Each function says which public way it waits for, or since when torch has another one. ``tests/distributed/test_distributed_private.py``
+exercises every one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor.placement_types import _StridedShardOffsetMode as StridedShardOffsetMode
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "StridedShardOffsetMode", "TensorMeta"]
+
+
+# --- DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the plain tensor that a DTensor holds here, outside autograd; any other tensor itself.
+
+    Waits for: a public form. ``to_local`` records a node whose backward derives placements anew, and a subclass may change it.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return mesh, placements and global shape as one value. Waits for: a public constructor of DTensor that takes them."""
+    return tensor._spec
+
+
+def forget_meshes() -> None:
+    """Empty torch's caches of DTensor operations: they hand out equal meshes of an old process group to tensors of the next one, and keep
+    its threads. Waits for: ``destroy_process_group`` doing so."""
+    for forget in (
+        lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
+        lambda: torch._C._clear_DTensor_sharding_propagator_cache(),  # type: ignore[attr-defined]
+        lambda: _redistribute.clear_redistribute_planner_cache(),
+        lambda: _redistribute._gen_transform_infos.cache_clear(),
+        lambda: _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear(),  # type: ignore[attr-defined]
+    ):
+        with suppress(AttributeError):  # another torch may keep them elsewhere
+            forget()
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Make one axis of a mesh's axes. Waits for: a public ``flatten``."""
+    return mesh._flatten(name)
+
+
+# --- process groups
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Change after how long a group's collectives fail. Waits for: a public form."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def map_memory(group: dist.ProcessGroup) -> None:
+    """Let ranks read each other's GPU memory, for torch's fused operators. Waits for: a public symmetric memory.
+
+    Raises:
+        ImportError, RuntimeError: they cannot.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.get_symm_mem_workspace(group.group_name, min_size=1)
+
+
+def knows_cpu(group: dist.ProcessGroup) -> bool:
+    """Ask whether a group has a back end for host memory. Waits for: a public list of a group's devices."""
+    return "cpu" in {device.type for device in group._device_types}
+
+
+def group_of_recorder(name: str) -> dist.ProcessGroup | None:
+    """Find the group that the flight recorder calls by a name. Waits for: records that hold the ranks."""
+    return next((group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name), None)
+
+
+def recorder_dumps() -> list[Callable[..., bytes]]:
+    """List the dump functions of the flight recorders in this build; none before torch.distributed was imported. Waits for: public ones."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
+    return [dump for dump in found if dump is not None]
+
+
+# --- DDP
+
+
+def has_recorded_graph(wrapped: DistributedDataParallel) -> bool:
+    """Ask whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
+    return wrapped._static_graph_delay_allreduce_enqueued
+
+
+# --- FSDP2: modules
+
+
+def _state(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+def begin_forward(root: FSDPModule) -> None:
+    """Set up now what FSDP2 sets up at the first forward. Waits for: a public set-up."""
+    _state(root)._lazy_init()
+
+
+def has_begun(root: FSDPModule) -> bool:
+    """Ask whether a forward has set up the state."""
+    return _state(root)._is_root is not None
+
+
+def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
+    """Start the root's backward where this tensor's gradient comes. Waits for: outputs that FSDP2 does not look into, by a hook."""
+    _state(root)._register_pre_backward_hook(tensor)
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Do what FSDP2 does behind a last backward. Waits for: a public call that reduces what was postponed."""
+    _state(root)._root_post_backward_final_callback()
+
+
+def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
+    """Return the policy that a module was sharded with. Waits for: a public attribute."""
+    return _state(module)._mp_policy
+
+
+# --- FSDP2: the groups of parameters that travel together
+
+
+def groups_of_parameters(module: FSDPModule) -> list[Any]:
+    """List a module's own groups. torch keeps them under another name since 2.12. Waits for: a public list."""
+    state = _state(module)
+    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+
+
+def arriving(group: Any) -> Tensor | None:
+    """Return the buffer into which a group's parameters are being gathered."""
+    result = getattr(group, "_all_gather_result", None)
+    return None if result is None else result.all_gather_output
+
+
+def has_partial_sums(group: Any) -> bool:
+    """Ask whether a group holds gradients that are reduced within a replica only."""
+    return group._partial_reduce_output is not None
+
+
+def drop_partial_sums(group: Any) -> None:
+    """Drop them; torch >= 2.12 does so in ``reset_iter_state``."""
+    group._partial_reduce_output = None
+
+
+# --- FSDP2: parameters
+
+
+def gathered(parameter: Any) -> Tensor | None:
+    """Return the whole parameter that forward and backward compute with; None before the first gathering."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def layer_of(parameter: FSDPParam) -> tuple[nn.Module, str]:
+    """Return the module that has a parameter, and its name there."""
+    return parameter._module_info.module, parameter._module_info.param_name
+
+
+def name_of(parameter: FSDPParam) -> str | None:
+    """Return a parameter's path."""
+    return parameter._param_fqn
+
+
+def spec_of_gathered(parameter: FSDPParam) -> DTensorSpec | None:
+    """Return how the gathered parameter lies on axes that cut it too; None where none does."""
+    return parameter._unsharded_dtensor_spec
+
+
+def padded_shard(parameter: FSDPParam) -> Tensor:
+    """Return this rank's shard as it is gathered, filled up to the size of the other ranks'."""
+    return parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+
+
+def gather_through(parameter: FSDPParam, extension: Any) -> None:
+    """Let an object answer what FSDP2 asks a parameter's shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
+
+    Waits for: extensions that are registered for a parameter. Today torch asks the shard itself, which would have to be a subclass of
+    Tensor at rest.
+    """
+    parameter.__class__ = _GatheredThrough
+    parameter.__dict__["_meshwright_extension"] = extension
+    parameter._init_extensions()
+
+
+class _GatheredThrough(FSDPParam):
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        return self.__dict__["_meshwright_extension"]
+
+
+def parameters_of(groups: list[Any]) -> Iterator[Any]:
+    """Yield FSDP2's own parameters of its groups."""
+    return (parameter for group in groups for parameter in group.fsdp_params)

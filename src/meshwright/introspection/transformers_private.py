@@ -1,0 +1,42 @@
+"""Reach what transformers keeps private. Nothing else touches it. Each function says which public way it waits for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+KERNEL_KEYS = "_implementation"
+"""Keys of a config that name a kernel end so: ``_attn_implementation``, ``experts_implementation``."""
+ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+"""Keys of a config that say nothing of the model."""
+
+
+def brings_initialiser(module: nn.Module) -> bool:
+    """Ask whether a module is a pretrained model, which can be built again from its config. Waits for: a public base to ask for."""
+    kind = type(module)  # wrappers show the methods of what is inside as their own
+    return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
+
+
+def build_again(kind: Any, config: Any) -> nn.Module:
+    """Build a model of a class from its config, as its constructor does. Waits for: ``from_config`` of every class."""
+    return kind._from_config(copy.deepcopy(config))
+
+
+def tensor_plan_of(module: nn.Module) -> Mapping[str, str] | None:
+    """Return a module's own tensor-parallel plan. Waits for: a ``tp_plan`` of every class (today of some)."""
+    plan = getattr(module, "_tp_plan", None)
+    return plan if isinstance(plan, Mapping) else None
+
+
+def compute_experts_one_by_one(config: Any) -> None:
+    """Choose the kernel of experts that knows fp64. Waits for: a setter on the built model."""
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+
+
+def names_to_ignore(model: nn.Module) -> Sequence[str]:
+    """Return patterns of names in older files that the model has no tensors for. Waits for: a public list."""
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

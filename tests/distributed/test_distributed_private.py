@@ -1,0 +1,170 @@
+"""What torch.distributed and torchao keep private still does what we take it for. A failure here says what another version moved."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core import torch_frames
+from meshwright.distributed import DistributedConfig, init_distributed
+from meshwright.distributed import torch_private as private
+
+
+def tensors_and_groups() -> None:
+    init_distributed(DistributedConfig(dp_shard=2))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    whole = torch.arange(4.0)
+    tensor = distribute_tensor(whole, mesh["a"], [Shard(0)])
+    local = private.local_part(tensor)
+    assert not isinstance(local, DTensor) and torch.equal(local, whole.chunk(2)[dist.get_rank()])
+    assert private.local_part(whole) is whole
+    spec = private.spec_of(tensor)
+    assert isinstance(spec, private.DTensorSpec) and spec.placements == (Shard(0),) and spec.shape == (4,)
+    meta = private.TensorMeta(spec.shape, tensor.stride(), tensor.dtype)
+    again = DTensor(local, private.DTensorSpec(mesh["a"], (Shard(0),), tensor_meta=meta), requires_grad=False)
+    assert torch.equal(again.full_tensor(), whole)
+    assert private.StridedShard(0, split_factor=2) != Shard(0) and private.StridedShardOffsetMode
+    assert private.flattened(mesh, "both").size() == 2
+    private.forget_meshes()
+    assert torch.equal((tensor + 1).full_tensor(), whole + 1)
+    group = mesh["a"].get_group()
+    assert private.knows_cpu(group)
+    private.set_group_timeout(group, 77)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    name = dist.distributed_c10d._get_process_group_name(group)
+    assert private.group_of_recorder(name) is group and private.group_of_recorder("no such group") is None
+    assert private.recorder_dumps()
+
+
+def data_parallel() -> None:
+    init_distributed(DistributedConfig(dp_shard=2))
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    assert not private.has_recorded_graph(wrapped)
+    for _ in range(2):
+        wrapped(torch.ones(1, 2)).sum().backward()
+    assert private.has_recorded_graph(wrapped)
+
+
+def fully_sharded() -> None:
+    mesh = init_distributed(DistributedConfig(dp_shard=2))["dp_shard"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: nn.Module = fully_shard(nn.Linear(3, 3, bias=False), mesh=mesh, mp_policy=policy)
+    assert private.mixed_precision_of(model) is policy
+    assert not private.has_begun(model)
+    private.begin_forward(model)
+    assert private.has_begun(model)
+    (group,) = private.groups_of_parameters(model)
+    (parameter,) = private.parameters_of([group])
+    assert isinstance(parameter, private.FSDPParam)
+    assert private.layer_of(parameter) == (model, "weight") and private.name_of(parameter) == "weight"
+    assert private.spec_of_gathered(parameter) is None and private.arriving(group) is None
+    assert private.padded_shard(parameter).shape == (2, 3), "3 rows on 2 ranks are filled up to 2 on each"
+    assert not private.has_partial_sums(group)
+    private.drop_partial_sums(group)
+    model.set_requires_gradient_sync(False)
+    output = [model(torch.ones(1, 3))]  # a list within a list, into which torch looks; an object of ours it would not
+    private.begin_backward_at(model, output[0])
+    output[0].sum().backward()
+    assert model.weight.grad is None
+    model.set_requires_gradient_sync(True)
+    group.post_backward()
+    private.end_backward(model)
+    assert model.weight.grad.full_tensor().eq(1).all(), "the mean over ranks of what was postponed"
+    assert inspect.getsourcefile(type(group)).endswith(torch_frames.FSDP_FILE) and getattr(group, torch_frames.MODULE_NAME) == ""
+    model.unshard()
+    assert private.gathered(parameter).shape == (3, 3)
+
+
+class Doubled:
+    """Answers what FSDP2 asks a shard: what arrives is twice what rests."""
+
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+    def to(self, *args, **kwargs):
+        return self
+
+    def size(self):
+        return self.parameter.sharded_size
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (private.padded_shard(self.parameter) * 2,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        (gathered,) = outputs
+        return None if out is not None else (gathered, (gathered,))
+
+
+def gathered_through() -> None:
+    mesh = init_distributed(DistributedConfig(dp_shard=2))["dp_shard"]
+    model: nn.Module = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh)
+    whole = model.weight.full_tensor().detach()
+    (parameter,) = private.parameters_of(private.groups_of_parameters(model))
+    private.gather_through(parameter, Doubled(parameter))
+    x = torch.ones(1, 2)
+    assert torch.equal(model(x), x @ (2 * whole).T)
+
+
+def cut_and_sharded() -> None:
+    mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    model: nn.Module = fully_shard(layer, mesh=mesh["dp_shard"])
+    (parameter,) = private.parameters_of(private.groups_of_parameters(model))
+    spec = private.spec_of_gathered(parameter)
+    assert spec is not None and spec.placements == (Shard(0),) and spec.placements != (Replicate(),)
+
+
+@pytest.mark.parametrize("job", [tensors_and_groups, data_parallel, fully_sharded, gathered_through], ids=lambda job: job.__name__)
+def test_torch_distributed(job, spmd):
+    spmd(2, job)
+
+
+def test_torch_distributed_on_two_axes(spmd):
+    spmd(4, cut_and_sharded)
+
+
+def test_torchao():
+    torchao = pytest.importorskip("torchao.float8")
+    from meshwright.distributed.float8 import torchao_private as ao
+
+    linear = torchao.convert_to_float8_training(nn.Linear(16, 16, bias=False), config=torchao.Float8LinearConfig(emulate=True))
+    kernels, config = ao.kernels_of(linear), linear.config
+    x = torch.randn(16, 16)
+    assert torch.equal(ao.product(x, linear.weight, kernels, config), linear(x))
+    cast = config.cast_config_input
+    assert not ao.is_disabled(cast) and ao.has_one_scale(cast)
+    scale = ao.scale_for(x.abs().max(), cast.target_dtype)
+    by_scale = ao.rounded_by(x, scale, cast.target_dtype, kernels, "INPUT")
+    alone = ao.rounded(x, cast, kernels, "INPUT", -1, config.round_scales_to_power_of_2)
+    assert torch.equal(ao.codes_of(by_scale).float(), ao.codes_of(alone).float()) and ao.role_of(alone) == "input"
+    weight = ao.weight_in_float8(ao.codes_of(alone), torch.ones(()), torch.float32, kernels)
+    before = weight.to_original_precision()
+    ao.set_scale(weight, torch.full((), 2.0))
+    assert torch.equal(weight.to_original_precision(), before / 2)
+
+
+def test_torchaos_optimizers():
+    pytest.importorskip("torchao.optim")
+    from meshwright.distributed.float8 import torchao_private as ao
+
+    weight, gradient = torch.ones(4), torch.full((4,), 0.5)
+    ours = nn.Parameter(weight.clone())
+    ours.grad = gradient.clone()
+    torch.optim.AdamW([ours], lr=0.1, weight_decay=0.1).step()
+    moments = torch.zeros(4), torch.zeros(4)
+    ao.step_of_adam(weight, gradient, torch.tensor(1.0), moments, torch.tensor(0.1), (0.9, 0.999, 0.1, 1e-8))
+    torch.testing.assert_close(weight, ours.detach())
+    state = ao.kind_of_state("8bit").zeros((256,), signed=True, block_size=256)
+    assert state.codes.dtype == torch.uint8 and type(state) is not ao.kind_of_state("4bit")
+    table = torch.linspace(-1, 1, 16)
+    assert ao.quantize(table.view(1, -1), table).tolist() == [list(range(16))]

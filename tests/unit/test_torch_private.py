@@ -1,0 +1,209 @@
+"""What torch and transformers keep private still does what we take it for. A failure here says what another version moved."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.core import torch_frames
+from meshwright.core import torch_private as private
+from meshwright.introspection import transformers_private
+
+
+class Squares(private.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})).square()
+
+
+def test_extension_points():
+    two = torch.tensor([2.0])
+    with Squares():
+        squared = two.neg()
+        with private.without_modes():
+            plain = two.neg()
+    assert squared.item() == 4 and plain.item() == -2
+    with private.FakeTensorMode():
+        assert isinstance(torch.ones(2), private.FakeTensor)
+    assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2] and private.tree_map(lambda x: x + 1, [1]) == [2]
+    assert private.tree_map_only(int, lambda x: x + 1, [1, "a"]) == [2, "a"]
+    assert isinstance(torch.ops.aten.mm, private.OpOverloadPacket) and isinstance(torch.ops.aten.mm.default, private.OpOverload)
+    assert isinstance(nn.Dropout2d(), private.Dropout) and isinstance(nn.BatchNorm1d(2), private.BatchNorm)
+    assert "cpu" in private.devices_with_fused() and "cuda" in private.devices_with_foreach()
+    assert not private.is_traceable_wrapper_subclass(torch.ones(1))
+
+
+def test_storages_are_told_apart_without_memory():
+    a, b = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    assert private.address_of(a.untyped_storage()) == private.address_of(a.view(1, 2).untyped_storage())
+    assert private.address_of(a.untyped_storage()) != private.address_of(b.untyped_storage())
+
+
+def test_a_storage_is_gone_when_nobody_holds_it():
+    tensor = torch.ones(3)
+    reference = StorageWeakRef(tensor.untyped_storage())
+    assert private.storage_at(reference.cdata).nbytes() == 12
+    del tensor
+    assert private.storage_at(reference.cdata) is None
+
+
+def test_writes_are_counted():
+    tensor = torch.ones(1)
+    before = private.version_of(tensor)
+    assert private.version_of(tensor.add_(1)) > before
+
+
+def test_operators_tell_their_schema_and_name():
+    assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable and not private.schema_of(torch.ops.aten.add.Tensor).is_mutable
+    assert private.schema_of(len) is None
+    assert private.name_of_operator(torch.ops.aten.add.Tensor) == "add"
+    assert private.GROUPED_PRODUCT.namespace == "aten"
+
+
+def test_operators_on_many_tensors():
+    tensors = [torch.full((4,), 2.0), torch.full((1,), 3.0)]
+    assert [norm.item() for norm in private.foreach_norm(tensors)] == [4, 3]
+    private.foreach_multiply_(tensors, 2.0)
+    assert tensors[1].item() == 6
+    private.foreach_zero_(tensors)
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_a_recomputed_forward_is_in_a_backward():
+    seen = []
+
+    def forward(x):
+        seen.append(private.is_in_backward())
+        return x.sin().sin()
+
+    checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert seen == [False, True]
+
+
+def test_a_function_is_called_behind_the_backward():
+    order = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: private.call_behind_backward(lambda: order.append("behind")))
+    x.register_post_accumulate_grad_hook(lambda p: order.append("accumulated"))
+    y.backward()
+    assert order == ["accumulated", "behind"]
+
+
+def test_hooks_of_parameters_are_listed_and_forgotten():
+    parameter = nn.Parameter(torch.ones(1))
+    assert not private.gradient_hooks(parameter) and not private.accumulation_hooks(parameter)
+    parameter.register_hook(print)
+    parameter.register_post_accumulate_grad_hook(repr)
+    assert private.gradient_hooks(parameter) == [print] and private.accumulation_hooks(parameter) == [repr]
+    private.forget_accumulation_hooks(parameter)
+    assert not private.accumulation_hooks(parameter)
+
+
+def test_modules_tell_their_buffers_and_hooks():
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("derived", torch.ones(1), persistent=False)
+    assert private.is_persistent(module, "kept") and not private.is_persistent(module, "derived")
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(repr)
+    before, behind = private.forward_hooks(module)
+    assert list(before.values()) == [print] and list(behind.values()) == [repr]
+
+
+def test_modules_initialise_themselves():
+    attention, linear = nn.MultiheadAttention(4, 2), nn.Linear(2, 2)
+    for module, parameter in ((attention, attention.in_proj_weight), (linear, linear.weight)):
+        with torch.no_grad():
+            parameter.zero_()
+        private.resetting(module)()
+        assert parameter.any()
+    assert private.resetting(nn.Identity()) is None
+
+
+def test_hooks_around_an_optimizers_step_are_seen():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not private.optimizer_has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert private.optimizer_has_step_hooks(optimizer)
+
+
+def test_a_compiled_modules_calls_can_go_elsewhere():
+    module = nn.Identity()
+    assert private.compiled_call(module) is None
+    module.compile(backend="eager")
+    assert private.compiled_call(module) is not None
+    private.set_compiled_call(module, lambda x: x + 1)
+    assert module(1) == 2
+
+
+def test_the_compiler_is_imported():
+    private.import_compiler()
+    assert "torch._dynamo" in sys.modules
+
+
+def test_the_compiler_is_kept_out_and_counts_its_graph_breaks():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @private.uncompiled
+    def outside(x):
+        return x + len(inspect.stack())
+
+    with private.without_recompilation_limit(), private.with_activation_budget(0.5):
+        torch.compile(lambda x: outside(x.sin()).cos(), backend="eager")(torch.ones(1))
+    assert sum(private.graph_break_counts().values()) >= 1
+    import torch._functorch.config as config
+
+    assert config.activation_memory_budget == 1.0
+
+
+def test_the_frame_that_calls_a_module_has_its_name():
+    class Looks(nn.Module):
+        def forward(self):
+            return [frame.function for frame in inspect.stack()]
+
+    assert torch_frames.CALLING in Looks()()
+
+
+def test_what_draws_a_truncated_normal_stands_in_init(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nn.init, private.SAMPLES_NORMAL, lambda tensor, *args, **kwargs: asked.append(args) or tensor)
+    nn.init.trunc_normal_(torch.ones(2))
+    assert len(asked) == 1
+
+
+def test_a_model_of_transformers_is_built_again_and_tells_its_plan():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
+    config = transformers.LlamaConfig(**sizes)
+    model = transformers.LlamaForCausalLM(config)
+    assert transformers_private.brings_initialiser(model) and not transformers_private.brings_initialiser(nn.Linear(1, 1))
+    again = transformers_private.build_again(type(model), model.config)
+    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+    assert transformers_private.tensor_plan_of(model) and transformers_private.tensor_plan_of(nn.Linear(1, 1)) is None
+    assert transformers_private.names_to_ignore(nn.Linear(1, 1)) == ()
+    gptj = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
+    assert isinstance(transformers_private.names_to_ignore(gptj), (list, tuple, set))
+
+
+def test_experts_can_be_computed_one_by_one():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        vocab_size=16,
+        num_local_experts=2,
+    )
+    model = transformers.MixtralForCausalLM(config).double()
+    transformers_private.compute_experts_one_by_one(model.config)
+    assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float64
+    assert any(key.endswith(transformers_private.KERNEL_KEYS) for key in dir(model.config))
