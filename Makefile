@@ -12,13 +12,14 @@ PIECE ?=
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test test-all test-slurm matrix composition setup clean
+.PHONY: help demo test test-all test-slurm docs matrix composition setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then tests, with lint, import contract, types and wheel beside them"
 	@echo "make test-all    every case of every test, in pieces (tests/README.md)"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
+	@echo "make docs    build the documents into build/site; a broken link is an error"
 	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
 	@echo "make composition   compute what goes with what and write docs/composition.md"
 	@echo "make setup   set up with every extra"
@@ -42,6 +43,12 @@ test-slurm:
 	@$(SETUP) dev,float8,hf,slurm,track
 	@"$(BIN)/python" scripts/slurm_cluster.py check
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(ARGS)
+
+docs:
+	@$(SETUP) docs
+	@"$(BIN)/python" scripts/house_map.py --check || { echo "docs/house.md is old: python scripts/house_map.py" >&2; exit 1; }
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 # What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
 matrix:

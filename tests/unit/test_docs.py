@@ -38,7 +38,7 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_links_between_documents_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
@@ -47,3 +47,13 @@ def test_the_list_of_rooms_is_that_of_the_house():
     assert subprocess.run([sys.executable, str(ROOT / "scripts" / "house_map.py"), "--check"], check=False).returncode == 0, (
         "write docs/house.md anew: python scripts/house_map.py"
     )
+
+
+def test_the_reference_has_every_public_name():
+    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        assert hasattr(import_module(module), name), path
+    named = {path.rpartition(".")[2] for path in paths}
+    for module in ("meshwright", "meshwright.data", "meshwright.distributed"):
+        assert {name for name in import_module(module).__all__ if not name.startswith("__")} <= named
