@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from tried import TOKENS, Forge, Here, Items, against_one, gradients, loss_of, refused, rows_of, same, worst
 
-from meshwright.distributed.doors import transforms
+from meshwright.distributed import transforms
 from meshwright.distributed.transforms import (
     BaseDistributedTransform,
     DDPTransform,

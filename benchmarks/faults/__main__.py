@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[1] / "src"
-sys.path.insert(0, str(HERE))
+ROOT = HERE.parents[1]
+SOURCES = ROOT / "src"
+sys.path[:0] = [str(HERE), str(ROOT)]
 LIMIT_SEC = 240
 REHEARSED = (
     ("from .pipeline.rehearsal import prove as prove_stages\n", "prove_stages = lambda *args, **options: None\n"),
@@ -76,7 +77,7 @@ class Copy:
         os.utime(path, ns=(self._stamp, self._stamp))
 
     def python(self, *words: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.root), str(ROOT)]), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, *map(str, words)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_SEC, check=False
         )

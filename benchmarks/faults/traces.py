@@ -71,8 +71,8 @@ FAULTS = [
     Fault(
         "data ranks read the same rows",
         "data/loader.py",
-        "_Reader(samples, rank * (global_batch // world), ",
-        "_Reader(samples, 0 * (global_batch // world), ",
+        "_BatchReader(samples, rank * (global_batch // world), ",
+        "_BatchReader(samples, 0 * (global_batch // world), ",
         PLAIN,
         "batch",
     ),

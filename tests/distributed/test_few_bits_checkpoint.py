@@ -12,7 +12,8 @@ from meshwright import load, save
 from meshwright.checkpoint import few_bits
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.optimizer.torchao_adamw import SIGNED, _kind, is_rounded
+from meshwright.distributed.float8.torchao_private import kind_of_state
+from meshwright.distributed.optimizer.torchao_adamw import SIGNED, is_rounded
 from meshwright.distributed.weights.wholes import whole_on_first
 
 BLOCK = {"8bit": 256, "4bit": 128}
@@ -35,7 +36,7 @@ def blocks(word: str, signed: bool) -> torch.Tensor:
 
 
 def as_torchao_rounds(word: str, values: torch.Tensor, signed: bool) -> torch.Tensor:
-    made = _kind(word).zeros(values.shape, signed, BLOCK[word])
+    made = kind_of_state(word).zeros(values.shape, signed, BLOCK[word])
     return made.copy_(values)
 
 
@@ -43,7 +44,7 @@ def as_torchao_rounds(word: str, values: torch.Tensor, signed: bool) -> torch.Te
 @pytest.mark.parametrize("word", BLOCK)
 def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
     values = as_torchao_rounds(word, blocks(word, signed), signed).dequantize()
-    again = few_bits._round(_kind(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
+    again = few_bits._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
     assert torch.equal(again, values)
     once_more = as_torchao_rounds(word, values, signed).dequantize()
     assert torch.equal(once_more, values) is not signed, "torchao's own rounding would shrink blocks whose largest element is negative"
@@ -53,7 +54,7 @@ def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
 def test_new_values_are_rounded_as_torchao_rounds_them(word):
     for signed in (True, False):
         values = blocks(word, signed)
-        made = few_bits._round(_kind(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
+        made = few_bits._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
         assert torch.equal(made, as_torchao_rounds(word, values, signed).dequantize())
 
 

@@ -53,7 +53,7 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.model, self.most, self.buckets = model, Held(), buckets
         modules = [module for part in model.parts for module in fully_sharded.sharded_modules(part)]
-        self.groups: list[Any] = [group for module in modules for group in fully_sharded._groups(module)]
+        self.groups: list[Any] = [group for module in modules for group in fully_sharded.groups_of_parameters(module)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.look()

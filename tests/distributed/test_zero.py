@@ -132,7 +132,7 @@ def held_gathered(model: ParallelModel) -> list[str]:
         name
         for part in model.parts
         for name, module in part.named_modules()
-        if isinstance(module, FSDPModule) and any(group.is_unsharded for group in fully_sharded._groups(module))
+        if isinstance(module, FSDPModule) and any(group.is_unsharded for group in fully_sharded.groups_of_parameters(module))
     ]
 
 

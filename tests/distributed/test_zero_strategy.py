@@ -157,7 +157,7 @@ def units(model: nn.Module) -> list[str]:
 
 
 def groups(model: nn.Module) -> list[Any]:
-    return [group for module in fully_sharded.sharded_modules(model) for group in fully_sharded._groups(module)]
+    return [group for module in fully_sharded.sharded_modules(model) for group in fully_sharded.groups_of_parameters(module)]
 
 
 def applications() -> dict[str, Any]:
