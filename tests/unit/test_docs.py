@@ -57,3 +57,18 @@ def test_the_reference_has_every_public_name():
     named = {path.rpartition(".")[2] for path in paths}
     for module in ("meshwright", "meshwright.data", "meshwright.distributed"):
         assert {name for name in import_module(module).__all__ if not name.startswith("__")} <= named
+
+
+KEMPNERFORGE = {
+    "expert_parallel": ("apply_expert_parallel",),
+    "parallel": ("apply_ac", "apply_float8", "apply_fsdp2", "build_parallel_model", "default_mp_policy", "get_dp_mesh"),
+    "pipeline_parallel": ("PipelineStageModule", "build_pipeline_schedule", "build_pipeline_stage", "build_stage_module", "get_pp_mesh"),
+    "setup": ("destroy_distributed", "get_dp_mesh", "get_world_info", "init_distributed", "is_rank_zero"),
+    "tensor_parallel": ("apply_tensor_parallel", "get_tp_mesh"),
+    "utils": ("clip_grad_norm_",),
+}
+
+
+def test_names_stand_where_kempnerforge_has_them():
+    places = [(import_module(f"meshwright.distributed.{module}"), name) for module, names in KEMPNERFORGE.items() for name in names]
+    assert [f"{module.__name__}.{name}" for module, name in places if not callable(getattr(module, name, None))] == []

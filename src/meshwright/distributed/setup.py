@@ -20,8 +20,10 @@ from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
 
 from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
+from .mesh import get_dp_mesh as get_dp_mesh  # KempnerForge's users import it, and is_rank_zero, from here
 from .process import agree
 from .process.world import STORE, get_world_info, ranks_per_node
+from .process.world import is_rank_zero as is_rank_zero
 
 log = logging.getLogger("meshwright")
 
