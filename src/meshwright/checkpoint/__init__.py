@@ -1,4 +1,4 @@
-"""Checkpoints by global name: any legal layout reads what any other wrote. Nothing that is read from disk is unpickled."""
+"""Save and load checkpoints by global name: any legal layout reads what any other wrote, without unpickling."""
 
 from .huggingface import pretrained
 from .load import load, to_be_loaded

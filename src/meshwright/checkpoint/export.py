@@ -1,4 +1,4 @@
-"""Writing a checkpoint's model as the safetensors files of Hugging Face, tensor by tensor; the model is never whole in memory."""
+"""Write a checkpoint's model as Hugging Face safetensors, tensor by tensor; it is never whole in memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .manifest import Manifest
 from .tensor_files import DTYPES, INDEX, SINGLE
 
 FILE_BYTES = 5_000_000_000
-"""The largest file, unless one tensor alone is larger."""
+"""Size limit of a file, unless one tensor alone is larger."""
 CHUNK_BYTES = 2**30
-"""Tensors that are read together."""
+"""Bytes of tensors that are read together."""
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 ToFile = Callable[[str, Tensor], dict[str, Tensor]]
-"""(name in the model, tensor; also on meta) -> what the files hold for it, by their names."""
+"""(name in the model, tensor; also on meta) -> the tensors that the files hold for it, by their names."""
 MadeOf = Mapping[str, tuple[str, ...]]
-"""Name in the model -> names in the checkpoint: the tensors that it is made of, end to end along the last dim but one; of none: zeros."""
+"""Name in the model -> checkpoint names of its tensors, joined along the last dim but one; of none: zeros."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def export_tensors(
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> int:
-    """Write the model tensors of ``checkpoint`` into ``folder``: one file, or several with an index. In one process.
+    """Write the model tensors of ``checkpoint`` into ``folder`` in one process: one file, or several with an index.
 
     Args:
-        model: of transformers, on meta: it says names and form of the tensors in the files.
-        made_of: what its tensors are made of; None: each of the one of its name.
-        dtype: of floating-point parameters; None: as they are. Buffers stay as they are.
+        model: a model of transformers, on meta, which defines names and form of the tensors in the files.
+        made_of: the checkpoint tensors that each model tensor is made of; None: the one of its name.
+        dtype: dtype of floating-point parameters; None: as they are. Buffers stay as they are.
 
     Returns:
         Bytes of all tensors.
@@ -81,8 +81,10 @@ def export_tensors(
 
 
 def as_transformers_saves(model: nn.Module) -> ToFile:
-    """The form in which transformers itself would save a model's tensors, such as experts one by one; as the model has them where it has
-    no other form, or one that takes several of the model's tensors together."""
+    """Return a converter of tensors to the form that transformers saves, such as experts one by one.
+
+    Tensors stay as they are where the model has no other form, or one that takes several of them together.
+    """
     if not brings_initialiser(model):
         return lambda name, tensor: {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion
@@ -96,7 +98,7 @@ def as_transformers_saves(model: nn.Module) -> ToFile:
 
 
 def _files(planned: list[_FileEntry], limit: int) -> dict[str, list[_FileEntry]]:
-    """The tensors of each file, in order."""
+    """Group the tensors into files, in order."""
     groups: list[list[_FileEntry]] = [[]]
     full = 0
     for entry in planned:
@@ -112,7 +114,7 @@ def _files(planned: list[_FileEntry], limit: int) -> dict[str, list[_FileEntry]]
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The tensors of ``model`` out of a checkpoint."""
+    """The tensors of ``model``, read from a checkpoint."""
 
     checkpoint: Path
     manifest: Manifest
@@ -121,7 +123,7 @@ class _Tensors:
     dtype: str | None
 
     def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
-        """What the files hold, always in the same order; on meta nothing is read."""
+        """Yield the contents of the files, always in the same order; on meta nothing is read."""
         chunk: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         for name in self.made_of:
@@ -139,7 +141,7 @@ class _Tensors:
             yield from to_file(name, self._cast(name, tensor)).items()
 
     def _empty(self, name: str, device: str) -> Tensor:
-        """Room for a tensor; of one that is made of none, the tensor: zeros."""
+        """Allocate a tensor to read into; one that is made of none is zeros already."""
         entries = [self.manifest.tensors[f"model.{own}"] for own in self.made_of[name]]
         if not entries:
             return torch.zeros_like(self.model.state_dict()[name], device=device)
@@ -149,7 +151,7 @@ class _Tensors:
         return torch.empty(shape, dtype=getattr(torch, entries[0].dtype), device=device)
 
     def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Keys of the checkpoint -> their places in ``tensor``."""
+        """Map keys of the checkpoint to their places in ``tensor``."""
         keys = [f"model.{own}" for own in self.made_of[name]]
         if len(keys) < 2:
             return dict.fromkeys(keys, tensor)
@@ -166,7 +168,7 @@ class _Tensors:
 
 
 def _write(path: Path, entries: list[_FileEntry], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """One file: the length of the header, the header, the bytes of its tensors (https://huggingface.co/docs/safetensors)."""
+    """Write one file: header length, header, bytes of its tensors (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:

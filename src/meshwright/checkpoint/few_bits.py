@@ -1,8 +1,9 @@
-"""Moments in few bits, in a checkpoint that any layout reads: saved as the float32 values that they stand for, and rounded again when read.
+"""Save low-bit moments as the float32 values that they stand for, and round them again when read.
 
-What torchao rounded, and is cut into the same blocks again, comes back bit for bit. Its own rounding would not do that: a block's largest
-element gives the scale, but no code means −1, so a block whose largest element is negative would shrink each time. Here the scale is found
-by which every value of the block is a code's. Where blocks lie otherwise, values are rounded once more, and that is said.
+So any layout reads the checkpoint. Moments that torchao rounded come back bit for bit where they are cut into the
+same blocks again. torchao's own rounding would not do that: a block's largest element gives the scale, but no code
+means −1, so a block whose largest element is negative would shrink each time. This module finds the scale by which
+every value of the block is a code's. Where blocks lie otherwise, values are rounded once more, and a warning says so.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from meshwright.distributed.weights.shards import with_local
 log = logging.getLogger("meshwright")
 
 LEAST_SCALE = 1e-12
-"""torchao's."""
+"""The least scale, as in torchao."""
 ULPS = 2
-"""A scale found by dividing what it was multiplied by is so many steps of float32 off at most."""
+"""Bound, in float32 steps, on the error of a scale recovered from its product with a code by division."""
 
 
 def keeps_few_bits(optimizer: torch.optim.Optimizer) -> bool:
@@ -34,22 +35,24 @@ def keeps_few_bits(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def as_values(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A parameter's moment as float32 in host memory, placed like the parameter; so is one that is small and kept as it is, since with
-    another layout another rank may have it in few bits."""
+    """Return a moment as float32 in host memory, placed like the parameter, whether it is low-bit or not.
+
+    With another layout, another rank may have a small moment in low bits.
+    """
     local = local_part(moment)
     values = (local.dequantize() if is_rounded(moment) else local).detach().to("cpu", torch.float32)
     return with_local(parameter, values) if isinstance(parameter, DTensor) else values
 
 
 class Rounding:
-    """Puts values that were read into an optimizer's moments, and counts what that changed."""
+    """A loader of values into an optimizer's moments that counts what rounding changed."""
 
     def __init__(self) -> None:
         self.changed = self.values = 0
 
     @torch.no_grad()
     def take(self, optimizer: TorchaoAdamW, parameter: nn.Parameter, key: str, values: Tensor) -> Tensor:
-        """A moment of the parameter, as the optimizer keeps it."""
+        """Convert values to a moment of the parameter, in the form that the optimizer keeps."""
         moment = optimizer.new_moment(parameter, key)
         local, given = (local_part(t) for t in (moment, values))
         given = given.to(local.device)
@@ -62,7 +65,7 @@ class Rounding:
         return moment
 
     def tell(self, folder: object) -> None:
-        """Say on the first rank what changed. Collective."""
+        """Log on the first rank what rounding changed. Collective."""
         changed, values = (sum(said) for said in zip(*agree.everybody_says((self.changed, self.values)), strict=True))
         if changed and is_rank_zero():
             log.warning(
@@ -72,7 +75,7 @@ class Rounding:
 
 
 def _round(moment: Tensor, values: Tensor, *, signed: bool) -> Tensor:
-    """Fill a moment of torchao's in place; the values that it stands for then."""
+    """Fill a torchao moment in place, and return the values that it then stands for."""
     made: torch.Tensor = moment
     table: Tensor = made.qmap  # type: ignore[attr-defined]
     blocks = values.reshape(-1, made.block_size)  # type: ignore[attr-defined]
@@ -90,7 +93,7 @@ def _round(moment: Tensor, values: Tensor, *, signed: bool) -> Tensor:
 
 
 def _scales(blocks: Tensor, table: Tensor, *, signed: bool) -> Iterator[Tensor]:
-    """What a block's scale may have been: its largest element; or, where that is negative and has the lowest code, so much more."""
+    """Yield candidate scales: the largest magnitude, or (negative, lowest code) that over the code's magnitude."""
     largest = blocks.abs().amax(-1)
     yield largest.clip(LEAST_SCALE)
     if signed:

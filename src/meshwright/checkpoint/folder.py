@@ -1,4 +1,4 @@
-"""A run's checkpoints: step folders, the pointer to the latest, and how many are kept. No collectives here: rank 0 calls it."""
+"""Manage a run's checkpoints: step folders, the pointer to the latest, old ones. Rank 0 calls it: no collectives."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps whose folders have their final names, ascending."""
+        """List the steps whose folders have their final names, ascending."""
         found = [re.fullmatch(STEP, entry.name) for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match.group(1)) for match in found if match)
 
     def latest(self) -> Path | None:
-        """The checkpoint to continue from; None where there is none yet.
+        """Return the checkpoint to continue from; None where there is none yet.
 
         Raises:
             IntegrityError: the pointer names a folder that is gone, or none.
@@ -51,11 +51,11 @@ class CheckpointFolder:
         return target
 
     def half_written(self) -> list[Path]:
-        """What an interrupted save left behind; never read, removed by the next save of that step."""
+        """List folders that interrupted saves left: never read, and removed by the next save of their step."""
         return sorted(entry for entry in self.path.iterdir() if entry.name.endswith(PARTIAL)) if self.path.is_dir() else []
 
     def point_to(self, step: int) -> None:
-        """Move ``latest``, atomically."""
+        """Point ``latest`` to a step, atomically."""
         replace_text(self.pointer, self.of_step(step).name + "\n")
 
     def keep_last(self, count: int) -> None:

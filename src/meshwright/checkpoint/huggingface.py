@@ -1,4 +1,4 @@
-"""Weights out of a folder of Hugging Face: each rank reads its own slices, and everything is checked before anything is written."""
+"""Load weights from a Hugging Face folder: each rank reads its own slices, after everything is checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .stored_names import Source, sources
 from .tensor_files import TensorFiles
 
 SHOWN = 4
-"""Problems that an error lists."""
+"""Number of problems that an error lists."""
 
 
 class Pretrained:
@@ -34,7 +34,7 @@ class Pretrained:
     ``parallelize(config, layout, weights=pretrained(folder))`` reads each value once, into its place.
 
     Attributes:
-        bytes_read: that this rank asked the files for, at the files' dtype.
+        bytes_read: bytes that this rank requested from the files, at the files' dtype.
     """
 
     def __init__(self, folder: str | Path):
@@ -42,7 +42,7 @@ class Pretrained:
         self.bytes_read = 0
 
     def check(self, model: nn.Module) -> None:
-        """Whether the folder holds exactly the weights of a model (on meta or not). Not collective; reads the files' headers.
+        """Check that the folder holds exactly a model's weights (on meta or not). Not collective; reads headers only.
 
         Raises:
             ConfigError: names or shapes that differ, all listed, or no weights.
@@ -52,7 +52,7 @@ class Pretrained:
         _Match.of(model, TensorFiles(self.folder))
 
     def __call__(self, model: nn.Module | ParallelModel) -> set[str]:
-        """Write every parameter and persistent buffer, converted to its dtype; returns their names. Collective.
+        """Write every parameter and persistent buffer, converted to its dtype; return their names. Collective.
 
         Raises:
             ConfigError, IntegrityError, UnsupportedError: as ``check`` does, on every rank; then nothing was written.
@@ -85,19 +85,19 @@ class Pretrained:
 
 
 def pretrained(folder: str | Path) -> Pretrained:
-    """The weights in a folder of Hugging Face, for ``parallelize(model, mesh, weights=pretrained(folder))``; nothing is read yet."""
+    """Open a Hugging Face folder for ``parallelize(model, mesh, weights=…)``; nothing is read yet."""
     return Pretrained(folder)
 
 
 @dataclass
 class _Match:
-    """The tensors of a model, and where each comes from."""
+    """The tensors of a model, and the source of each."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     sources: dict[str, Source]
     twice: dict[str, Source]
-    """What the files hold of a tied parameter under its other names too."""
+    """Sources of tied parameters that the files hold under a second name too."""
 
     @classmethod
     def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
@@ -126,22 +126,22 @@ class _Match:
         return cls(tensors, aliases, chosen, twice)
 
     def in_order(self) -> Iterator[tuple[str, Source]]:
-        """As they lie in the files."""
+        """Yield names and sources in the order of the files."""
         yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
 
 
 def _shared(model: nn.Module) -> set[str]:
-    """What a pipeline's last stage is given by its first."""
+    """List the tensors that a pipeline's first stage gives to its last."""
     return set(model.__dict__.get(SHARED, ()))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Global name -> parameter (tied ones once) or persistent buffer: what a file or checkpoint must hold of a model."""
+    """Map global names to parameters (tied ones once) and persistent buffers: what a file must hold of a model."""
     return _names(model)[0]
 
 
 def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str]]:
-    """Parameters (tied ones once) and persistent buffers; other name -> first name; buffers that no file needs to hold."""
+    """Return tensors (tied ones once), other name -> first name, and the buffers that no file needs to hold."""
     tensors: dict[str, Tensor] = {clean(name): parameter.detach() for name, parameter in model.named_parameters()}
     first = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
     every = [(clean(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
@@ -158,7 +158,7 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
 
 
 def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
-    """Whether a left-over tensor is one that the model computes itself: older files hold tables, some at another place of the model."""
+    """Tell whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
     ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
     ignored = names_to_ignore(model)
     is_table = name in derived or ".".join(name.split(".")[-2:]) in ends
@@ -178,7 +178,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
-    """A tied parameter that the files hold twice must be the same twice; each rank looks at its part."""
+    """Refuse a tied parameter that the files hold twice with different values; each rank compares its part."""
     for name, source in match.twice.items():
         cuts = [piece.slices for piece in pieces(match.tensors[name])]
         if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout."""
+"""Load a checkpoint into any layout."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ def load(
 
     Args:
         optimizer: takes over the saved state; what it held before is dropped.
-        restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the present ones.
+        restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the
+            present ones.
 
     Returns:
         The ``extra`` that was given to ``save``.
 
     Raises:
         IntegrityError: the checkpoint was never finished, or a file is missing, truncated or changed.
-        ConfigError: it is whole, but of another model or optimizer: names, shapes, dtypes or groups differ. Nothing is changed then.
+        ConfigError: the checkpoint is whole, but of another model or optimizer: names, shapes, dtypes or groups
+            differ. Then nothing is changed.
     """
     path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
@@ -75,12 +77,12 @@ def load(
 
 
 def _all_names(model: ParallelModel) -> set[str]:
-    """Of the whole model: a pipeline's rank has some."""
+    """List the names of the whole model, of which a pipeline's rank has some."""
     return {f"model.{fact.name}" for fact in (*model.facts.parameters, *model.facts.buffers)}
 
 
 def open_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, on every rank. Raises IntegrityError on all ranks where one cannot read it."""
+    """Read a checkpoint's manifest on every rank; IntegrityError on all ranks where one cannot."""
     if path.name.endswith(PARTIAL):
         raise IntegrityError(f"{path} is what an unfinished save left, and is never read; use the last whole checkpoint")
     agree.together(lambda: settle(path), here=not dist.is_initialized() or dist.get_rank() == 0)
@@ -90,7 +92,7 @@ def open_manifest(path: Path) -> Manifest:
 
 
 def verify_files(path: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest, the files dealt over the ranks. Raises IntegrityError on all ranks."""
+    """Compare every file with the manifest, distributed over ranks. Raises IntegrityError on all ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def look() -> list[str]:
@@ -136,7 +138,7 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
 
 
 def _options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> list[dict[str, Any]]:
-    """The saved options for each of the optimizer's groups, however the saved groups were cut."""
+    """Match the saved options to the optimizer's groups, however the saved groups were cut."""
     saved = {name: record["options"] for record in manifest.groups for name in record["params"]}
     found = []
     for record in group_records(model, optimizer):
@@ -153,7 +155,7 @@ def _options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: M
 
 
 def _own_random_state(manifest: Manifest) -> dict[str, Tensor]:
-    """Room for this rank's random streams, where the checkpoint was written by a world of this size; else nothing."""
+    """Allocate this rank's random streams; none if a world of another size wrote the checkpoint."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     writers = {int(key.rpartition("rank")[2]) for key in manifest.tensors if key.startswith("random.cpu.")}
     if writers != set(range(world)):
@@ -172,8 +174,10 @@ def _put_random_state(state: dict[str, Tensor]) -> None:
 
 
 def to_be_loaded(model: nn.Module) -> set[str]:
-    """``weights=`` of a model whose checkpoint is loaded next: drawing them would take longer. Until then they are nan, and
-    a forgotten load shows."""
+    """Fill parameters with nan, as ``weights=`` of a model whose checkpoint is loaded next.
+
+    Drawing weights would take longer, and nan makes a forgotten load visible.
+    """
     for parameter in model.parameters():
         for piece in pieces(parameter):
             piece.local.fill_(torch.nan)
@@ -181,7 +185,7 @@ def to_be_loaded(model: nn.Module) -> set[str]:
 
 
 def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Read a checkpoint's model, and nothing else of it, into ``tensors`` ("model.<name>" -> parameter or persistent buffer). Collective.
+    """Read only a checkpoint's model, into "model.<name>" -> parameter or persistent buffer. Collective.
 
     Raises:
         IntegrityError, ConfigError: as ``load`` does.
@@ -194,14 +198,14 @@ def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Read tensors by key from a checkpoint whose files were verified. Collective, or alone without a process group.
+    """Read tensors by key from a verified checkpoint. Collective, or alone without a process group.
 
     Raises:
-        IntegrityError: that fails in the middle.
+        IntegrityError: reading fails in the middle.
     """
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
+            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
             shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
             dcp.load(shown, storage_reader=HuggingFaceStorageReader(path=str(path)), planner=WholePlanner(tensors), no_dist=agree.alone())
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The registered transform ``load_weights``: weights out of a folder of Hugging Face, or out of one of our checkpoints."""
+"""Register the transform ``load_weights``, which reads a Hugging Face folder or one of our checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @register_model_transform("load_weights", LoadWeightsTransformConfig, after=("fully_shard",), before=("ddp",))
 class LoadWeightsTransform(ModelTransform):
-    """Write the weights of a folder into the model, each rank its share; a model on meta comes into being with them. Collective.
+    """A transform that writes each rank's share of a folder's weights, creating a model on meta. Collective.
 
-    Context: ``is_restart`` says whether this process takes up what an earlier one began (by default torchrun's and Slurm's counts say so).
+    Context: ``is_restart`` states whether this process resumes what an earlier one began (default: torchrun's and
+    Slurm's restart counts).
     """
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -55,7 +56,7 @@ class LoadWeightsTransform(ModelTransform):
 
 
 def weights_in(path: str | Path) -> Weights:
-    """What writes the weights of a folder. Raises ConfigError where there is no such folder."""
+    """Return a writer of a folder's weights; ConfigError where there is no such folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of meshwright")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: a JSON file, written last, that says what the other files must be."""
+"""Define the manifest of a checkpoint: a JSON file, written last, that describes the other files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    tensors: key -> global shape and dtype.
-    files: file name -> size and checksum.
-    optimizer: class of the optimizer, "" where none was saved.
-    groups: the optimizer's groups: names of their parameters, and their options.
-    extra: what the caller gave to ``save`` (JSON values).
-    loss_scale: what the loss was scaled by in float16, empty where it was not.
-    plan: the plan of the layout that wrote it, as JSON text; for people, never needed to read the rest.
+    """The manifest of a checkpoint.
+
+    Attributes:
+        tensors: key -> global shape and dtype.
+        files: file name -> size and checksum.
+        optimizer: class of the optimizer, "" where none was saved.
+        groups: the optimizer's groups: names of their parameters, and their options.
+        extra: JSON values that the caller gave to ``save``.
+        loss_scale: state of the float16 loss scale, empty where the loss was not scaled.
+        plan: the plan of the layout that wrote the checkpoint, as JSON text; for people, never needed to read the
+            rest.
     """
 
     tensors: dict[str, TensorEntry]
@@ -52,7 +55,7 @@ class Manifest:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write, with a checksum of its own, and flush to disk."""
+        """Write the manifest with a checksum of its own, and flush it to disk."""
         said = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         with open(folder / NAME, "w") as file:
             file.write(json.dumps({**said, "crc32": _checksum(said)}, indent=1))
@@ -65,7 +68,7 @@ class Manifest:
 
         Raises:
             IntegrityError: there is none (the folder was never finished), or it is not what ``write`` wrote.
-            ConfigError: it is a link to a place outside the folder.
+            ConfigError: the manifest is a link to a place outside the folder.
         """
         path = inside(folder, NAME)
         if not path.is_file():
@@ -106,7 +109,7 @@ def _checksum(said: dict[str, Any]) -> int:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and CRC-32 of a file."""
+    """Return size and CRC-32 of a file."""
     total, crc = 0, 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -116,7 +119,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def damage(folder: Path, name: str, entry: FileEntry) -> str:
-    """What is wrong with one file of a checkpoint ("" when it is as it was written)."""
+    """Say what is wrong with one file of a checkpoint ("" when it is as it was written)."""
     try:
         path = inside(folder, name, NAME)
     except ConfigError as error:
@@ -132,5 +135,5 @@ def damage(folder: Path, name: str, entry: FileEntry) -> str:
 
 
 def strangers(folder: Path, files: dict[str, FileEntry]) -> list[str]:
-    """Tensor files that lie in a checkpoint's folder and are not of it: whoever reads all files would take them for shards."""
+    """List tensor files in a checkpoint folder that are not its own: whoever reads all would take them for shards."""
     return [f"{path} is not a file of this checkpoint" for path in sorted(folder.glob("*.safetensors")) if path.name not in files]

@@ -1,7 +1,7 @@
-"""Tensors as the boxes of the whole that a rank holds, for torch's distributed checkpoint.
+"""Present tensors to torch's distributed checkpoint as the boxes of the whole that a rank holds.
 
-Torch asks a tensor what to write, what to read and where; a DTensor answers for its placements, and torch's answer knows neither shares of
-several runs nor copies. Here the answer comes from ``distributed.shards``.
+torch asks a tensor what to write, what to read and where. A DTensor answers for its placements, and torch's answer
+knows neither shares of several runs nor copies; this module answers from ``distributed.weights.shards``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.distributed.weights.shards import pieces, with_local
 
 
 def in_pieces(tensor: Tensor) -> Tensor:
-    """The same memory, for torch's checkpoint to write or read."""
+    """Share a tensor's memory in a form that torch's checkpoint can write or read."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     shared: Any = with_local(tensor, local_part(tensor).detach())
@@ -35,7 +35,7 @@ def in_pieces(tensor: Tensor) -> Tensor:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Each rank's shards as safetensors; the second piece of a tensor goes to a second file, since a file knows a name once."""
+    """A safetensors writer of a rank's shards; a file holds a name once, so second pieces go to a second file."""
 
     def __init__(self, path: str):
         super().__init__(path=path, save_distributed=True)
@@ -50,10 +50,10 @@ class Writer(HuggingFaceStorageWriter):
 
 
 class WholePlanner(DefaultLoadPlanner):
-    """Plans what to read as torch does, and refuses what torch passes over: elements that no file holds, or holds in another dtype.
+    """A planner that refuses what torch's passes over: elements that no file holds, or holds in another dtype.
 
     Args:
-        tensors: what is read, by key.
+        tensors: the tensors to read, by key.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -61,7 +61,7 @@ class WholePlanner(DefaultLoadPlanner):
         self.tensors = tensors
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads. Raises IntegrityError where they leave a part of a tensor as it is."""
+        """Plan this rank's reads; IntegrityError where they leave a part of a tensor unread."""
         stored: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata else {}
         if lacking := [key for key in self.tensors if key not in stored]:
             raise IntegrityError(f"its files hold nothing of {lacking[0]} ({len(lacking)} in all)")
@@ -80,7 +80,7 @@ class WholePlanner(DefaultLoadPlanner):
 
 
 def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
-    """Whether boxes, each a (begin, end) for every dim, hold every element of a tensor of that shape."""
+    """Tell whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
     boxes = list(boxes)
     cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)

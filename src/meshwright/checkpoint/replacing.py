@@ -1,4 +1,4 @@
-"""Putting a folder in another's place so that, whenever the machine stops, one of the two can be found there. No collectives."""
+"""Replace a folder so that, whenever the machine stops, the old or the new one is there. No collectives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.core.files import sync_folder
 log = logging.getLogger("meshwright")
 
 PARTIAL = ".partial"
-"""Ending of a folder that is being written; it is never read."""
+"""Suffix of a folder that is being written; it is never read."""
 OLD = ".old"
-"""Ending of a folder that stepped aside for its successor."""
+"""Suffix of a folder that stepped aside for its successor."""
 
 
 def beside(place: Path, ending: str) -> Path:
@@ -23,13 +23,13 @@ def beside(place: Path, ending: str) -> Path:
 
 
 def put_in_place(new: Path, place: Path) -> None:
-    """Rename ``new`` to ``place``; what was there is removed afterwards.
+    """Rename ``new`` to ``place``, then remove what was there.
 
-    There is no portable exchange of two folders: for the moment between the renames the old one is called ``place`` + ".old",
-    and ``settle`` brings it back.
+    There is no portable exchange of two folders: for the moment between the renames the old one is called ``place`` +
+    ".old", and ``settle`` brings it back.
 
     Raises:
-        OSError: then ``place`` is as before.
+        OSError: the exchange failed; ``place`` is as before.
     """
     settle(place)
     old = beside(place, OLD)
@@ -51,19 +51,19 @@ def put_in_place(new: Path, place: Path) -> None:
 
 
 def settle(place: Path) -> None:
-    """Finish what a crash inside ``put_in_place`` left: where ``place`` is gone, the folder that stepped aside takes it again."""
+    """Finish what a crash in ``put_in_place`` left: where ``place`` is gone, the old folder takes it again."""
     old = beside(place, OLD)
     if old.is_dir() and not place.exists():
         os.rename(old, place)
 
 
 def is_there(place: Path) -> bool:
-    """Whether the folder is in its place, or ``settle`` will bring it there."""
+    """Tell whether the folder is in its place, or ``settle`` will bring it there."""
     return place.is_dir() or beside(place, OLD).is_dir()
 
 
 def remove(place: Path) -> None:
-    """Remove a folder; while half of it is left, it no longer has its name. What cannot be removed is said, and stays."""
+    """Remove a folder, renamed first lest half of it keep its name; what cannot be removed stays, with a warning."""
     doomed = beside(place, PARTIAL)
     try:
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: beside its place, then renamed when whole."""
+"""Write a checkpoint beside its place, and rename it when it is whole."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def save(
 ) -> None:
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
-    Everything is written to ``path`` + ".partial" and renamed when it is whole on disk, so a folder named ``path`` is either
-    the old checkpoint or the new one.
+    Everything is written to ``path`` + ".partial" and renamed when it is whole on disk, so a folder named ``path`` is
+    either the old checkpoint or the new one.
 
     Args:
         path: a new folder, an empty one, or a checkpoint that will be replaced.
-        extra: JSON values that ``load`` gives back (rank 0's).
+        extra: JSON values that ``load`` returns (rank 0's).
 
     Raises:
-        ConfigError: ``path`` is there and is no checkpoint, or ``extra`` holds something that JSON cannot.
+        ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
     path = Path(os.path.abspath(path))
@@ -70,7 +70,7 @@ def save(
 
 
 def _random_state() -> dict[str, Tensor]:
-    """This rank's random streams."""
+    """Return this rank's random streams."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {f"random.cpu.rank{rank}": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -79,7 +79,7 @@ def _random_state() -> dict[str, Tensor]:
 
 
 def _entries(tensors: dict[str, Tensor], *, differ: bool) -> dict[str, TensorEntry]:
-    """Shapes and dtypes by key of what all ranks have; but for random streams they have the same, unless they ``differ``."""
+    """List shapes and dtypes of all ranks' tensors, exchanging only random streams unless ranks ``differ``."""
     mine = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
     told = {key: entry for key, entry in mine.items() if differ or key.startswith("random.")}
     return mine | {key: entry for said in agree.everybody_says(told) for key, entry in said.items()}
@@ -99,13 +99,13 @@ def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
 def _write(tensors: dict[str, Tensor], partial: Path) -> None:
     writer = Writer(str(partial))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no process group
+        warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
         shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
         dcp.save(shown, storage_writer=writer, no_dist=agree.alone())
 
 
 def _describe_own(partial: Path) -> dict[str, FileEntry]:
-    """Sizes and checksums of the files, dealt over the ranks."""
+    """Compute sizes and checksums of this rank's share of the files."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     names = sorted(path.name for path in partial.iterdir())
     return {name: describe_file(partial / name) for name in names[rank::world]}
@@ -122,7 +122,7 @@ def _is_first() -> bool:
 
 
 def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
-    """Do something on every rank (or where ``here``), and fail on every rank when it fails on one."""
+    """Act on every rank (or where ``here``), and fail on every rank when one fails."""
 
     def worded() -> Result:
         try:
@@ -136,7 +136,7 @@ def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> 
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong, on which rank, without the tracebacks that torch's checkpoint error carries."""
+    """Say what went wrong, on which rank, without the tracebacks that torch's checkpoint error carries."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = min(error.failures.items())
         return f"rank {rank}: {type(first).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizer, by global name."""
+"""Collect the tensors of a model and its optimizer by global name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .few_bits import Rounding, as_values, keeps_few_bits
 from .manifest import TensorEntry
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options of torch's optimizers that choose how, not what, is computed: they belong to the machine, not to the run."""
+"""Options of torch's optimizers that choose how, not what, is computed: they belong to the machine, not the run."""
 
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
-    """ "model.<name>" -> parameter or persistent buffer. Tied parameters once.
+    """Map "model.<name>" to parameters and persistent buffers; tied parameters are listed once.
 
-    What a user's own loop keeps gathered between two microbatches is freed first: those are copies.
+    Parameters that a user's own loop keeps gathered between two microbatches are freed first: those are copies.
     """
     for part in model.parts:
         fully_sharded.reshard(part)
@@ -37,10 +37,10 @@ def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """ "optimizer.<state>.<parameter>" -> state, sharded like its parameter.
+    """Map "optimizer.<state>.<parameter>" to the state, sharded like its parameter.
 
     Raises:
-        UnsupportedError: the optimizer keeps a parameter's state in something else than tensors.
+        UnsupportedError: the optimizer keeps a parameter's state in something other than tensors.
     """
     found = {}
     for name, (parameter, *_) in _by_name(model).items():
@@ -58,9 +58,9 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
 def empty_optimizer_tensors(
     model: ParallelModel, optimizer: torch.optim.Optimizer, entries: Mapping[str, TensorEntry]
 ) -> dict[str, Tensor]:
-    """Room for the optimizer state that a manifest lists: like the parameter where the shape is the same, else plain.
+    """Allocate a manifest's optimizer state: like the parameter where the shape is the same, else plain.
 
-    Step counts (0-dim) lie on the CPU, or beside the parameter where a fused or capturable optimizer wants them.
+    Step counts (0-dim) lie on the CPU, or beside the parameter where a fused or capturable optimizer needs them.
     """
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: copies[0] for name, copies in _by_name(model).items() if copies[0] in group_of}
@@ -87,7 +87,7 @@ def _zeros_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path) -> None:
-    """Make the loaded state the optimizer's own: a parameter without loaded state has none afterwards. Collective."""
+    """Make the loaded state the optimizer's own; a parameter without loaded state has none afterwards. Collective."""
     parameters, rounding = _by_name(model), Rounding()
     rests = model.plan.optimizer.in_host_memory
     for copies in parameters.values():
@@ -114,7 +114,7 @@ def _copied(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _by_name(model: ParallelModel) -> dict[str, list[nn.Parameter]]:
-    """Several where a rank has both ends of a pipeline, and each its own copy of what they share; the first end's first."""
+    """Map names to parameters: several where a rank has both ends of a pipeline, the first end's copy first."""
     found: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(name, []).append(parameter)
@@ -122,7 +122,7 @@ def _by_name(model: ParallelModel) -> dict[str, list[nn.Parameter]]:
 
 
 def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON: names of their parameters, and their plain options (a 0-dim tensor as its number).
+    """Return the optimizer's groups as JSON: parameter names and plain options (a 0-dim tensor as its number).
 
     Raises:
         UnsupportedError: the optimizer holds a parameter that is not the model's.
@@ -146,7 +146,7 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
 
 
 def merged_groups(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of ranks that hold different parameters: those with the same options are one."""
+    """Merge the groups of ranks that hold different parameters: those with the same options are one."""
     merged: list[dict[str, Any]] = []
     for record in (record for records in by_rank for record in records):
         same = next((other for other in merged if other["options"] == record["options"]), None)
@@ -158,7 +158,7 @@ def merged_groups(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
 
 
 def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Restore a group's options, each in the type that the group has it in; options that the group lacks are left out."""
+    """Restore a group's options, each in the type that the group has it in; skip options that the group lacks."""
     for key, value in options.items():
         have = group.get(key)
         if isinstance(have, Tensor):

@@ -1,6 +1,6 @@
-"""From the names in Hugging Face's files to the parameters of a model: prefixes, renamed keys, experts that are stored one by one.
+"""Map names in Hugging Face files to a model's parameters: prefixes, renamed keys, experts stored one by one.
 
-What transformers itself does to a file's keys and tensors is taken from its own table for the model, and done on slices.
+The conversions of keys and tensors come from transformers' own table for the model, and are done on slices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """As it lies in the file."""
+    """A tensor as it lies in the file."""
 
     files: TensorFiles
     name: str
@@ -68,7 +68,7 @@ class _Composed:
 
 
 class Stacked(_Composed):
-    """Several of one shape, along a new dim."""
+    """Several tensors of one shape, along a new dim."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Stacked(_Composed):
 
 
 class Concatenated(_Composed):
-    """Several end to end along a dim."""
+    """Several tensors end to end along a dim."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,13 +100,13 @@ class Concatenated(_Composed):
 
 
 def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[str, Source]:
-    """Name as the model has it -> what the files have for it; names that the model lacks stay as they are.
+    """Map each name in the model to what the files have for it; names that the model lacks stay as they are.
 
     Args:
-        known: every name of a parameter or persistent buffer of ``model``, of tied ones all.
+        known: every name of a parameter or persistent buffer of ``model``, all names of tied ones included.
 
     Raises:
-        UnsupportedError: transformers makes a tensor of the stored ones by something else than stacking and joining.
+        UnsupportedError: transformers makes a tensor of the stored ones other than by stacking and joining.
     """
     if not brings_initialiser(model):
         return {name: Stored(files, name) for name in files.tensors}
@@ -132,7 +132,7 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
 
 
 def _converted(converter: Any, parts: dict[str, list[Source]], name: str) -> Source:
-    """What a converter of transformers makes of the stored tensors that its patterns matched."""
+    """Apply a converter of transformers to the stored tensors that its patterns matched."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     values = {pattern: list(parts[pattern]) for pattern in converter.source_patterns if pattern in parts}

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder, as Hugging Face lays them out: one file, or several with an index. Tensors are read by slices."""
+"""Read slices from a folder's safetensors files in Hugging Face's layout: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 LARGEST_HEADER = 100_000_000
-"""Bytes, as in the safetensors library."""
+"""Limit in bytes, as in the safetensors library."""
 Cut = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies, and what it is."""
+    """The place, shape and dtype of one tensor in a file."""
 
     name: str
     file: Path
@@ -51,11 +51,11 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """Tensors by name. Opening reads and checks the headers only.
+    """The tensors of a folder by name; opening reads and checks the headers only.
 
     Attributes:
-        tensors: what there is.
-        bytes_read: of all slices that were asked for so far, at the dtype of the file.
+        tensors: the stored tensors by name.
+        bytes_read: bytes of all slices requested so far, at the dtype of the file.
 
     Raises:
         ConfigError: there are no weights, or only pickled ones; a name or a link leads out of the folder.
@@ -70,7 +70,7 @@ class TensorFiles:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, cut: Cut) -> Tensor:
-        """A part of a tensor, on the CPU, in the dtype of the file."""
+        """Read a part of a tensor to the CPU, in the dtype of the file."""
         stored = self.tensors[name]
         if stored.file not in self._open:
             self._open[stored.file] = safetensors.safe_open(stored.file, framework="pt")  # type: ignore[no-untyped-call]
@@ -80,10 +80,10 @@ class TensorFiles:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that can be read.
+    """Tell whether a folder holds weights that can be read.
 
     Raises:
-        ConfigError: it holds weights in another form only, which a model of random weights would take the place of, silently.
+        ConfigError: it holds weights in another form only; a model of random weights would silently take their place.
     """
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return True
@@ -97,7 +97,7 @@ def holds_weights(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """Each file, and the names that the index says are in it."""
+    """Yield each file, and the names that the index lists for it."""
     index = inside(folder, INDEX)
     if index.is_file():
         try:
@@ -121,7 +121,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
 
 
 def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
-    """What a file says it holds, after comparing that with its size and with the index."""
+    """Yield the tensors that a file's header lists, after comparing it with the file's size and the index."""
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:

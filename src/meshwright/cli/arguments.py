@@ -1,4 +1,4 @@
-"""What every verb accepts: a config file or a run folder, then flags over it."""
+"""Parse the arguments of every verb: a config file or a run folder, then flags over it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Value = TypeVar("Value")
 
 
 def read_config(argv: list[str], *, prog: str, description: str) -> Config:
-    """The config that the words of a verb describe, checked.
+    """Read and check the config that a verb's arguments describe.
 
     A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
 
     Args:
-        argv: an optional ``config.toml`` or run folder, then flags (``--any.key=value``) over what it says. Of a run
+        argv: an optional ``config.toml`` or run folder, then flags (``--any.key=value``) that override it. For a run
             folder its own ``config.toml`` is read and ``run`` is set to the folder.
         prog: the verb as typed, for help and errors.
         description: the first lines of the help.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value of it or of the flags is not legal.
+        ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
         SystemExit: 0 after ``--help``; 2 for a flag whose value does not parse.
     """
     trusted, argv = take_trust(argv)
@@ -48,7 +48,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
 
 
 def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig:
-    """The same with the job that is to train it: keys ``slurm.*``, which may also stand before the config file."""
+    """Read a config and the job that is to train it: keys ``slurm.*``, which may also precede the config file."""
     trusted, argv = take_trust(argv)
     default = LaunchConfig()
     for place, word in enumerate(argv[1:], start=1):
@@ -68,7 +68,7 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
 
 
 def take_trust(argv: list[str]) -> tuple[bool, list[str]]:
-    """Whether ``--trust`` is among the words, and the other words."""
+    """Split off ``--trust``: return whether it is among the words, and the other words."""
     return TRUST in argv, [word for word in argv if word != TRUST]
 
 
@@ -79,13 +79,13 @@ def _refuse_code(config: Config, file: str, argv: list[str], trusted: bool) -> N
 
 
 def _check_run(folder: str) -> None:
-    """Refuse the folder of a run with links out of it (wandb lays links of its own)."""
+    """Refuse the folder of a run with links out of it (wandb makes links of its own)."""
     if folder:
         refuse_links_out(Path(folder).expanduser(), but=("wandb",))
 
 
 def _refuse_unknown_flags(cls: type[Config], argv: list[str]) -> None:
-    """An unknown flag is told as an unknown key of a file is: with the nearest one, or where it belongs."""
+    """Report an unknown flag as an unknown key of a file: with the nearest one, or where it belongs."""
     known = [key.partition("[]")[0] for key in public_keys(cls)]
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -109,7 +109,7 @@ def _from_path(path: Path) -> LaunchConfig:
 
 
 def take_option(argv: list[str], name: str, kind: Callable[[str], Value]) -> tuple[Value | None, list[str]]:
-    """The value of ``--name value`` or ``--name=value`` (None where it is absent), and the other words.
+    """Split off ``--name value`` or ``--name=value``: return the value (None if absent), and the other words.
 
     Raises:
         ConfigError: the value is missing, given twice, or not of its kind.
@@ -142,7 +142,7 @@ def refuse_rest(argv: list[str], prog: str, legal: str) -> None:
 
 
 def open_run(path: str, *, trusted: bool = True) -> tuple[Path, Config]:
-    """The folder of a run and its config. Raises ConfigError where it is none, or its model runs code and is not ``trusted``."""
+    """Return a run's folder and config; ConfigError if it is none, or its model runs code and is not ``trusted``."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} does not exist or is no folder; give the folder of a run, like runs/demo-…")

@@ -21,7 +21,7 @@ FORMATS = ("hf",)
 
 
 def run(argv: list[str]) -> int:
-    """Convert; prints where it is and how it is read."""
+    """Convert, and print where the result is and how to read it."""
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0 if argv else 2

@@ -12,8 +12,8 @@ from .arguments import open_run, refuse_rest, take_option, take_trust
 def run(argv: list[str]) -> int:
     """Print prompt and continuation.
 
-    Flags: ``--prompt``, ``--tokens``, ``--temperature``, ``--seed`` (each by default as the run's config says) and ``--step`` (a
-    checkpoint other than the latest); ``--trust`` runs the model code that the run keeps.
+    Flags: ``--prompt``, ``--tokens``, ``--temperature``, ``--seed`` (each by default as the run's config says) and
+    ``--step`` (a checkpoint other than the latest); ``--trust`` runs the model code that the run keeps.
     """
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n{run.__doc__}")

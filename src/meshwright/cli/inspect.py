@@ -24,7 +24,7 @@ from .arguments import open_run, read_config, refuse_rest, take_option, take_tru
 
 
 def run(argv: list[str]) -> int:
-    """Print it."""
+    """Print what a run, model, data or schedule is made of."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\nSizes: {', '.join(SIZES)}")
         return 0 if argv else 2

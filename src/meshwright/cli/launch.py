@@ -15,7 +15,7 @@ from .arguments import read_launch
 
 
 def run(argv: list[str]) -> int:
-    """Submit; prints the job's number and the run's folder. ``argv`` is what ``read_launch`` takes, and ``--dry-run``."""
+    """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and ``--dry-run``."""
     is_dry, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     config = read_launch(argv, prog="meshwright launch", description=__doc__ or "")
     folder = folder_of(config)
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
 
 
 def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
-    """What cannot be trained on the nodes asked for is refused now, and not after hours in the queue."""
+    """Refuse now, and not after hours in the queue, what cannot be trained on the requested nodes."""
     from meshwright.introspection.cluster import Cluster
     from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.model_source import model_source

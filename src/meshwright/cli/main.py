@@ -18,7 +18,7 @@ VERBS = {
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
 }
-"""Verb -> (module:function, what it does)."""
+"""Verb -> (module:function, its help)."""
 
 _WIDTH = max(map(len, VERBS))
 USAGE = f"""usage: meshwright <verb> [config.toml] [--any.key=value ...]
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after the program's name; those of the process when None.
 
     Returns:
-        The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 141 nobody reads on, 1 anything else. A wrong flag and
-        a verb's --help leave by SystemExit (2 and 0) instead.
+        The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 141 output no longer read, 1 anything else. A
+            wrong flag and a verb's --help leave by SystemExit (2 and 0) instead.
     """
     is_the_process = argv is None
     try:
@@ -44,18 +44,18 @@ def main(argv: list[str] | None = None) -> int:
             status = _answer(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # its reader (head, less) has seen enough; Python would complain of what is left when it ends
+    except BrokenPipeError:  # the reader (head, less) has closed; Python would complain at exit of unwritten output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if is_the_process and status > 128:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # stopped already: one more Ctrl-C on the way out must not change the status
+            signal.signal(number, signal.SIG_IGN)  # one more Ctrl-C on the way out must not change the status
     return status
 
 
 def _answer(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["--"]:  # torchrun needs it before flags such as --run, which it takes for its own
+    if argv[:1] == ["--"]:  # torchrun needs "--" before flags such as --run, which it takes for its own
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)

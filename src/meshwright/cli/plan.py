@@ -8,8 +8,11 @@ from .arguments import read_config, take_option
 
 
 def run(argv: list[str]) -> int:
-    """Print the plan, the bytes of a step and what it keeps. ``--world N`` ranks, ``--per-node N`` of them on a
-    host, ``--device``, ``--json``; ``--trust`` runs code that the config names."""
+    """Print the plan, the bytes that a step sends, and its memory estimate.
+
+    ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs code that the
+    config names.
+    """
     world, argv = take_option(argv, "--world", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
@@ -42,7 +45,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(world: int | None, per_node: int | None, device: str | None) -> None:
-    """Raise ConfigError for a cluster that cannot be."""
+    """Raise ConfigError for an impossible cluster."""
     for name, value in (("--world", world), ("--per-node", per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} = {value}: there is at least 1")

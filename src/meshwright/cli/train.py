@@ -10,7 +10,7 @@ from .arguments import read_config, take_option
 
 
 def run(argv: list[str]) -> int:
-    """Train; returns the exit status. ``argv`` is what ``read_config`` takes, and the short flags."""
+    """Train, and return the exit status; ``argv`` is what ``read_config`` takes, and the short flags."""
     restarts, argv = take_option(argv, "--max-restarts", int)
     if restarts is not None:
         argv = [*argv, f"--process.max-restarts={restarts}"]

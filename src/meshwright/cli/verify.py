@@ -38,7 +38,7 @@ TRACE_STEPS = 3
 
 
 def run(argv: list[str]) -> int:
-    """Verify, print the reports; 0 where all are equal, 1 where one differs, 3 where one is refused and none differs."""
+    """Verify and print reports; return 0 if all are equal, 1 if one differs, 3 if one is refused and none differs."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
 
 
 def _closed(text: str) -> Layout:
-    """The layout of a text; an axis that it does not name is 1."""
+    """Parse a layout; an axis that the text does not name is 1."""
     return Layout.parse(text if "dp_shard" in text else f"{text},dp_shard=1")
 
 
@@ -99,7 +99,7 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
 
 
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
-    """What to compute in; float64 first, since there a fault stands out most."""
+    """Choose the dtypes to compute in; float64 first, since a fault stands out most there."""
     if named is None:
         wish = config.techniques.precision.compute
         compute = wish if wish == "auto" else canonical_dtype(wish, where="techniques.precision.compute")
@@ -157,7 +157,7 @@ def _verify(
 
 
 def _take_all(argv: list[str], name: str) -> tuple[list[str], list[str]]:
-    """Every value of ``--name value`` or ``--name=value``, and the other words."""
+    """Split off every value of ``--name value`` or ``--name=value``; return the values and the other words."""
     found, rest = [], []
     words = iter(argv)
     for word in words:

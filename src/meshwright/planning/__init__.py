@@ -1,1 +1,1 @@
-"""Facts and wishes become a Plan: a frozen, batch-free value, to print, compare and store. No process group, no GPU."""
+"""Turn model facts and requested techniques into a frozen, batch-free Plan, without process group or GPU."""

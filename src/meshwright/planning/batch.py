@@ -1,4 +1,4 @@
-"""The shape of one optimizer step's data, as a fact."""
+"""Describe the shape of one optimizer step's data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Batch:
-    """Attributes:
-    global_rows: sequences per optimizer step over all ranks.
-    seq_len: tokens per sequence.
-    microbatch_rows: sequences per forward on one rank; 0: the rank's whole share.
-    vocab_size: token ids that the data may hold; 0: unknown.
+    """The shape of one optimizer step's data.
+
+    Attributes:
+        global_rows: sequences per optimizer step over all ranks.
+        seq_len: tokens per sequence.
+        microbatch_rows: sequences per forward on one rank; 0: the rank's whole share.
+        vocab_size: number of token ids that the data may hold; 0: unknown.
     """
 
     global_rows: int
@@ -20,6 +22,6 @@ class Batch:
     vocab_size: int = 0
 
     def microbatches(self, data_ranks: int) -> int:
-        """Forward passes per step on each of ``data_ranks`` ranks."""
+        """Return the number of forward passes per step on each of ``data_ranks`` ranks."""
         rows = self.global_rows // data_ranks
         return -(-rows // self.microbatch_rows) if self.microbatch_rows else 1

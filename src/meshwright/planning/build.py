@@ -1,4 +1,4 @@
-"""From facts and wishes to a Plan."""
+"""Build a Plan from model facts and requested techniques."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def plan(
         layout: mesh sizes; open ones (-1) need a ``cluster`` to be filled from.
         batch: the shape of a step's data, checked against model and mesh; the plan itself holds for any batch.
         cluster: ranks, ranks per node and device; by default the layout's own size on this machine's device.
-        techniques: the typed wishes, or a plain dict of them.
+        techniques: the typed request, or a plain dict of it.
         reduction: "sum", or "mean" for the functions that keep torch's averaging of gradients.
 
     Raises:
-        ConfigError, UnsupportedError: a rule is broken; the text says which, and how to mend it.
+        ConfigError, UnsupportedError: a rule is broken; the message names the rule and the remedy.
     """
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
@@ -90,7 +90,7 @@ def plan(
 
 
 def as_techniques(techniques: Techniques | dict | None) -> Techniques:
-    """The typed wishes. Raises ConfigError for unknown keys and wrong types of a plain dict."""
+    """Return typed techniques; unknown keys and wrong types in a plain dict raise ConfigError."""
     if techniques is None:
         return Techniques()
     return techniques if isinstance(techniques, Techniques) else from_dict(Techniques, techniques, where="techniques")
@@ -179,7 +179,7 @@ def _frozen(facts: ModelFacts, wishes: Techniques) -> ModelFacts:
 
 
 def _collectives(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Collective, ...]:
-    """Those of a step without a pipeline. ``plan``: without collectives yet; ``shards``: ranks that share out parameters."""
+    """List the collectives of a step without a pipeline; ``shards``: number of ranks that shard parameters."""
     mesh, tensor, experts, precision = dict(plan.mesh), plan.tensor, plan.experts, plan.precision
     dense = without_experts(facts, experts)
     recomputed = recomputed_in(facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep))
@@ -218,7 +218,7 @@ def _data_plan(facts: ModelFacts, wishes: Techniques, layout: Layout, technique:
 
 
 def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
-    """Without the blocks that some batches pass over: their weights are gathered with those outside, since all ranks gather or none."""
+    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
     if layout.dp_replicate * layout.dp_shard == 1:
         return facts
     idle = set(premises_of(facts).idle)
@@ -232,7 +232,7 @@ def _idle(facts: ModelFacts) -> tuple[str, ...]:
 
 
 def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:
-    """Those of the rank that sends most, for a token of a microbatch; others send the same kinds."""
+    """Add the collectives, per token of a microbatch, of the rank that sends most; others send the same kinds."""
     tried = [pipeline_collectives(facts, plan, rank) for rank in range(pipeline.ranks)]
     sizes = [sum(c.elements * (c.calls or 1) for c in found) for found in tried]
     busiest = sizes.index(max(sizes))
@@ -286,7 +286,7 @@ def _parameters(
         if experts is not None and experts.has(p.name):
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
-        is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else it has a row of its own
+        is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
         key = (pattern(p.name) if is_alike else p.name, p.shape, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
@@ -295,10 +295,10 @@ def _parameters(
 
 
 def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:
-    """A plan for a mesh that exists already (``sizes``: axis name to size, ep among them where it has an expert mesh; others count as 1).
+    """Plan for an existing mesh of these axis sizes, ep included if it has an expert mesh; others count as 1.
 
     Raises:
-        ConfigError: a mesh axis has a name that is not ours.
+        ConfigError: a mesh axis has an unknown name.
     """
     unknown = set(sizes) - {axis.value for axis in (*WORLD_AXES, Axis.EP)}
     if unknown:

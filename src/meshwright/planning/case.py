@@ -1,4 +1,4 @@
-"""What the rules judge, and what they find."""
+"""Define the input and the output of a planning rule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .techniques import Techniques
 from .values import PrecisionPlan
 
 Found = Iterator[MeshwrightError]
-"""The errors that one rule finds, in the user's words."""
+"""The errors that one rule yields, worded for the user."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules judge: facts, a resolved layout, wishes, and what the wishes came to."""
+    """The input of a rule: facts, a resolved layout, the requested techniques and what they resolved to."""
 
     facts: ModelFacts
     layout: Layout

@@ -11,8 +11,10 @@ from .experts.plan import ExpertPlan
 from .values import Collective, DataParallel, PrecisionPlan, Unit
 
 COUNT_ELEMENTS = 6
-"""float64 numbers in the all-reduce that opens a step: real tokens, their weight, routed tokens, microbatches, their square, ranks with a
-bad batch."""
+"""Number of float64 values in the all-reduce that opens a step.
+
+They are: real tokens, their weight, routed tokens, microbatches, their square, ranks with a bad batch.
+"""
 
 
 def step_collectives(
@@ -25,12 +27,13 @@ def step_collectives(
     experts: ExpertPlan | None = None,
     trained: int = 0,
 ) -> tuple[Collective, ...]:
-    """All collectives of one ``forward_backward`` and ``optimizer_step``, by what they serve.
+    """List all collectives of one ``forward_backward`` and ``optimizer_step``, by what they serve.
 
     Args:
-        activations: those of the tensor and the expert axis, and of routers.
-        trained_cuts: whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts.
-        trained: how many parameters are.
+        activations: the collectives of the tensor and the expert axis, and of routers.
+        trained_cuts: whether the tensor axis cuts trained parameters: False for those it leaves whole, True for those
+            it cuts.
+        trained: number of trained parameters.
     """
     replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
     found = [*over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")]
@@ -58,7 +61,7 @@ def step_norm(
     trained_cuts: tuple[bool, ...],
     experts: ExpertPlan | None,
 ):
-    """One number over each axis that shards: of what the tensor axis has whole, of what it cuts, and of trained experts."""
+    """List the norm's all-reduces, one number per sharding axis: of whole, of cut and of expert parameters."""
     dtype = "float64" if precision.master == "float64" else "float32"
     sharded = data.technique == "fully_shard" and shards > 1
     for over_tensor in trained_cuts:
@@ -73,25 +76,25 @@ def step_norm(
 
 
 COPYING_AXES = (Axis.DP_REPLICATE, Axis.TP)
-"""Over whose ranks something is replicated, and its norm computed by each for itself."""
+"""Axes over whose ranks parameters are replicated, each rank computing the norm of its own copy."""
 
 
 def step_agreement(mesh: dict[str, int]):
-    """One number over each axis of copies: the norm that all of them clip by, or that the step is skipped."""
+    """List one number per axis of copies: the norm by which all copies clip, or that the step is skipped."""
     for axis in COPYING_AXES:
         if (ranks := mesh.get(axis, 1)) > 1:
             yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
 
 
 def _spans_as(experts: ExpertPlan, shards: int, tensor_ranks: int, trained_cuts: tuple[bool, ...]) -> bool:
-    """Whether experts are shared out over the whole world, and one axis shards something dense over it: one group, and one sum."""
+    """Decide whether experts and dense parameters are sharded over the same group, the world: one sum for both."""
     world = math.prod(size for _, size in experts.mesh)
     dense = [(shards, tensor_ranks if over_tensor else 1) for over_tensor in trained_cuts]
     return experts.ranks == world and any(sorted(sizes) == [1, world] for sizes in dense)
 
 
 def over_data_axes(mesh: dict[str, int], unit: str, elements: int, dtype: str):
-    """So many numbers, summed over the ranks with other rows."""
+    """List the all-reduces of ``elements`` numbers over the ranks with other rows."""
     for axis in DATA_AXES:
         if (ranks := mesh.get(axis, 1)) > 1 and elements:
             yield Collective("all_reduce", axis.value, ranks, unit, elements, dtype, "step")
@@ -107,10 +110,10 @@ def sharded_units(
     *,
     postponed: bool = False,
 ):
-    """Of fully_shard.
+    """List the collectives of fully_shard.
 
     Args:
-        postponed: microbatches overlap in a pipeline: what is kept gathered is gathered once per step.
+        postponed: microbatches overlap in a pipeline, so units that stay gathered are gathered once per step.
     """
     scatter_per = "microbatch" if data.sync_grad_accum else "step"
     reduce_per = "microbatch" if data.sync_grad_accum is True else "step"

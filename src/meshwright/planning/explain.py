@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""Format a plan as text for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = {MemoryUse.ACTIVATIONS: "activations", MemoryUse.LOGITS: "logits", Memory
 
 
 def table(plan: Plan, batch: Batch | None = None, foresight: Foresight | None = None) -> str:
-    """The whole plan; with a batch also the bytes that a step moves, with a foresight of it what it keeps."""
+    """Format the whole plan, with a batch also the bytes sent per step, with an estimate also activation memory."""
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
@@ -35,7 +35,7 @@ def table(plan: Plan, batch: Batch | None = None, foresight: Foresight | None = 
 
 
 def columns(rows: list[tuple[str, ...]], heads: tuple[str, ...]) -> str:
-    """Left-aligned text columns under a heading."""
+    """Format rows as left-aligned text columns under a heading."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]]
     return "\n".join("  " + line for line in lines)
@@ -192,7 +192,7 @@ def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
 
 
 def _by_rank(foresight: Foresight | None) -> list[str]:
-    """Activations and logits together, where ranks differ in them."""
+    """List activations and logits together for each pipeline rank, where ranks differ in them."""
     if foresight is None or len(foresight.ranks) < 2:
         return []
     sizes = (f"{rank}: {bytes_text(sum(held.values()))}" for rank, held in enumerate(foresight.ranks))

@@ -1,4 +1,4 @@
-"""Sentences that a plan carries about a model and a layout."""
+"""Write the notes that a plan carries about a model and a layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(
     parameters: tuple[ParameterPlan, ...],
     tensor: TensorPlan | None,
 ) -> Iterator[str]:
-    """Say what a plan's reader would not expect."""
+    """Yield notes on what a plan's reader would not expect."""
     yield from _uncompiled(wishes, tensor)
     yield from _unrehearsed(facts, layout)
     yield from _whole_on_tensor_ranks(facts, layout, parameters)
@@ -56,7 +56,7 @@ def _unrehearsed(facts: ModelFacts, layout: Layout):
 
 
 def _initial_weights(facts: ModelFacts):
-    """Where they are not to the last bit those that the constructor gives in one process."""
+    """Note where initial weights are not, to the last bit, those of the constructor in one process."""
     if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
         return
     if builder_of(facts.module) is None and not brings_initialiser(facts.module):
@@ -68,7 +68,7 @@ def _initial_weights(facts: ModelFacts):
 
 
 def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
-    """Matrices that the tensor axis does not cut."""
+    """Note the matrices that the tensor axis does not cut."""
     whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
     stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Plan: what will be applied, as one frozen value. Techniques read it; nothing else tells them what to do."""
+"""Define the Plan: one frozen value that techniques read; nothing else tells them what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .values import Collective, DataParallel, LossPlan, ParameterPlan, Precision
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided about a layout, for any batch. ``stage_units``: what travels together in each stage of a pipeline."""
+    """Everything decided about a layout, for any batch; ``stage_units``: the units of each pipeline stage."""
 
     model: str
     device: str
@@ -48,7 +48,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:
-        """Size of a mesh axis (1 where the mesh has none of that name)."""
+        """Return the size of a mesh axis (1 where the mesh has none of that name)."""
         return dict(self.mesh).get(str(axis), 1)
 
     @property
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold different samples."""
+        """Number of ranks that hold different samples."""
         total = 1
         for axis in DATA_AXES:
             total *= self.size(axis)
@@ -71,7 +71,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that ``to_json`` wrote. Raises ConfigError where it is not one."""
+        """Read the plan that ``to_json`` wrote; ConfigError where the text is not one."""
         from meshwright.core.config import from_dict
 
         try:
@@ -81,7 +81,7 @@ class Plan:
         return from_dict(cls, said, where="plan")
 
     def diff(self, other: Plan) -> list[str]:
-        """One line per leaf that differs, "path: here -> there"; empty for equal plans."""
+        """List one line per leaf that differs, "path: here -> there"; empty for equal plans."""
         return list(_differences("", json.loads(self.to_json()), json.loads(other.to_json())))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The rules about models whose forward is more than a function of weights and rows; rows of the table in ``rules``."""
+"""Check models whose forward is more than a function of weights and rows; rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recompute.plan import checkpointed_modules
 
 
 def calls_differ(case: Case) -> bool:
-    """Whether ranks have other rows, other parameters or other calls of the forward than one process."""
+    """Tell whether ranks have other rows, other parameters or other calls of the forward than one process."""
     layout, wishes = case.layout, case.techniques
     return layout.world > 1 or case.technique == "fully_shard" or wishes.activation_checkpointing not in ("none", "offload")
 
@@ -44,7 +44,7 @@ def _others(case: Case) -> str:
 
 
 def state_stays(case: Case) -> Found:
-    """A forward that writes buffers, remembers its batches or counts its calls."""
+    """Refuse a forward that writes buffers, remembers its batches or counts its calls."""
     if not calls_differ(case):
         return
     seen, kind = premises_of(case.facts), case.facts.kind
@@ -103,7 +103,7 @@ def weights_are_read_only(case: Case) -> Found:
 
 
 def parameters_are_reached(case: Case) -> Found:
-    """Parameters that some rows use and others do not."""
+    """Refuse parameters that some rows use and others do not."""
     layout = case.layout
     if layout.world == 1:
         return
@@ -137,7 +137,7 @@ def gradients_are_dense(case: Case) -> Found:
 
 
 def hooks_are_called(case: Case) -> Found:
-    """Hooks on parameters: a layout makes new parameters, or calls them with a summand of the gradient."""
+    """Refuse hooks on parameters that a layout replaces, or whose gradient is partial on a rank."""
     if (case.layout.world == 1 and case.technique != "fully_shard") or case.facts.module is None:
         return
     keeps = case.technique in ("ddp", "none") and case.layout.tp == 1  # the module's own parameters

@@ -1,4 +1,4 @@
-"""Every legality check, in one table. Each rule looks at a Case and yields the errors that it finds, in the user's words."""
+"""List every legality check in one table; each rule judges a Case and yields errors worded for the user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEGAL = {
     "cpu_offload": (False, True, "optimizer"),
     "optimizer_state": get_args(get_type_hints(Techniques)["optimizer_state"]),
 }
-"""Values of the techniques that are words: a config is checked when it is read, a Techniques made in code only here."""
+"""Legal values by technique; a config is checked when read, a Techniques made in code only by this table."""
 
 
 def legal_words(case: Case) -> Found:
@@ -65,7 +65,7 @@ def absent_axes(case: Case) -> Found:
 
 
 def absent_sizes(sizes: Mapping[str, int]) -> Found:
-    """Axes of a mesh that are larger than 1 and have no technique in this version."""
+    """Refuse axes of a mesh that are larger than 1 and have no technique in this version."""
     for axis, technique in ABSENT.items():
         if (size := sizes.get(axis.value, 1)) > 1:
             yield UnsupportedError(
@@ -201,7 +201,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
 
 
 def check(case: Case) -> None:
-    """Apply every rule. Raises the first error found; its text carries the others."""
+    """Apply every rule; raise the first error found, with the messages of all."""
     raise_all([error for rule in RULES for error in rule(case)])
 
 
@@ -211,7 +211,7 @@ def raise_all(errors: list[MeshwrightError]) -> None:
 
 
 def check_batch(plan: Plan, batch: Batch) -> None:
-    """Rules about one step's data on a plan's mesh. Raises ConfigError."""
+    """Check one step's data against a plan's mesh; raises ConfigError."""
     ranks, rows = plan.data_ranks, batch.global_rows
     if rows < 1 or batch.seq_len < 1 or batch.microbatch_rows < 0:
         raise ConfigError(
@@ -230,7 +230,7 @@ def check_batch(plan: Plan, batch: Batch) -> None:
 
 
 def check_data(facts: ModelFacts, batch: Batch) -> None:
-    """Rules about what the model can take. Raises ConfigError."""
+    """Check that the model can take the data; raises ConfigError."""
     if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
         raise ConfigError(
             f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len = {facts.max_seq_len}."
@@ -245,7 +245,7 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
 
 
 def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> PrecisionPlan:
-    """The dtypes that "auto" stands for. Raises ConfigError for names that are no dtype."""
+    """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype."""
     wish = techniques.precision
     master = canonical_dtype(wish.master, where="techniques.precision.master") if wish.master != "auto" else model_dtype
     compute = (

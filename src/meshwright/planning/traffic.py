@@ -1,8 +1,9 @@
 """Count the bytes that a step moves over the wire, once a plan and a batch are known.
 
-Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for an
-all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP moves 2P - P_root - P_last in all-gathers (root and last
-block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R; DDP moves 2P.
+Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for
+an all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP moves 2P - P_root - P_last in all-gathers
+(root and last block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R;
+DDP moves 2P.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective moves in one step, per rank. ``calls`` is None where torch cuts buckets of its own choice."""
+    """Calls and bytes of one kind of collective, per rank and step; ``calls`` None: torch chooses the buckets."""
 
     op: str
     axis: str
@@ -31,33 +32,33 @@ class Traffic:
 
 
 def resolved(plan: Plan, batch: Batch) -> Batch:
-    """With the rows of a microbatch that a pipeline takes where nothing is said."""
+    """Fill in the rows of a microbatch that a pipeline takes where none are specified."""
     if plan.pipeline is None or batch.microbatch_rows:
         return batch
     return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(batch.global_rows // plan.data_ranks))
 
 
 def _rows(plan: Plan, batch: Batch) -> int:
-    """Of a microbatch on one rank."""
+    """Count rows of a microbatch on one rank."""
     return -(-batch.global_rows // plan.data_ranks // batch.microbatches(plan.data_ranks))
 
 
 def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
-    """Of a microbatch on one rank."""
+    """Count tokens of a microbatch on one rank; ``filled``: padded to a multiple of the tensor axis."""
     rows = _rows(plan, batch)
     ranks = plan.size(Axis.TP) if filled else 1
     return rows * -(-batch.seq_len // ranks) * ranks
 
 
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that one rank sends for one collective on a tensor of ``tensor_bytes`` (its larger side)."""
+    """Count the bytes that one rank sends in one collective on a tensor of ``tensor_bytes`` (its larger side)."""
     if op == "send":
         return tensor_bytes
     return tensor_bytes * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
 def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
-    """Calls and bytes per rank of one step, by kind, axis and group size.
+    """Count calls and bytes per rank of one step, by kind, axis and group size.
 
     Raises:
         ConfigError: the batch does not fit the plan's mesh.

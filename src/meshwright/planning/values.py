@@ -1,4 +1,4 @@
-"""The values that a plan consists of, besides those of one technique."""
+"""Define the values that a plan consists of, besides those of one technique."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshwright.introspection.structure.tail import Tail
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Parameters that play one part: same name but for indices, same shape, same placement on every mesh axis.
+    """Parameters with the same role: same name but for indices, same shape, same placement on every mesh axis.
 
-    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1. ``summed``: its gradient is the sum of what each
-    rank of the tensor axis finds for its part of the work.
+    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1. ``summed``: its gradient is
+    the sum of what each rank of the tensor axis finds for its part of the work.
     """
 
     pattern: str
@@ -31,9 +31,9 @@ class LossPlan:
     """A head that computes the loss itself, in chunks of tokens, so that its logits are never whole.
 
     Attributes:
-        head: the linear layer that gives the logits.
-        tail: what the model does to them afterwards.
-        chunks: how many there are of a microbatch's tokens.
+        head: path of the linear layer that gives the logits.
+        tail: what the model does to the logits afterwards.
+        chunks: number of chunks of a microbatch's tokens.
     """
 
     head: str
@@ -45,11 +45,11 @@ class LossPlan:
 class Unit:
     """Parameters that travel together: a block, or ("") what lies outside the blocks.
 
-    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: it is what a rank of the
-    expert axis has of a stack of experts, and travels along efsdp. ``trainable_behind``: elements outside the blocks that backward reaches
-    before them. ``in_float8``: those of ``elements`` that are gathered in float8. Of what the first rank is left with of each trained
-    parameter: ``largest``, the most elements of one; ``rounded_tensors`` and ``rounded_elements``, those whose optimizer state is kept in
-    few bits.
+    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: the
+    unit is a rank's share of a stack of experts on the expert axis, and travels along efsdp. ``trainable_behind``:
+    elements outside the blocks that backward reaches before them. ``in_float8``: those of ``elements`` that are
+    gathered in float8. On the first rank, of its share of each trained parameter: ``largest``, the most elements of
+    one; ``rounded_tensors`` and ``rounded_elements``, those whose optimizer state is low-bit.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Unit:
     rounded_elements: int = 0
 
     def gathered_bytes(self, compute: str) -> int:
-        """Of all that is gathered, where the rest is in this dtype."""
+        """Count the bytes gathered, where all that is not in float8 is in dtype ``compute``."""
         return self.in_float8 + (self.elements - self.in_float8) * dtype_bytes(compute)
 
 
@@ -73,10 +73,11 @@ class Unit:
 class DataParallel:
     """How ranks with different samples stay one model.
 
-    ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that keep
-    torch's averaging). ``gathers_per_step``: what is kept gathered after a forward stays through all microbatches of a step.
-    ``idle``: trained parameters that some ranks may leave without a gradient, of which the ranks say after a backward who has one.
-    ``own_units``: the model's own ``fully_shard(**options)`` says what travels together.
+    ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that
+    keep torch's averaging). ``gathers_per_step``: parameters that stay gathered after a forward stay so through all
+    microbatches of a step. ``idle``: trained parameters that some ranks may leave without a gradient; after a
+    backward the ranks exchange which of them have one. ``own_units``: the model's own ``fully_shard(**options)``
+    decides what travels together.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -92,9 +93,10 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """dtypes by name: parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
+    """dtypes of parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
 
-    ``loss_scale``: what the loss is multiplied by at first, 0 where it is not scaled; see ``distributed/optimizer/loss_scale``."""
+    ``loss_scale``: the initial loss factor, 0 where the loss is not scaled; see ``distributed/optimizer/loss_scale``.
+    """
 
     master: str
     compute: str
@@ -110,13 +112,14 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step, batch-free: ``calls`` times ``per`` microbatch or step, ``elements`` of ``dtype`` each.
+    """A collective of a step, batch-free: ``calls`` per microbatch or step (``per``), ``elements`` of ``dtype`` each.
 
-    ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the tensor of
-    an all_reduce or a send; of an all_to_all what a rank sends to all, itself among them, where tokens spread evenly. Of activations
-    (``by_token``) it is what all calls together move for one token of the microbatch, where the sequence is cut (``filled``) with what
-    fills it up to a multiple of the axis; ``among`` ranks each move a part of it. ``by_row``: for one row of it. ``calls`` is None where
-    torch cuts one total into buckets of its own choice.
+    ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the
+    tensor of an all_reduce or a send; for an all_to_all what a rank sends to all, itself among them, where tokens
+    spread evenly. For activations (``by_token``) it counts what all calls together move for one token of the
+    microbatch, where the sequence is cut (``filled``) with its padding to a multiple of the axis; ``among`` ranks
+    each move a part of it. ``by_row``: it counts one row of the microbatch. ``calls`` is None where torch cuts one
+    total into buckets of its own choice.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]

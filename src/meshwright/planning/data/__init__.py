@@ -1,1 +1,1 @@
-"""Data parallelism, decided: ZeRO stages and the units whose parameters travel together."""
+"""Decide data parallelism: ZeRO stages and the units whose parameters travel together."""

@@ -1,4 +1,4 @@
-"""Communication units: what parameters travel together under fully_shard."""
+"""Group parameters into the communication units of fully_shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def units_of(
     float8: Float8Plan | None = None,
     optimizer: OptimizerPlan = FULL,
 ) -> tuple[Unit, ...]:
-    """Communication units in forward order, the root ("") first: it is gathered first and stays."""
+    """List the communication units in forward order; the root ("") is first, gathered first, and stays gathered."""
     early = _trains_before_blocks(facts)
     units = [make_unit(facts, "", shards, False, False, tensor, optimizer=optimizer)]
     flows = early
@@ -67,14 +67,14 @@ def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
 
 
 def _states(sizes: list[tuple[int, bool]], optimizer: OptimizerPlan) -> tuple[int, int, int]:
-    """What a unit says of optimizer state; of each trained parameter its elements on the first rank, and whether copies are among them."""
+    """Count (most elements, low-bit states, their elements); ``sizes``: (elements on the first rank, with copies)."""
     rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
     largest = max((size for size, _ in sizes), default=0)
     return largest, len(rounded), sum(rounded)
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
-    """Those outside the blocks that are registered behind them, and tied ones, which are used at both ends."""
+    """List parameters registered behind the blocks, and tied ones outside them, which are used at both ends."""
     inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
     last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
     outside = {p.name for p in facts.of_unit("")}
@@ -90,21 +90,20 @@ def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, expe
 
 
 def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
-    """Elements of the parameter (of the first tensor-parallel rank's part of it) when dim 0 is filled up to a multiple of ``shards``, as
-    FSDP2 sends it."""
+    """Count elements on the first tensor rank, dim 0 padded to a multiple of ``shards``, as FSDP2 sends them."""
     shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
     rows = shape[0] if shape else 1
     return -(-rows // shards) * shards * math.prod(shape[1:])
 
 
 def _trains_before_blocks(facts: ModelFacts) -> bool:
-    """Whether gradients flow into the first block: a trainable parameter is registered before it."""
+    """Decide whether gradients flow into the first block: a trainable parameter is registered before it."""
     names = [p.name for p in facts.parameters]
     first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
     return any(p.trainable for p in facts.parameters[:first])
 
 
 def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:
-    """Whether the tensor axis cuts trained parameters: False of those that it has whole, True of those that it cuts."""
+    """Tell whether the tensor axis leaves trained parameters whole (False), cuts them (True), or both."""
     trained = [p for p in facts.parameters if p.trainable]
     return tuple(sorted({tensor is not None and tensor.cut_of(p.name, p.shape) is not None for p in trained}))

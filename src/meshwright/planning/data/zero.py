@@ -1,4 +1,4 @@
-"""ZeRO stages (arXiv 1910.02054): what data ranks share out, as one wish, and what it says of the other keys."""
+"""Resolve a ZeRO stage (arXiv 1910.02054), one request for what data ranks shard, into the other keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SHARED_OUT = {
     2: "optimizer state and gradients",
     3: "optimizer state, gradients and parameters",
 }
-"""Stage -> what it shards over dp_shard."""
+"""Stage -> the model states that it shards over dp_shard."""
 
 
 def with_zero_stage(wishes: Techniques, layout: Layout) -> Techniques:
-    """The keys that were left "auto" as the stage has them; without a stage, as the layout does best without one."""
+    """Resolve the keys left "auto" by the stage; without a stage, by what suits the layout best."""
     stage = wishes.zero_stage
     syncs = stage in (2, 3) and layout.dp_shard > 1
     reshards = layout.pp == 1 if stage == "auto" else stage in (0, 3)
@@ -36,12 +36,12 @@ def with_zero_stage(wishes: Techniques, layout: Layout) -> Techniques:
 
 
 def gathers_per_step(wishes: Techniques, layout: Layout) -> bool:
-    """Whether gathered parameters stay through all microbatches of a step."""
+    """Decide whether gathered parameters stay through all microbatches of a step."""
     return wishes.zero_stage in (1, 2) or (layout.pp > 1 and wishes.reshard_after_forward is False)
 
 
 def zero_fits(case: Case) -> Found:
-    """A stage, the mesh and the keys that say a part of the same agree."""
+    """Require that the stage agrees with the mesh and with the keys that set a part of it."""
     t, layout = case.techniques, case.layout
     stage = t.zero_stage
     if stage == "auto":
@@ -81,7 +81,7 @@ def zero_fits(case: Case) -> Found:
 
 
 def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[str]:
-    """What a stage means here: what moves in a step, of P elements of parameters."""
+    """Note what a stage means for the layout: the traffic of a step with P parameter elements."""
     stage, ranks = wishes.zero_stage, layout.dp_replicate * layout.dp_shard
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
@@ -96,7 +96,7 @@ def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[s
 
 
 def stage_of(plan: Plan) -> int:
-    """The ZeRO stage that a plan is of: 0 (nothing sharded) to 3."""
+    """Return the ZeRO stage of a plan: 0 (nothing sharded) to 3."""
     data = plan.data
     if data.technique != "fully_shard" or plan.size(Axis.DP_SHARD) == 1:
         return 0

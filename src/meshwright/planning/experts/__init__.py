@@ -1,1 +1,1 @@
-"""Expert parallelism, decided."""
+"""Decide expert parallelism."""

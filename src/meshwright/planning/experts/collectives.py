@@ -1,4 +1,4 @@
-"""What ranks of the expert axis send each other."""
+"""List the messages between ranks of the expert axis."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ def router_collectives(
     recomputed: Mapping[str, tuple[str, ...]],
     router_loss: RouterLoss | None,
 ) -> Iterator[Collective]:
-    """Of our routers: what a loss per sequence sums where ranks have parts of it, one per microbatch over the ranks that have others of
-    its sequences, and the load that moves biases, once in a step. Of others the loss of all layers, once in a microbatch."""
+    """List the all-reduces of routers.
+
+    Our routers sum a loss per sequence over ranks that have parts of a sequence, a loss per microbatch over ranks
+    that have others of its sequences, and, once in a step, the load that moves biases. Routers of other models sum
+    the load for the loss of all layers, once in a microbatch.
+    """
     cut = tensor is not None and tensor.sequence_parallel
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = mesh.get(Axis.TP, 1)
@@ -51,15 +55,15 @@ def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool
 def expert_collectives(
     facts: ModelFacts, experts: ExpertPlan, precision: PrecisionPlan, recomputed: Mapping[str, tuple[str, ...]], *, begins: bool = True
 ) -> Iterator[Collective]:
-    """Of each stack in a microbatch: how many tokens each expert is given, and these tokens there and back, in forward and backward.
+    """List the all-to-alls of each stack in a microbatch: token counts per expert, then tokens, there and back.
 
-    A gradient travels back to the experts where they or something in front of them is trained, and on to the tokens' own ranks where
-    something in front is.
+    Tokens travel in forward and backward. A gradient travels back to the experts where they or something in front of
+    them is trained, and on to the tokens' own ranks where something in front is.
 
     Args:
         facts: the parameters, trained or not, in the order of the model.
-        recomputed: block -> paths of what is recomputed in it: what is sent in its forward is sent again.
-        begins: the first block is given what follows from the token ids; else what another pipeline stage gave.
+        recomputed: block -> paths of the modules recomputed in it: what their forward sends is sent again.
+        begins: the input of the first block follows from the token ids; else another pipeline stage sends it.
     """
     axis, ranks = Axis.EP.value, experts.ranks
     for stack in experts.stacks:
@@ -77,8 +81,11 @@ def expert_collectives(
 
 
 def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
-    """Trained parameters that what a stack of experts is given follows from: of blocks in front, and of its own block but for the
-    module that the stack is part of; outside blocks those that come before the first."""
+    """Yield the trained parameters on which the input of a stack of experts depends.
+
+    They lie in earlier blocks, in its own block except the module around the stack, or, outside blocks, before the
+    first.
+    """
     block = next(block for block in facts.blocks if is_within(path, block))
     front, inside = facts.blocks[: facts.blocks.index(block)], _module_of(path, facts)
     in_blocks = [any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters]
@@ -91,5 +98,5 @@ def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
 
 
 def _module_of(path: str, facts: ModelFacts) -> str:
-    """The module that a stack of experts is part of, with its router; the stack itself where that would be the whole block."""
+    """Return the module that holds a stack and its router; the stack itself where that would be the whole block."""
     return path if owner(path) in facts.blocks else owner(path)

@@ -1,4 +1,4 @@
-"""The rules about expert parallelism; rows of the table in ``rules``."""
+"""Check expert parallelism; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plan import sharing_ranks
 
 
 def experts_fit(case: Case) -> Found:
-    """The expert axis divides the ranks that can share experts out, and the experts of every stack."""
+    """Require an expert axis that divides the ranks it distributes over, and the experts of every stack."""
     layout, ranks = case.layout, case.layout.ep
     if ranks == 1 or case.facts.expert_plan is not None:
         return
@@ -52,7 +52,7 @@ def _routers(case: Case) -> list[Router]:
 
 
 def own_loss_of_experts(case: Case) -> Found:
-    """A model of transformers may balance its routers by a loss of all layers and all tokens of a microbatch."""
+    """Refuse a router loss of all layers and tokens (transformers) where a rank or stage has a part of them."""
     if not case.facts.asks_for_router_loss:
         return
     said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
@@ -69,7 +69,7 @@ def own_loss_of_experts(case: Case) -> Found:
 
 
 def experts_companions(case: Case) -> Found:
-    """Techniques that do not go with experts that are shared out, and kinds of experts that do not go with a technique."""
+    """Refuse techniques and kinds of experts that do not combine with each other."""
     capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(

@@ -1,1 +1,1 @@
-"""float8 training, decided."""
+"""Decide float8 training."""

@@ -1,7 +1,8 @@
-"""What ranks of the tensor axis tell each other so that an operand in float8, of which each has a part, has one scale.
+"""List the messages by which tensor-parallel ranks agree on the scales of float8 operands.
 
-One number for each operand: its largest magnitude. Layers of one gathered input agree together, others by themselves; what was agreed on
-in forward serves backward too, so that there only the gradients of outputs are left.
+An operand of which each rank has a part needs one scale, so the ranks agree on one number for it: its largest
+magnitude. Layers that share a gathered input agree in one message, other layers by themselves. Backward reuses what
+forward agreed on, so that only the gradients of outputs are left for it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .plan import Float8Plan
 
 
 def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
-    """The layers whose operands ranks agree on, with what of them are parts. With a scale for each row nobody need.
+    """Map each layer whose operands ranks agree on to the operands that are parts; row-wise scales need none.
 
     Args:
-        shards: ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
+        shards: number of ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
     """
     if float8 is None or float8.recipe != "tensorwise":
         return {}
@@ -34,7 +35,10 @@ def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict
 
 
 def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, shards: int) -> Iterator[Collective]:
-    """For the scales of weights that are gathered in float8: once in each forward, over the ranks that shard and over those that cut."""
+    """List the all-reduces for the scales of weights gathered in float8.
+
+    They run once in each forward, over the ranks that shard and over those that cut the weights.
+    """
     if float8 is None or not float8.gathered or shards == 1:
         return
     cut = [] if tensor is None else [path for path in float8.modules if tensor.parts_of(path).weight]
@@ -45,14 +49,14 @@ def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, sha
 
 @dataclass(frozen=True)
 class Agreements:
-    """Of one block.
+    """The messages by which ranks agree on float8 scales in one block.
 
     Attributes:
-        layers: those whose operands ranks agree on, by their paths within the block.
-        trains: whether one of these linear layers, or an adapter of it, is trained.
-        weight_trains: whether the weight of a linear layer is.
-        block: its path.
-        ranks: of the tensor axis.
+        layers: the layers whose operands ranks agree on, by their paths within the block.
+        trains: whether one of the given linear layers, or an adapter of it, is trained.
+        weight_trains: whether the weight of a linear layer is trained.
+        block: path of the block.
+        ranks: size of the tensor axis.
     """
 
     kind: BlocksPlan
@@ -63,7 +67,7 @@ class Agreements:
     ranks: int
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
-        """Of a forward through these regions."""
+        """List the messages of a forward through some regions."""
         begins = {path for planned in regions for path in planned.region.begins}
         called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
         if self.kind.norms and called:
@@ -76,10 +80,12 @@ class Agreements:
         yield from self._messages(sizes)
 
     def backward(self, flows: bool, others_train: bool, norms_train: Callable[[str], bool]) -> Iterator[Collective]:
-        """Args:
-        flows: the gradient of the block's input is asked for.
-        others_train: what is no linear layer is trained.
-        norms_train: whether a norm is.
+        """List the messages of a backward through the block.
+
+        Args:
+            flows: the gradient of the block's input is requested.
+            others_train: some parameter outside linear layers is trained.
+            norms_train: whether a norm is trained.
         """
         sizes: list[int] = []
         if self.kind.norms:
@@ -94,7 +100,7 @@ class Agreements:
 
     def _of_region(self, region: Region, flows: bool) -> Iterator[int]:
         for paths in self.kind.gathers:
-            if paths[0] not in region.begins or self.kind.norms:  # shared ones count where they begin
+            if paths[0] not in region.begins or self.kind.norms:  # shared inputs count where they begin
                 continue
             if self._are_adapted(paths):
                 yield from (self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths))
@@ -119,7 +125,7 @@ class Agreements:
         return tuple(found for path in paths for found in owner[path].linears_of(path))
 
     def _follows_trained(self, path: str) -> bool:
-        """Whether an adapter's layer takes what a trained one gives."""
+        """Decide whether an adapter's layer takes the output of a trained one."""
         pairs = (pair for planned in self.kind.regions for found in planned.region.adapted for pair in found.pairs)
         return any(path == second and self.weight_trains(first) for first, second in pairs)
 

@@ -1,4 +1,4 @@
-"""Which operands of a linear layer's products a rank of the tensor axis has a part of only."""
+"""Name the operands of a linear layer of which a tensor-parallel rank has only a part."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OperandParts:
-    """Attributes:
-    x: the input.
-    weight: the weight.
-    gradient: of the output.
+    """The operands of a linear layer's products of which a rank has only a part.
+
+    Attributes:
+        x: the rank has a part of the input.
+        weight: the rank has a part of the weight.
+        gradient: the rank has a part of the output's gradient.
     """
 
     x: bool = False
@@ -22,8 +24,8 @@ WHOLE = OperandParts()
 COLUMN = OperandParts(weight=True, gradient=True)
 """Some output features of a whole input."""
 ROW = OperandParts(x=True, weight=True)
-"""Some input features; what it gives is summed, and all ranks have that sum's gradient."""
+"""Some input features; the outputs are summed, and all ranks have that sum's gradient."""
 FEEDING = OperandParts(gradient=True)
-"""A whole weight and input, of whose output a rank uses some, or finds a summand of the gradient."""
+"""A whole weight and input; a rank uses some of the output, or finds a partial gradient of it."""
 SUMMAND = OperandParts(x=True)
-"""A whole weight whose input is a summand, and so is what it gives."""
+"""A whole weight; its input is a partial sum, and so is its output."""

@@ -1,4 +1,4 @@
-"""float8 training, decided: which linear layers multiply in float8, and by which recipe."""
+"""Decide which linear layers multiply in float8, and by which recipe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""In torchao's words."""
+"""The recipes, by torchao's names."""
 MULTIPLE = 16
-"""The kernels of a GPU take matrices whose dims are multiples of it."""
+"""The kernels of a GPU take matrices whose dims are multiples of this number."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Float8Plan:
     """Linear layers whose products have operands in float8 (arXiv 2209.05433), scaled anew at every call.
 
     Attributes:
-        recipe: what has a scale of its own: ``tensorwise`` the whole of an operand, ``rowwise`` each of its rows; in ``rowwise_with_gw_hp``
-            the product that gives the weight's gradient stays in high precision.
+        recipe: the granularity of scales: ``tensorwise`` one per operand, ``rowwise`` one per row of an operand; in
+            ``rowwise_with_gw_hp`` the product that gives the weight's gradient stays in high precision.
         modules: paths of those layers.
         emulated: operands are rounded to float8 and multiplied in float32, as on a CPU.
         all_gather: FSDP gathers their weights in float8, with one scale for each.
@@ -45,16 +45,16 @@ class Float8Plan:
         return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()
 
     def only(self, blocks: tuple[str, ...]) -> Float8Plan:
-        """What is inside some blocks."""
+        """Restrict the plan to some blocks."""
         return replace(self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks)))
 
 
 def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tuple[Float8Plan | None, tuple[str, ...]]:
-    """What the wishes come to, and what is to be said of layers that are left out.
+    """Resolve the requested float8 into a plan, with notes about layers that are left out.
 
     Raises:
         ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
-        UnsupportedError: the model itself is not at hand.
+        UnsupportedError: only facts about the model are available, not its module.
     """
     if facts.float8_plan is not None:
         _refuse_twice(facts, wishes)
@@ -89,10 +89,10 @@ def _refuse_twice(facts: ModelFacts, wishes: Techniques) -> None:
 
 
 def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:
-    """Whether what a rank of the tensor axis has of each converted layer divides too.
+    """Check that the dims of a rank's part of each converted layer divide by ``MULTIPLE``.
 
     Raises:
-        ConfigError: naming the layers, and what leaves them out.
+        ConfigError: some do not; the message names the layers and the filter that leaves them out.
     """
     if plan is None or tensor is None:
         return
@@ -114,7 +114,7 @@ def _linears_of_blocks(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, n
 
 
 def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
-    """Linear layers beside a stack of experts that give one number for each, alone in the module beside it (shared experts are several)."""
+    """Yield layers beside a stack, an output per expert, alone in their module (shared experts are several)."""
     for stack in find_stacks(model).values():
         beside = owner(stack.path)
         place = {path: path.removeprefix(f"{beside}.").partition(".")[0] for path in linears if is_within(path, beside)}
@@ -123,7 +123,7 @@ def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
 
 
 def _obstacle(linear: nn.Linear) -> str:
-    """Why a layer cannot be converted; "" where it can."""
+    """Say why a layer cannot be converted; "" where it can."""
     if type(linear) is not nn.Linear:
         return f"its class {type(linear).__name__} may compute more than a linear layer does"
     rows, columns = linear.weight.shape
@@ -133,6 +133,6 @@ def _obstacle(linear: nn.Linear) -> str:
 
 
 def _left_out(reasons: dict[str, str]) -> Iterator[str]:
-    """By what layers are called in all blocks, with how many there are."""
+    """Group layers that are left out by their name in all blocks, and count them."""
     for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
         yield f"{name} stays in high precision ({count} of them): {reason}"

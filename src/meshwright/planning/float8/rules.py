@@ -1,4 +1,4 @@
-"""The rules about float8; rows of the table in ``rules``."""
+"""Check float8; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.planning.tensor.rules import no_blocks
 from .plan import RECIPES
 
 AROUND = ("float32", "bfloat16", "float16")
-"""What may be computed in outside of the products."""
+"""Dtypes that may be computed in outside of the products."""
 
 
 def float8_wishes(case: Case) -> Found:
-    """What is said of float8 fits together, and with the model."""
+    """Require that the float8 settings fit together, and fit the model."""
     t = case.techniques
     if t.float8 not in RECIPES:
         if t.float8_filter:
@@ -36,7 +36,7 @@ def float8_wishes(case: Case) -> Found:
 
 
 def float8_companions(case: Case) -> Found:
-    """Techniques that do not go with float8."""
+    """Refuse techniques that do not combine with float8."""
     t, done = case.techniques, case.facts.float8_plan
     if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
         said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
@@ -47,7 +47,7 @@ def float8_companions(case: Case) -> Found:
 
 
 def float8_gathering(case: Case) -> Found:
-    """What gathers weights in float8."""
+    """Require sharding that can gather weights in float8."""
     t, shards, done = case.techniques, case.layout.dp_shard, case.facts.float8_plan
     wished = t.float8 in RECIPES and t.float8_all_gather
     if wished and t.float8 != "tensorwise":

@@ -1,1 +1,1 @@
-"""Estimate what a rank holds: states, activations, logits, messages."""
+"""Estimate a rank's memory: model states, activations, logits, messages."""

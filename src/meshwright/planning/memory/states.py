@@ -1,8 +1,8 @@
-"""What a rank holds of parameters, gradients and optimizer state, in bytes; known before any process group exists.
+"""Estimate a rank's bytes of parameters, gradients and optimizer state, before any process group exists.
 
-Activations are not counted, nor what an operation needs while it runs. Of P elements over N data ranks, in fp32 with AdamW, 16P bytes
-become 16P (ZeRO-0), 8P + 8P/N (1, while gradients accumulate), 4P + 12P/N (2), 16P/N (3), and what is gathered or reduced at a time
-(arXiv 1910.02054).
+Activations are not counted, nor what an operation needs while it runs. For P elements over N data ranks, in fp32 with
+AdamW, 16P bytes become 16P (ZeRO-0), 8P + 8P/N (1, while gradients accumulate), 4P + 12P/N (2), 16P/N (3), and what
+is gathered or reduced at a time (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class Memory:
     """Bytes on the rank that holds most.
 
     Attributes:
-        parameters: at rest, in the master dtype: a rank's shard, or all.
-        gathered: the most that is gathered at a time, in the compute dtype.
-        gradients: what the last backward leaves for the optimizer.
-        gradients_at_peak: the most during forward and backward, what is left included.
+        parameters: parameters at rest, in the master dtype: a rank's shard, or all.
+        gathered: the most parameters that are gathered at a time, in the compute dtype.
+        gradients: gradients that the last backward leaves for the optimizer.
+        gradients_at_peak: the most gradients during forward and backward, those left at the end included.
         reducing: input of the reduction that may still be under way.
-        optimizer: state behind the first step.
-        moving: where the state alone rests in host memory: at most so much of it is on the device at a time, during the step.
-        kept_between_steps: of gradients: DDP's buckets.
-        in_host_memory: parameters at rest, gradients that are reduced and optimizer state are in host memory.
-        pipeline_rank: whose figures these are.
+        optimizer: optimizer state after the first step.
+        moving: where only the state rests in host memory, the most of it that is on the device at a time, during the
+            step.
+        kept_between_steps: gradients kept between steps: DDP's buckets.
+        in_host_memory: parameters at rest, reduced gradients and optimizer state are in host memory.
+        pipeline_rank: rank of the pipeline that holds these bytes.
     """
 
     parameters: int
@@ -59,23 +60,24 @@ class Memory:
 
     @property
     def at_rest(self) -> int:
-        """Between two steps, gradients cleared; without what alone rests in host memory."""
+        """Bytes between two steps, gradients cleared, without optimizer state that alone rests in host memory."""
         return self.parameters + self.beside + self.kept_between_steps
 
     @property
     def at_peak(self) -> int:
-        """No more than this at any time of a step; without what alone rests in host memory."""
+        """Upper bound at any time of a step, without optimizer state that alone rests in host memory."""
         computing = self.gathered + self.gradients_at_peak + self.reducing + self.beside
         return self.parameters + max(computing, self.gradients + self.moving)
 
 
 def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int = 2) -> Memory:
-    """Bytes per rank under a plan, of the rank of a pipeline that holds most at its peak.
+    """Estimate bytes per rank under a plan, for the rank of a pipeline that holds most at its peak.
 
     Args:
-        microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan has them sharded.
-        state_tensors_per_parameter: of the optimizer, like the parameter and in its dtype: AdamW 2 (those of a plan with
-            ``optimizer_state`` 8bit or 4bit in so many bits), SGD with momentum 1, without 0.
+        microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan shards
+            them.
+        state_tensors_per_parameter: number of the optimizer's tensors like the parameter, in its dtype: AdamW 2 (in 8
+            or 4 bits under a plan with ``optimizer_state`` 8bit or 4bit), SGD with momentum 1, without 0.
 
     Raises:
         ConfigError: a number is too small.
@@ -117,7 +119,7 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
 
 
 def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int, master: int) -> tuple[int, int]:
-    """Bytes of state, and at most how many of them move at a time. In few bits are AdamW's; of another optimizer nothing is."""
+    """Return bytes of state, and the most that move at a time; only AdamW's are low-bit."""
     elements = sum(unit.rounded_elements for unit in units) if states == MOMENTS else 0
     total = states * (trained - elements) * master
     if elements:
@@ -130,7 +132,7 @@ def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, st
 
 
 def _beside_buckets(plan: Plan, trained: int, microbatches: int) -> int:
-    """Elements of gradients that lie beside DDP's buckets: all that accumulated without it, else the one that is copied."""
+    """Count gradient elements beside DDP's buckets: all that accumulated without it, else the copied one."""
     if plan.data.technique != "ddp":
         return 0
     if microbatches > 1 and not plan.data.sync_grad_accum:
@@ -143,8 +145,8 @@ class _Block:
     """A block with the stacks of experts inside it, or the root.
 
     Attributes:
-        gathered: bytes.
-        reduced: (trained elements, those of them that a rank keeps) of what is reduced at a time, in the order of backward.
+        gathered: bytes of the gathered parameters.
+        reduced: (trained elements, those of them that a rank keeps) of each reduction, in the order of backward.
     """
 
     gathered: int
@@ -163,7 +165,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Room:
-    """A model, or a pipeline stage, as its backward goes through it: what lies outside the blocks, and the blocks in forward order.
+    """A model or pipeline stage as its backward sees it: the root outside the blocks, and blocks in forward order.
 
     Attributes:
         behind: trained elements of the root that backward reaches before the blocks.
@@ -201,7 +203,7 @@ def _shards(plan: Plan, unit: Unit) -> int:
 
 
 def _gathered(plan: Plan, rooms: list[_Room]) -> int:
-    """The most bytes gathered at a time: what is kept, the block that computes, and the one that is fetched for the next."""
+    """Return the most bytes gathered at a time: what stays, the computing block, and the one being prefetched."""
     kept, fetched = 0, 0
     for room in rooms:
         kept += room.root.gathered + sum(block.gathered for block in room.blocks[:-1] if not block.frees)
@@ -214,20 +216,21 @@ def _gathered(plan: Plan, rooms: list[_Room]) -> int:
 
 
 def _side_by_side(plan: Plan, room: _Room, last: int) -> Iterator[int]:
-    """Of blocks that are freed after use: those that are gathered together."""
+    """Yield the bytes of blocks that are gathered together, among those freed after use."""
     for this, following in pairwise(room.blocks):
         if this.frees:
             at_end = following is room.blocks[-1]
             beside = last if at_end else following.gathered if following.frees else 0
-            together = this.gathers_in_backward or plan.device == "cuda"  # torch fetches ahead in backward; in forward we do, on CUDA
+            # torch prefetches in backward; in forward this library does, on CUDA
+            together = this.gathers_in_backward or plan.device == "cuda"
             yield this.gathered + beside if together else max(this.gathered, beside)
 
 
 def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[int]:
-    """Bytes of gradients at the moments that can be the peak."""
+    """Yield the bytes of gradients at the moments that can be the peak."""
     dtypes, syncs = plan.precision, bool(plan.data.sync_grad_accum)
     shard, new = dtype_bytes(dtypes.master), dtype_bytes(dtypes.compute)
-    summed = dtype_bytes(dtypes.reduce)  # what accumulates whole does so in the dtype of the reduction
+    summed = dtype_bytes(dtypes.reduce)  # gradients that accumulate whole do so in the reduction's dtype
     shards = shard * sum(block.shard for room in rooms for block in (room.root, *room.blocks))
     whole = summed * sum(block.trained for room in rooms for block in (room.root, *room.blocks))
     apart = new if dtypes.compute != dtypes.reduce else 0  # else a new gradient is added where the old one is
@@ -247,7 +250,8 @@ def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[in
         yield summed * room.root.trained + apart * room.root.trained + shards - shard * room.root.shard
         return
     done = shards if microbatches > 1 else 0
-    at_once = 1 if plan.tensor is not None and plan.tensor.sequence_parallel else 0  # cut sequences enter past the first block's arguments
+    # cut sequences do not enter through the first block's arguments
+    at_once = 1 if plan.tensor is not None and plan.tensor.sequence_parallel else 0
     for trained, kept in chain.from_iterable(block.reduced for block in reversed(room.blocks[at_once:])):
         yield done + new * (room.behind + trained)
         done += 0 if microbatches > 1 else shard * kept

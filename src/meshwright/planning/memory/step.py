@@ -1,8 +1,8 @@
-"""What a step holds besides the model's states: activations, logits, messages, in bytes, put together from what its parts hold.
+"""Estimate the bytes that a step holds besides model states: activations, logits and messages.
 
-What is foreseen is what a run's first step is found to hold: of the storages that operators make, other than parameters, gradients and
-the optimizer's, the most at a time between two operators. So inputs that a backward keeps, results on their way, and gradients of
-activations count; what an operator needs while it runs does not.
+The estimate is what a run's first step is found to hold: the most bytes, at a time between two operators, of the
+storages that operators make, other than parameters, gradients and the optimizer's. So inputs saved for backward,
+intermediate results, and gradients of activations count; what an operator needs while it runs does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MemoryUse(StrEnum):
-    """What bytes are held for."""
+    """The purpose for which bytes are held."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -32,24 +32,26 @@ class MemoryUse(StrEnum):
 
 @dataclass(frozen=True)
 class Foresight:
-    """Attributes:
-    ranks: by rank of a pipeline (else of one that stands for all), by kind the most bytes at a time; kinds that are not known are left
-        out, and nobody is there where nothing is.
-    why_not: in words, why something is not known.
+    """An estimate of what a step holds besides model states.
+
+    Attributes:
+        ranks: for each rank of a pipeline (else for one that stands for all), the most bytes at a time of each kind;
+            unknown kinds are left out, and the tuple is empty where nothing is known.
+        why_not: the reason why something is not known.
     """
 
     ranks: tuple[Mapping[MemoryUse, int], ...]
     why_not: str = ""
 
     def of(self, rank: int | None = None) -> Mapping[MemoryUse, int]:
-        """What a rank of the pipeline holds; by default the one that holds most."""
+        """Return what a rank of the pipeline holds; by default the one that holds most."""
         if not self.ranks:
             return {}
         return max(self.ranks, key=lambda held: sum(held.values())) if rank is None else self.ranks[rank]
 
 
 def unforeseen(plan: Plan) -> str:
-    """Why what a plan keeps cannot be measured on tensors without memory; "" where it can."""
+    """Say why a plan's activations cannot be measured on fake tensors; "" where they can."""
     if plan.compiled:
         return "what compiled blocks keep is the compiler's choice"
     if plan.experts is not None:
@@ -65,12 +67,12 @@ def unforeseen(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage holds of a microbatch, in bytes by kind.
+    """The bytes, by kind, that one stage holds of a microbatch.
 
     Attributes:
-        kept: between its forward and its backward.
+        kept: bytes between its forward and its backward.
         forward: the most at a time in its forward.
-        backward: the most at a time in its backward, what was kept included.
+        backward: the most at a time in its backward, ``kept`` included.
     """
 
     kept: Mapping[MemoryUse, int]
@@ -79,7 +81,7 @@ class StageMemory:
 
 
 def over_schedule(stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> Counter[MemoryUse]:
-    """The most at a time of each kind while a rank does its part of a schedule, whose backwards are whole."""
+    """Return the most bytes of each kind at a time on a rank of a schedule whose backwards are whole."""
     most: Counter[MemoryUse] = Counter()
     for held in _moments(stages, actions):
         most |= held
@@ -99,5 +101,5 @@ def _moments(stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> It
 
 
 def over_ranks(stages: Mapping[int, StageMemory], schedule: PipelineSchedule) -> list[Counter[MemoryUse]]:
-    """By rank of a pipeline."""
+    """Return the most bytes of each kind at a time, for each rank of a pipeline."""
     return [over_schedule(stages, actions) for actions in schedule.ranks]

@@ -1,1 +1,1 @@
-"""The optimizer's state, decided: how many bits, and where."""
+"""Decide the number of bits of the optimizer's state, and where it rests."""

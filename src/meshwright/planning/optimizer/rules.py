@@ -1,4 +1,4 @@
-"""The rules about the optimizer's state; rows of the table in ``rules``."""
+"""Check the optimizer's state; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.case import Case, Found
 
 ROUNDED_FROM = ("float32", "bfloat16")
-"""What torchao's few bits may stand for: it computes the step in float32."""
+"""Dtypes for which torchao's low-bit state may stand: torchao computes the step in float32."""
 
 
 def optimizer_fits(case: Case) -> Found:
-    """What is said of the optimizer's state fits the dtypes, and the rest that is said."""
+    """Require that the optimizer settings fit the dtypes at rest."""
     t, master = case.techniques, case.precision.master
     if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:
         yield UnsupportedError(

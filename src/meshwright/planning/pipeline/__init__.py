@@ -1,1 +1,1 @@
-"""Pipeline parallelism, decided: stages, schedules, messages."""
+"""Decide pipeline parallelism: stages, schedules, messages."""

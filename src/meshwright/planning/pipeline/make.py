@@ -1,4 +1,4 @@
-"""From facts and wishes to a PipelinePlan."""
+"""Build a PipelinePlan from model facts and requested techniques."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .split import balanced, given_cuts
 
 
 def make_pipeline_plan(facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan) -> PipelinePlan:
-    """Raises UnsupportedError where the model cannot be cut between its blocks; the text says why."""
+    """Decide stages, ranks and cuts; UnsupportedError says why a model cannot be cut between its blocks."""
     assert facts.module is not None
     measured = measure_structure(facts, layout.tp)
     flow = flow_of(facts.module, measured)
@@ -62,7 +62,7 @@ def _cuts(facts: ModelFacts, flow: Flow, wishes: Techniques, stages: int) -> lis
 
 
 def _tied(facts: ModelFacts, flow: Flow) -> tuple[tuple[str, str], ...]:
-    """Parameters that lie both before and behind the blocks: a name of each there."""
+    """List parameters that lie both before and behind the blocks, each by a name on either side."""
     found = []
     for p in facts.parameters:
         names = (p.name, *p.aliases)

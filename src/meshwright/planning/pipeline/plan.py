@@ -1,4 +1,4 @@
-"""Pipeline parallelism, decided: which stage has which blocks, on which rank, in which order of work."""
+"""Describe a pipeline: which stage has which blocks, on which rank, in which order of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schedules.table import read_schedule
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Blocks that follow one another, and the rank of the pipeline axis that has them."""
+    """Consecutive blocks, and the rank of the pipeline axis that has them."""
 
     rank: int
     blocks: tuple[str, ...]
@@ -22,19 +22,19 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What every rank of the pipeline axis does.
+    """The work of every rank of the pipeline axis.
 
     Attributes:
         ranks: size of the axis.
-        schedule: by name, or the path of a CSV file.
-        stages: in forward order.
-        kinds: of blocks, and how they hand on what travels.
-        before: modules with parameters that lie before the blocks: the first stage has them.
-        behind: those behind the blocks, which the last stage has.
-        counts_tokens_behind: what lies behind the blocks cannot be given fewer tokens than there are.
-        tied: (name on the first stage, name on the last) of one parameter that both have.
-        width: features of what travels.
-        dtype: of what travels.
+        schedule: name of the schedule, or the path of a CSV file.
+        stages: the stages in forward order.
+        kinds: kinds of blocks, and how they hand on what travels.
+        before: modules with parameters that lie before the blocks, on the first stage.
+        behind: modules with parameters that lie behind the blocks, on the last stage.
+        counts_tokens_behind: what lies behind the blocks cannot take fewer tokens than the sequence has.
+        tied: (name on the first stage, name on the last) of each parameter that both have.
+        width: number of features of what travels.
+        dtype: dtype of what travels.
     """
 
     ranks: int
@@ -62,14 +62,14 @@ class PipelinePlan:
 
     @property
     def least(self) -> int:
-        """The fewest microbatches that can be scheduled."""
+        """Least number of microbatches that can be scheduled."""
         return self.legal(1)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         return tuple(number for number, stage in enumerate(self.stages) if stage.rank == rank)
 
     def part_of(self, rank: int) -> str:
-        """What a rank has: ``"stage 1 of 2: layers.2 to layers.3"``, ``"stages 0 and 3 of 4: layers.0, layers.3"``."""
+        """Name a rank's part: "stage 1 of 2: layers.2 to layers.3", "stages 0 and 3 of 4: layers.0, layers.3"."""
         numbers = self.stages_on(rank)
         ends = [self.stages[number].blocks for number in numbers]
         blocks = ", ".join(b[0] if len(b) == 1 else f"{b[0]} to {b[-1]}" for b in ends)
@@ -80,25 +80,25 @@ class PipelinePlan:
         return next(kind for kind in self.kinds if block in kind.blocks)
 
     def has(self, stage: int, path: str) -> bool:
-        """Whether a stage has the module (or parameter) at ``path``."""
+        """Tell whether a stage has the module (or parameter) at ``path``."""
         if any(is_within(path, block) for block in self.blocks):
             return any(is_within(path, block) for block in self.stages[stage].blocks)
         ends = ((0, self.before), (len(self.stages) - 1, self.behind))
         return any(stage == number and (path in modules or owner(path) in modules) for number, modules in ends)
 
     def legal(self, microbatches: int) -> int:
-        """The nearest number of microbatches, from ``microbatches`` up, that can be scheduled."""
+        """Return the least number of microbatches, from ``microbatches`` up, that can be scheduled."""
         if self._is_table:
             return read_schedule(self.schedule).microbatches
         return schedule_kind(self.schedule).legal(microbatches, self.ranks)
 
     def order(self, microbatches: int) -> PipelineSchedule:
-        """What every rank does in a step. Raises ConfigError for a number of microbatches that cannot be scheduled."""
+        """Order every rank's actions in a step; ConfigError where ``microbatches`` cannot be scheduled."""
         if self._is_table:
             return read_schedule(self.schedule)
         return schedule_kind(self.schedule).build(self.ranks, microbatches, len(self.stages) // self.ranks)
 
     def rows_per_microbatch(self, rows: int) -> int:
-        """Where nothing is said: the largest microbatches of one size of which a step has two for every rank, or as many as it can."""
+        """Default to the largest even microbatches, of which a step has two per rank, or as many as it can."""
         wished = max(self.legal(2 * self.ranks), 1)
         return next((rows // number for number in range(min(wished, rows), 0, -1) if rows % number == 0), 1)

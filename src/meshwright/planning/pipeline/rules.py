@@ -1,4 +1,4 @@
-"""The rules about pipeline parallelism; rows of the table in ``rules``."""
+"""Check pipeline parallelism; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .split import given_cuts
 
 
 def pipeline_wishes(case: Case) -> Found:
-    """What is said of a pipeline fits together, with the model and the mesh."""
+    """Require that the pipeline settings fit together, the model and the mesh."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:
         if t.pipeline_cuts or t.layers_per_stage:
@@ -43,7 +43,7 @@ def pipeline_wishes(case: Case) -> Found:
 
 
 def pipeline_companions(case: Case) -> Found:
-    """Techniques that do not go with a pipeline."""
+    """Refuse techniques that do not combine with a pipeline."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:
         return
@@ -67,10 +67,10 @@ def pipeline_companions(case: Case) -> Found:
 
 
 def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
-    """Whether every rank has something to train.
+    """Check that every rank has something to train.
 
     Raises:
-        ConfigError: with the blocks of one that has not.
+        ConfigError: a rank has nothing; the message names its blocks.
     """
     trained = [name for p in facts.parameters if p.trainable for name in (p.name, *p.aliases)]
     for rank in range(plan.ranks):
@@ -84,10 +84,10 @@ def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
 
 
 def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> None:
-    """Whether the rows of a rank make a number of microbatches that can be scheduled.
+    """Check that the rows of a rank make a number of microbatches that can be scheduled.
 
     Raises:
-        ConfigError: with that number, and the least that can.
+        ConfigError: they do not; the message names that number, and the least that can be scheduled.
     """
     size = microbatch_rows or plan.rows_per_microbatch(rows)
     number = -(-rows // size)
@@ -104,7 +104,7 @@ def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> N
 
 
 def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
-    """How many stages the wishes make. Raises ConfigError where they cannot be read."""
+    """Count the stages that the request makes; ConfigError where it cannot be read."""
     if t.pipeline_schedule.endswith(".csv"):
         schedule = read_schedule(t.pipeline_schedule)
         if len(schedule.ranks) != ranks:
@@ -138,5 +138,5 @@ def _splits_backward(case: Case) -> bool:
     name = case.techniques.pipeline_schedule
     try:
         return read_schedule(name).splits_backward if name.endswith(".csv") else schedule_kind(name).splits_backward
-    except ConfigError:  # told of elsewhere
+    except ConfigError:  # another rule reports it
         return False

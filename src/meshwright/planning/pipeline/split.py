@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages."""
+"""Cut a model into pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from meshwright.core.errors import ConfigError
 
 Cost = Callable[[int, int, int], float]
-"""(stage, first block, block behind its last) -> what the stage costs."""
+"""(stage, first block, block behind its last) -> cost of the stage."""
 
 
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int]]:
-    """(start, end) of each of ``pp_size`` stages, as even as can be; earlier stages take what is left over.
+    """List (start, end) of ``pp_size`` stages, as even as possible; earlier stages take the remainder.
 
     Raises:
         ValueError: fewer layers than stages, or a size below 1.
@@ -25,12 +25,13 @@ def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int
 
 
 def balanced(blocks: Sequence[float], stages: int, *, head: float = 0.0, embedding: float = 0.0) -> list[tuple[int, int]]:
-    """(start, end) of each stage, so that the slowest is as fast as can be; among those the largest as small; among those the evenest.
+    """Cut stages (start, end) with the least work of the slowest, then memory of the largest, then unevenness.
 
     Args:
-        blocks: elements of each block's parameters: of its memory, and of its multiplications per token.
-        head: the last stage's, besides: it multiplies too.
-        embedding: the first stage's, which is only looked up in.
+        blocks: number of parameter elements of each block, which stand for its memory and its multiplications per
+            token.
+        head: elements that the last stage has besides, which count as multiplications and memory.
+        embedding: elements that the first stage has besides, which are only looked up in.
     """
     sums = [0.0]
     for size in blocks:
@@ -46,13 +47,13 @@ def balanced(blocks: Sequence[float], stages: int, *, head: float = 0.0, embeddi
     largest = _cheapest(len(blocks), stages, [work, memory], (slowest,))[0][0]
 
     def spread(stage: int, start: int, end: int) -> float:
-        return (end - start) ** 2 - stage * 1e-9 * (len(blocks) - (end - start))  # of equals: earlier stages take more
+        return (end - start) ** 2 - stage * 1e-9 * (len(blocks) - (end - start))  # ties: earlier stages take more
 
     return _cheapest(len(blocks), stages, [work, memory, spread], (slowest, largest))[1]
 
 
 def _cheapest(blocks: int, stages: int, costs: list[Cost], limits: tuple[float, ...] = ()) -> tuple[tuple[float], list[tuple[int, int]]]:
-    """The cut whose last cost is least: the largest over the stages, or where two limits are given the sum; no other beyond its limit."""
+    """Minimize the last cost, its largest over stages (its sum if two limits are given); limits bound the others."""
     join = sum if len(limits) == 2 else max
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
     for stage in range(stages):
@@ -70,7 +71,7 @@ def _cheapest(blocks: int, stages: int, costs: list[Cost], limits: tuple[float, 
 
 
 def given_cuts(cuts: Sequence[int], blocks: int, stages: int) -> list[tuple[int, int]]:
-    """From the first blocks of the stages behind the first.
+    """List (start, end) of each stage, given the first blocks of all stages but the first.
 
     Raises:
         ConfigError: not one number less than stages, or not rising.

@@ -1,4 +1,4 @@
-"""What of a plan, and of the facts about a model, is about one pipeline stage; and what the ranks of a pipeline send."""
+"""Restrict a plan and model facts to one pipeline stage, and list what the ranks of a pipeline send."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .plan import PipelinePlan
 
 
 def plan_of_stage(plan: Plan, stage: int) -> Plan:
-    """The plan that techniques read for one stage's part of the model."""
+    """Restrict a plan to one stage's part of the model, for techniques to read."""
     pipeline = plan.pipeline
     assert pipeline is not None
     blocks = pipeline.stages[stage].blocks
@@ -58,7 +58,7 @@ def _tensor_plan_of(tensor: TensorPlan, pipeline: PipelinePlan, stage: int) -> T
 
 
 def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> ModelFacts:
-    """Facts about a stage's part: what is tied across stages has its name there."""
+    """Restrict facts to a stage's part; a parameter tied across stages has its name on that stage."""
     blocks = pipeline.stages[stage].blocks
     found: list[ParameterFact] = []
     for fact in facts.parameters:
@@ -71,7 +71,7 @@ def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> Mod
 
 
 def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
-    """Everything that a rank of the pipeline axis sends in a step."""
+    """List everything that a rank of the pipeline axis sends in a step."""
     frozen = set(plan.frozen)
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
     return tuple(_of_rank(facts, plan, rank))
@@ -112,7 +112,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
 
 
 def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:
-    """What a stage sends: (rows, seq, width) forward, the same of gradients backward; of a cut sequence a rank's part."""
+    """List a stage's sends: (rows, seq, width) forward, the same of gradients backward; a part of a cut sequence."""
     cut = plan.tensor is not None and plan.tensor.sequence_parallel
     here = pipeline.stages[stage].rank
     for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):
@@ -125,7 +125,7 @@ def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collec
 
 
 def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> Iterator[Collective]:
-    """The gradients that the first and the last stage give each other."""
+    """List the gradients of tied parameters that the first and the last stage exchange."""
     ends = pipeline.stages[0].rank, pipeline.stages[-1].rank
     if rank not in ends or ends[0] == ends[1]:
         return
@@ -138,7 +138,7 @@ def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> I
 
 
 def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
-    """What travels together in each stage; frozen parameters are those of the plan."""
+    """List the communication units of each stage; frozen parameters are those of the plan."""
     frozen, pipeline = set(plan.frozen), plan.pipeline
     assert pipeline is not None
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
@@ -148,7 +148,7 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
 
 
 def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
-    """The communication units of a stage's part: its root has what it has of what lies outside the blocks."""
+    """List the units of a stage's part; its root holds the stage's parameters outside the blocks."""
     root = make_unit(facts, "", shards, False, False, plan.tensor, optimizer=plan.optimizer)
     return tuple(unit for unit in (root, *(unit for unit in plan.units if unit.name)) if unit.elements)
 
@@ -158,7 +158,7 @@ def _sent_again(plan: Plan) -> tuple[str, ...]:
 
 
 def recomputed_in(blocks: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Block -> the paths of those of ``modules`` that it is or has, within it."""
+    """Map each block to those of ``modules`` that it is or contains, by their paths within it."""
     found: dict[str, tuple[str, ...]] = {}
     for path in modules:
         block = next(block for block in blocks if is_within(path, block))

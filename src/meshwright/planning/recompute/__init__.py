@@ -1,1 +1,1 @@
-"""Activation checkpointing, decided."""
+"""Decide activation checkpointing."""

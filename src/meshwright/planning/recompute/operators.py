@@ -1,4 +1,4 @@
-"""Operators by name: what a selective recomputation can be told to keep."""
+"""Find the operators whose results a selective recomputation can save, by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import KEPT
 
 
 def check_kept(words: tuple[str, ...], where: str) -> Iterator[MeshwrightError]:
-    """What is wrong with a list of what is kept: words, names of operators, or "module:function"."""
+    """Yield errors in a list of results to save: names of groups, of operators, or "module:function"."""
     if not words:
         yield ConfigError(f"{where} is empty: nothing would be kept, which is techniques.activation_checkpointing = full")
     for word in words:
@@ -31,7 +31,7 @@ def check_kept(words: tuple[str, ...], where: str) -> Iterator[MeshwrightError]:
 
 
 def policy_function(path: str, where: str) -> Any:
-    """A user's policy, (context, operator, *args, **kwargs) → torch.utils.checkpoint.CheckpointPolicy.
+    """Import a user's policy, (context, operator, *args, **kwargs) → torch.utils.checkpoint.CheckpointPolicy.
 
     Raises:
         ConfigError: it cannot be imported, or called.
@@ -43,11 +43,11 @@ def policy_function(path: str, where: str) -> Any:
 
 
 def operators(name: str, where: str) -> tuple[Any, ...]:
-    """torch's operators of a full name (``aten.mm.default``), or all forms of one (``aten.mm``) whose results can be kept.
+    """Find torch's operator of a full name (``aten.mm.default``), or all savable forms of one (``aten.mm``).
 
     Raises:
         ConfigError: there is none of that name.
-        UnsupportedError: its results cannot be kept.
+        UnsupportedError: its results cannot be saved.
     """
     found: Any = torch.ops
     parts = name.removeprefix("torch.ops.").split(".")
@@ -76,6 +76,6 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
 
 
 def is_fresh(operator: Any) -> bool:
-    """Whether what it gives is new: it writes into none of its arguments, and gives no view of one."""
+    """Tell whether an operator's results are new: it writes into no argument, and returns no view of one."""
     schema = schema_of(operator)
     return bool(schema.returns) and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

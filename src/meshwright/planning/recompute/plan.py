@@ -1,4 +1,4 @@
-"""Activation checkpointing as a plan has it: which modules, what of them is kept, what is sent again (arXiv 1604.06174, 2205.05198)."""
+"""Choose the modules to recompute, and those that send again (arXiv 1604.06174, 2205.05198)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.techniques import Techniques
 
 KEPT = ("attention", "matmuls", "collectives", "topk")
-"""Words for operators whose results selective_op can keep."""
+"""Names of groups of operators whose results selective_op can save."""
 
 ACTS_WITH = {
     "checkpoint_every": "every_n",
@@ -16,11 +16,11 @@ ACTS_WITH = {
     "checkpoint_keep_every": "selective_op",
     "activation_memory_budget": "memory_budget",
 }
-"""Keys of the techniques that one mode of activation_checkpointing reads."""
+"""Keys of the techniques that one mode of activation_checkpointing reads, with that mode."""
 
 
 def checkpointed_modules(facts: ModelFacts, wishes: Techniques) -> tuple[str, ...]:
-    """Paths of the modules that are recomputed, or (offload) whose saved activations go to host memory."""
+    """List the modules that are recomputed, or (offload) whose saved activations go to host memory."""
     match wishes.activation_checkpointing:
         case "full" | "selective_op" | "offload":
             return facts.blocks
@@ -38,11 +38,11 @@ def checkpointed_modules(facts: ModelFacts, wishes: Techniques) -> tuple[str, ..
 
 
 def modules_of_blocks(facts: ModelFacts) -> list[str]:
-    """Paths of the repeated blocks and of all modules inside them."""
+    """List the paths of the repeated blocks and of all modules inside them."""
     names = (clean(name) for name, _ in facts.module.named_modules()) if facts.module is not None else facts.blocks
     return [name for name in names if any(is_within(name, block) for block in facts.blocks)]
 
 
 def sent_again(mode: str, checkpointed: tuple[str, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the checkpointed modules whose forward sends in backward what it sent before."""
+    """List the checkpointed modules whose recomputed forward sends its messages again in backward."""
     return () if mode == "offload" or "collectives" in keep else checkpointed

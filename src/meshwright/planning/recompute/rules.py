@@ -1,4 +1,4 @@
-"""The rules about activation checkpointing; rows of the table in ``rules``."""
+"""Check activation checkpointing; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_BLOCKS = ("full", "every_n", "modules", "selective_op", "offload", "memory_bu
 
 
 def checkpointing_keys(case: Case) -> Found:
-    """Keys that act with one mode are said with it, and have legal values."""
+    """Require legal values, and for keys that act with one mode that this mode is set."""
     t = case.techniques
     mode = t.activation_checkpointing
     defaults = {field.name: field.default for field in fields(Techniques)}
@@ -43,7 +43,7 @@ def checkpointing_keys(case: Case) -> Found:
 
 
 def checkpointing_matches(case: Case) -> Found:
-    """A mode finds modules to act on."""
+    """Require that a mode finds modules to act on."""
     t, facts = case.techniques, case.facts
     mode = t.activation_checkpointing
     if mode in ON_BLOCKS and not facts.blocks:
@@ -70,7 +70,7 @@ def checkpointing_matches(case: Case) -> Found:
 
 
 def _patterns_match(case: Case) -> Found:
-    """Every pattern names modules, and no module inside another's."""
+    """Require that every pattern names modules, and no module inside another's."""
     facts, names = case.facts, modules_of_blocks(case.facts)
     found: dict[str, str] = {}
     for text in case.techniques.checkpoint_modules:
@@ -90,7 +90,7 @@ def _patterns_match(case: Case) -> Found:
 
 
 def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
-    """Parts of what computes together on several ranks are not recomputed alone."""
+    """Refuse to recompute alone a part of what computes together on several ranks."""
     facts, layout = case.facts, case.layout
     inside: dict[str, str] = {}
     if layout.tp > 1 and facts.tensor_plan is None:
@@ -110,7 +110,7 @@ def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
 
 
 def checkpointing_companions(case: Case) -> Found:
-    """What a mode needs beside it, or does not go with."""
+    """Require what a mode needs beside it, and refuse what it does not combine with."""
     t = case.techniques
     mode = t.activation_checkpointing
     if mode == "memory_budget":
@@ -142,7 +142,6 @@ def checkpointing_companions(case: Case) -> Found:
 
 
 def _dropout_in_blocks(case: Case) -> str | None:
-    """The first layer there that drops anything."""
     module = case.facts.module
     if module is None:
         return None

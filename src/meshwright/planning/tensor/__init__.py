@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism, decided."""
+"""Decide tensor and sequence parallelism."""

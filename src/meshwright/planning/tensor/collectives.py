@@ -1,7 +1,8 @@
-"""What travels over the tensor axis in a microbatch, counted before anything runs.
+"""List the messages over the tensor axis in a microbatch, counted before anything runs.
 
-With the sequence cut (arXiv 2205.05198), a column-parallel input is gathered in forward, again in backward, and its gradient reduced and
-scattered; a row-parallel output is reduced and scattered in forward, and its gradient gathered. Without, one all-reduce each.
+With the sequence cut (arXiv 2205.05198), a column-parallel input is gathered in forward, again in backward, and its
+gradient reduced and scattered; a row-parallel output is reduced and scattered in forward, and its gradient gathered.
+Without, each is one all-reduce.
 """
 
 from __future__ import annotations
@@ -31,18 +32,16 @@ def tensor_collectives(
     shards: int,
     float8: Float8Plan | None = None,
 ) -> tuple[Collective, ...]:
-    """Of one forward and backward, and of the sums of gradients at the end of a step.
+    """List the collectives of one forward and backward, and the sums of gradients at the end of a step.
 
     Args:
         recomputed: block -> paths of the modules in it ("": all of it) whose forward runs twice.
-        shards: ranks among which what a rank of the tensor axis holds is sharded once more.
+        shards: number of ranks that shard once more what a rank of the tensor axis holds.
     """
     return tuple(_found(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
 
 
 class _Counts:
-    """Makes the entries of one plan."""
-
     def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None):
         self.agreeing = agreeing(float8, plan, shards)
         self.plan, self.facts, self.shards = plan, facts, shards
@@ -53,7 +52,7 @@ class _Counts:
     def one(
         self, op: Op, unit: str, elements: int, calls: int = 1, dtype: str | None = None, *, share: float = 1.0, whole: bool = False
     ) -> Collective:
-        """Of activations: ``elements`` for each token in each call, or a ``share`` of the tokens in each; ``whole``: of no cut sequence."""
+        """Make a collective of ``elements`` per token and call (``share``: of tokens; ``whole``: uncut sequences)."""
         total = round(elements * calls * share)
         filled = self.plan.sequence_parallel and op != "all_reduce" and not whole
         kind = dtype or self.dtype
@@ -70,12 +69,12 @@ class _Counts:
         return any(self.is_trained(name) for name in names if name in self.shapes)
 
     def between_blocks_and_head(self) -> Iterator[str]:
-        """Parameters between the last block and the head."""
+        """List parameters between the last block and the head."""
         inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
         return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_within_any(p.name, inside))
 
     def summed(self) -> int:
-        """Elements of the gradients that are summed over the tensor axis, on one shard."""
+        """Count elements of the gradients that are summed over the tensor axis, on one shard."""
         total = 0
         for p in self.facts.parameters:
             if not p.trainable:
@@ -135,8 +134,6 @@ def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
 
 
 class _BlockWork:
-    """What one block sends."""
-
     def __init__(self, count: _Counts, kind: BlocksPlan, block: str, width: int):
         self.count, self.kind, self.block, self.width = count, kind, block, width
         self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
@@ -168,7 +165,7 @@ class _BlockWork:
         for planned in self.kind.regions:
             region = planned.region
             begins = [paths for paths in self.kind.gathers if set(paths) & set(region.begins) and not self.kind.norms]
-            first = [paths for paths in begins if paths[0] in region.begins]  # shared ones count where they begin
+            first = [paths for paths in begins if paths[0] in region.begins]  # shared inputs count where they begin
             if region.consumer in self._ends() and (flows or self._train(*region.linears)):
                 gathered += 1
             if self.cut and self.regather:
@@ -186,7 +183,7 @@ class _BlockWork:
             yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
 
     def _normed_in_backward(self, flows: bool) -> tuple[int, int]:
-        """(gathers, reductions) of a block's input that is gathered before its norms; a norm's backward needs it whole."""
+        """Count (gathers, reductions) of a block's input before its norms, whose backward needs it whole."""
         runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
         return int(self.cut and self.regather and runs), int(flows)
 
@@ -194,22 +191,21 @@ class _BlockWork:
         return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
 
     def _train(self, *paths: str) -> bool:
-        """Whether these linear layers, or their adapters, are trained."""
+        """Tell whether any of these linear layers, or of their adapters, is trained."""
         return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
 
     def _weight_trains(self, path: str) -> bool:
         return self.count.is_trained(f"{self.block}.{path}.weight")
 
     def norm_trains(self, path: str) -> bool:
-        """Whether this norm is trained."""
         return self.count.trains(f"{self.block}.{path}")
 
     def _is_kept(self, paths: tuple[str, ...]) -> bool:
-        """Whether what these take is kept whole for backward, as adapters need it."""
+        """Tell whether the input of these layers is saved whole for backward, as adapters need it."""
         return any(len(self._with[path]) > 1 for path in paths)
 
     def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
-        """(norm, features that are gathered, features whose gradients are summed)."""
+        """Yield (norm, gathered features, features whose gradients are summed)."""
         for planned in regions:
             for norm in planned.region.spanning:
                 cut = planned.region.cut_of(f"{norm}.weight")

@@ -1,4 +1,4 @@
-"""From what was measured and what is wished to a TensorPlan."""
+"""Build a TensorPlan from a measured structure and the requested techniques."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .words import Words
 def make_tensor_plan(
     measured: Measured, *, sequence_parallel: bool = True, regather: bool = True, words: Words | None = None
 ) -> tuple[TensorPlan, tuple[str, ...]]:
-    """The plan that follows from a measured structure, and what has to be said of it.
+    """Derive the plan from a measured structure, with notes about it.
 
     Raises:
         UnsupportedError: nothing of the model can be cut.
-        ConfigError: what a plan in words asks for does not fit together.
+        ConfigError: the styles of a given plan do not fit together.
     """
     structure, words = measured.structure, words or Words()
     given = words.given
@@ -67,7 +67,7 @@ def make_tensor_plan(
 
 
 def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None, notes: list[str]) -> BlocksPlan:
-    """How blocks of one kind are cut; what stays whole is noted."""
+    """Decide how blocks of one kind are cut, and note what stays whole."""
     first, name = kind.blocks[0], pattern(kind.blocks[0])
     kept: list[RegionPlan] = []
     if given is not None:
@@ -99,26 +99,25 @@ def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None,
 
 
 def _outside(measured: Measured) -> list[str]:
-    """Parameters outside the blocks, by all their names; those of the small copy have the same."""
+    """List parameters outside the blocks by all their names, which the small copy has too."""
     sample = measured.sample
     names = (clean(name) for name, _ in sample.model.named_parameters(remove_duplicate=False))
     return [name for name in names if not any(is_within(name, block) for block in sample.blocks)]
 
 
 def _other_names(measured: Measured, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Names under which other modules have parameters of the modules at ``paths``."""
+    """List names under which other modules have parameters of the modules at ``paths``."""
     named = [(clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)]
     of_paths = {id(parameter) for name, parameter in named if owner(name) in paths and owner(name)}
     return tuple(name for name, parameter in named if id(parameter) in of_paths and owner(name) not in paths)
 
 
 def _bytes_of(measured: Measured, paths: tuple[str, ...]) -> str:
-    """What the weights and biases of these modules take."""
     return bytes_text(sum(size for name, size in measured.parameter_bytes.items() if owner(name) in paths))
 
 
 def _cut_modules(plan: TensorPlan) -> dict[str, str]:
-    """Path -> column, row or embedding of every module that is cut; for a layer with adapters, of the module around them."""
+    """Map each cut module to column, row or embedding; for a layer with adapters, the module around them."""
     found = {path: what for path, what in ((plan.embedding, "embedding"), (plan.head, "column")) if path}
     for kind in plan.kinds:
         for block in kind.blocks:
@@ -135,7 +134,7 @@ LEFT_WHOLE = {
 
 
 def _sequence_obstacle(kind: BlockKind, planned: BlocksPlan, given: GivenStyles | None) -> str:
-    """Why activations between these blocks cannot be cut along the sequence; empty where they can."""
+    """Say why activations between these blocks cannot be cut along the sequence; "" where they can."""
     name = pattern(kind.blocks[0])
     if kind.mixes_outside:
         return f"tokens meet in {name} outside the layers that are cut"

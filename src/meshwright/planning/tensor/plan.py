@@ -1,4 +1,4 @@
-"""Tensor parallelism, decided: what is cut, how each region runs on one of several ranks, and what stays whole."""
+"""Describe tensor parallelism: what is cut, how each region runs on one rank, and what stays whole."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class BlocksPlan:
-    """Blocks that are cut alike. See ``introspection.structure.BlockKind``.
+    """Blocks that are cut alike; see ``introspection.structure.BlockKind``.
 
     Attributes:
-        blocks: their paths.
-        hidden: which argument of a block is the residual stream.
-        regions: what is cut.
+        blocks: paths of the blocks.
+        hidden: the argument of a block that is the residual stream.
+        regions: the regions that are cut.
         gathers: layers that begin regions and share one gathered input.
-        summed: row-parallel layers that are reduced together, the last one last; empty: each by itself.
-        norms: of the block's input, one before each of ``gathers``: it is gathered once, and normed whole; empty: what norms give is.
+        summed: row-parallel layers that are reduced together, the last one last; empty: each is reduced by itself.
+        norms: norms of the block's input, one before each of ``gathers``: the input is gathered once, and normed
+            whole; empty: the outputs of norms are gathered.
     """
 
     blocks: tuple[str, ...]
@@ -46,21 +47,21 @@ class BlocksPlan:
     norms: tuple[str, ...] = ()
 
     def cuts(self) -> Iterator[Cut]:
-        """Of parameters, by their names within a block. Norms over all features are computed whole."""
+        """Yield cuts of parameters, named within a block; norms over all features are computed whole."""
         for planned in self.regions:
             for cut in planned.region.cuts:
                 if owner(cut.name) not in planned.region.spanning:
                     yield cut
 
     def summed_outputs(self) -> Iterator[str]:
-        """Paths of modules that give none of what one process computes, or all of it: their sums are reduced by the last of them."""
+        """Yield modules whose outputs, none or all of one process's, are reduced together by the last of them."""
         places = {planned.region.consumer: planned.region.place_of(planned.region.consumer) for planned in self.regions}
         for block in self.blocks:
             for path in self.summed:
                 yield from (f"{block}.{path}", f"{block}.{places.get(path, path)}")
 
     def parts_of(self, path: str) -> OperandParts:
-        """Which operands of a linear layer's products a rank has a part of; ``path`` within the block."""
+        """Name the operands of a linear layer of which a rank has a part; ``path`` is within the block."""
         for region in (planned.region for planned in self.regions):
             if path == region.consumer:
                 return ROW
@@ -73,29 +74,30 @@ class BlocksPlan:
                     if path in (first, second):
                         ends = adapter.host == region.consumer
                         return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
-        return WHOLE  # for other tokens on each rank; but some may call it for none of theirs (an expert), and would not be there to agree
+        return WHOLE  # of a rank's own tokens; one rank may have none (an expert), and would not be there to agree
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What every rank of the tensor axis does.
+    """The work of every rank of the tensor axis.
 
     Attributes:
         ranks: size of the axis.
-        source: where the plan comes from, in words.
-        blocks: all of them, in forward order.
-        sequence_parallel: between blocks each rank has its part of the sequence only.
-        regather: gathered activations are not kept for backward but gathered again.
-        kinds: of blocks.
-        begins: the first block is given what follows from the token ids; else what another pipeline stage gave, cut already.
-        embedding: the module that turns ids into vectors, its rows shared out; "": it stays whole.
+        source: origin of the plan, in words.
+        blocks: all blocks, in forward order.
+        sequence_parallel: between blocks each rank has only its part of the sequence.
+        regather: gathered activations are not saved for backward but gathered again.
+        kinds: kinds of blocks.
+        begins: the first block's input follows from the token ids; else another pipeline stage sends it, cut already.
+        embedding: the module that turns ids into vectors, its rows distributed; "": it stays whole.
         embedding_is_hidden: nothing lies between it and the first block.
-        gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its tokens; else at the head.
+        gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its
+            tokens; else at the head.
         before: whole parameters that the first block's input follows from: all ranks compute them alike.
-        head: the layer that gives the logits, its rows shared out; "": it stays whole.
-        tied: other names of what embedding and head have.
-        alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them where the head is
-            whole.
+        head: the layer that gives the logits, its rows distributed; "": it stays whole.
+        tied: other names of the parameters of embedding and head.
+        alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them
+            where the head is whole.
         tail: what the model does to the logits.
         async_tensor_parallel: products overlap with the messages beside them.
     """
@@ -125,7 +127,7 @@ class TensorPlan:
         return next(kind for kind in self.kinds if block in kind.blocks)
 
     def for_sample(self, sample: Sample, model: nn.Module) -> TensorPlan:
-        """The same for a small copy of the ``model`` that it was made for."""
+        """Adapt the plan of ``model`` to its small copy."""
         kinds = []
         for kind in self.kinds:
             block = next(block for block in kind.blocks if block in sample.blocks)
@@ -135,12 +137,12 @@ class TensorPlan:
         return replace(self, kinds=tuple(kinds)).only(sample.blocks)
 
     def only(self, blocks: tuple[str, ...]) -> TensorPlan:
-        """The same for a model with these blocks alone."""
+        """Restrict the plan to a model with these blocks alone."""
         kinds = tuple(replace(k, blocks=tuple(block for block in k.blocks if block in blocks)) for k in self.kinds)
         return replace(self, blocks=blocks, kinds=kinds)
 
     def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[FusedPart, ...]] | None:
-        """(dim, parts) of a parameter of that shape, if it is cut; None of one that stays whole."""
+        """Return (dim, parts) of a parameter of that shape; None where it stays whole."""
         path = owner(name)
         if name in self.tied or (path and path in (self.embedding, self.head)):
             return 0, (FusedPart(shape[0], shape[0]),)
@@ -152,7 +154,7 @@ class TensorPlan:
         return None
 
     def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the first rank's part of a parameter."""
+        """Return the shape of the first rank's part of a parameter."""
         cut = self.cut_of(name, shape)
         if cut is None:
             return tuple(shape)
@@ -163,7 +165,7 @@ class TensorPlan:
         return (*shape[:dim], size, *shape[dim + 1 :])
 
     def parts_of(self, path: str) -> OperandParts:
-        """Which operands of a linear layer's products a rank has a part of; none where all ranks compute it alike."""
+        """Name the operands of a linear layer of which a rank has a part; none where all ranks compute it alike."""
         name = f"{path}.weight"
         kind, block = next(((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, ""))
         if kind is None or not (self.is_summed(name) or self.cut_of(name, ()) is not None):
@@ -171,7 +173,7 @@ class TensorPlan:
         return kind.parts_of(path[len(block) + 1 :])
 
     def is_summed(self, name: str) -> bool:
-        """Whether the gradient of a parameter that stays whole is a sum over the ranks, of what each finds for its part."""
+        """Tell whether a whole parameter's gradient is the sum of what each rank finds for its part."""
         if name in self.before or name in self.alike_behind:
             return False
         if self.sequence_parallel:
@@ -185,17 +187,17 @@ class TensorPlan:
 
 
 def _sees_some_groups(region: Region, name: str) -> bool:
-    """Whether a whole parameter is used by a region for the groups of one rank only."""
+    """Tell whether a region uses a whole parameter for the groups of one rank only."""
     return name in region.shared or owner(name) in region.spanning
 
 
 def words_of_cut(dim: int, parts: tuple[FusedPart, ...]) -> str:
-    """A cut in several parts, or with copies, as a plan writes it: the sizes of its parts, and the shares in each."""
+    """Format a cut in several parts, or with copies: the sizes of its parts, and the shares in each."""
     return f"Shard({dim}: {' + '.join(f'{part.size}/{part.groups}' for part in parts)})"
 
 
 def placement_words(cut: tuple[int, tuple[FusedPart, ...]] | None, ranks: int) -> str:
-    """Where a parameter lies on the tensor axis."""
+    """Format a parameter's placement on the tensor axis."""
     if cut is None:
         return "Replicate()"
     return f"Shard({cut[0]})" if is_plain(cut[1], ranks) else words_of_cut(*cut)

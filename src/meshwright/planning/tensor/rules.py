@@ -1,4 +1,4 @@
-"""The rules about tensor parallelism; rows of the table in ``rules``."""
+"""Check tensor parallelism; the functions are rows of the table in ``rules``."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def async_tensor_fits(case: Case) -> Found:
 
 
 def no_blocks(wish: str, facts: ModelFacts) -> str:
-    """What a wish lacks that acts on repeated blocks."""
+    """Say why a request that acts on repeated blocks finds none."""
     lacks = f"{wish} acts on repeated blocks, and none was found in {facts.kind}: "
     for parameter in facts.parameters:
         alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
-        if alike:  # one weight in modules that stand side by side
+        if alike:  # sibling modules share one weight
             return (
                 f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their own. Give each"
                 f" block a copy, or use the shared module outside the blocks"

@@ -1,4 +1,4 @@
-"""A plan that says by name what is cut: words of styles, and what they come to beside a measured structure."""
+"""Interpret a plan that names styles of modules, beside a measured structure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright.planning.techniques import TensorStyleWish
 
 @dataclass(frozen=True)
 class StyleMeaning:
-    """What a style's word means.
+    """The meaning of a style's name.
 
     Attributes:
-        kind: column and row cut linear layers; whole: nothing is cut; sum: of what a module gives.
-        parts: equal parts side by side in the weight.
-        whole_outside: what is cut inside goes in or comes out whole.
-        silent: nothing travels; it is for the module around.
+        kind: column and row cut linear layers; whole cuts nothing; sum adds up a module's outputs.
+        parts: number of equal parts side by side in the weight.
+        whole_outside: the activation that is cut inside enters or leaves whole.
+        silent: nothing travels; messages are left to the module around.
     """
 
     kind: Literal["column", "row", "embedding", "whole", "sum", "mla", "experts"]
@@ -68,7 +68,7 @@ LEGAL_ON: dict[ModuleKind, tuple[str, ...]] = {
         *("colwise_rep", "colwise_gather_output", *WHOLE),
     ),
 }
-"""Styles that fit what a module is; any other is for whole modules only."""
+"""Styles that fit a kind of module; any other kind takes only styles that keep it whole."""
 
 
 def unknown_style(where: str, word: object) -> str:
@@ -77,7 +77,7 @@ def unknown_style(where: str, word: object) -> str:
 
 @dataclass(frozen=True)
 class Named:
-    """A module that a plan names, and how."""
+    """A module's style in a plan, and the pattern that names the module."""
 
     pattern: str
     word: str
@@ -89,7 +89,7 @@ class Named:
 
 @dataclass(frozen=True)
 class GivenStyles:
-    """What a plan in words comes to for a model: by path of the modules that it names.
+    """A plan of styles resolved for a model, by path of the modules that it names.
 
     Attributes:
         linears: torch's linear layers of the model by path: (outputs, inputs).
@@ -105,11 +105,11 @@ class GivenStyles:
         return ", ".join(f"{path}: {self.named[path].word if path in self.named else 'not named'}" for path in paths)
 
     def of_block(self, block: str) -> dict[str, str]:
-        """Path within the block -> word."""
+        """Map each path within the block to its style."""
         return {path[len(block) + 1 :]: named.word for path, named in self.named.items() if is_within(path, block)}
 
     def check_alike(self, kind: BlockKind) -> None:
-        """Raises UnsupportedError where a plan treats blocks of one kind differently."""
+        """Raise UnsupportedError where a plan treats blocks of one kind differently."""
         first = self.of_block(kind.blocks[0])
         for block in kind.blocks[1:]:
             if (other := self.of_block(block)) != first:
@@ -120,7 +120,7 @@ class GivenStyles:
                 )
 
     def cuts(self, block: str, region: Region) -> bool:
-        """Whether a region is to be cut. Raises ConfigError where a plan names a part of its layers only."""
+        """Tell whether a region is to be cut; ConfigError where a plan names only a part of its layers."""
         for path in (f"{block}.{path}" for path in region.latent):
             if self.kind_at(path) in ("column", "row"):
                 named = self.named[path]
@@ -140,10 +140,10 @@ class GivenStyles:
         )
 
     def built(self, kind: BlockKind, ranks: int) -> tuple[Region, ...]:
-        """Regions of a block that no measurement found: the column-wise layers of a module before its row-wise one.
+        """Build regions that no measurement found: column-wise layers of a module before its row-wise one.
 
         Raises:
-            ConfigError: such layers without their counterpart, or of sizes that the ranks cannot share.
+            ConfigError: such layers lack their counterpart, or have sizes that the ranks cannot share.
         """
         block = kind.blocks[0]
         known = {path for region in kind.regions for path in region.linears}
@@ -188,11 +188,11 @@ class GivenStyles:
         return Region(mixes, owner(consumer), producers, consumer, ranks, tuple(cuts))
 
     def ends(self, structure: Structure, tied: Iterable[tuple[str, ...]]) -> tuple[str, str]:
-        """(embedding, head) that are to be cut, "" for one that stays whole.
+        """Return (embedding, head) that are to be cut, "" for one that stays whole.
 
         Raises:
             ConfigError: a style that an end does not take, or two for one tied weight.
-            UnsupportedError: what is to be cut outside the blocks is neither.
+            UnsupportedError: a module to be cut outside the blocks is neither.
         """
         wanted = {path: named for path, named in self.named.items() if named.kind in ("column", "row", "embedding")}
         outside = [path for path in wanted if not any(is_within(path, block) for block in structure.blocks)]
@@ -225,14 +225,15 @@ class GivenStyles:
 def given_styles(
     wishes: Iterable[TensorStyleWish], kinds: Mapping[str, ModuleKind], linears: Mapping[str, tuple[int, int]] | None = None
 ) -> GivenStyles:
-    """What a plan's patterns name.
+    """Match a plan's patterns to modules.
 
     Args:
-        kinds: of all modules, by path.
+        kinds: kinds of all modules, by path.
         linears: (outputs, inputs) of torch's linear layers.
 
     Raises:
-        ConfigError: an unknown word, a pattern that names nothing, two for one module, a style that does not fit a module.
+        ConfigError: an unknown style, a pattern that names nothing, two for one module, a style that does not fit a
+            module.
         UnsupportedError: a style that no technique does yet.
     """
     found: dict[str, Named] = {}
@@ -268,10 +269,10 @@ def _check_kind(wish: TensorStyleWish, path: str, kind: ModuleKind) -> None:
 
 
 def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]) -> Iterator[str]:
-    """Where what was measured and a model's own plan disagree, in words.
+    """Yield notes where the measured structure and a model's own plan disagree.
 
     Args:
-        own: patterns -> words.
+        own: patterns -> names of styles.
         cut: path -> "column", "row" or "embedding" of what is cut as measured.
     """
     said: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What is said by name of how a model is cut: by the user, or by the model itself."""
+"""Collect tensor-parallel plans by name, from the user or from the model itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from .styles import GivenStyles, given_styles
 
 @dataclass(frozen=True)
 class Words:
-    """What is said of a model by name, beside what was measured.
+    """The named plans of a model, beside its measured structure.
 
     Attributes:
-        given: a user's plan; None: what was measured is done.
-        own: the plan that the model brings along: patterns -> words of styles. What was measured is done, and where it differs is said.
-        kinds: of the model's modules.
-        tied: modules that share their weight, together.
-        elsewhere: modules that are shared out over another axis.
+        given: a user's plan; None: the measured structure decides.
+        own: the plan that the model brings along, patterns -> names of styles; the measured structure decides, and
+            notes say where the two differ.
+        kinds: kinds of the model's modules.
+        tied: groups of modules that share their weight.
+        elsewhere: modules that are distributed over another axis.
     """
 
     given: GivenStyles | None = None
@@ -36,7 +37,7 @@ class Words:
 
 
 def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
-    """The user's plan where there is one, else the model's own.
+    """Read the user's plan where there is one, else the model's own.
 
     Raises:
         ConfigError, UnsupportedError: the user's plan does not fit the model.

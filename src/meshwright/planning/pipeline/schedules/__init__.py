@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: which rank does what, in which order; simulated, drawn, read and written without a process group."""
+"""Order, simulate, draw, read and write pipeline schedules as data, without a process group."""

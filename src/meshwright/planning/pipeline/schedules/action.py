@@ -1,4 +1,4 @@
-"""What a pipeline rank does at a time: the forward or backward of one stage on one microbatch."""
+"""Define a pipeline rank's action: the forward or backward of one stage on one microbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Work(StrEnum):
-    """The letters are those of torch's schedules. A backward is done whole (B), or as I and, later, W (arXiv 2401.10241)."""
+    """A kind of action, by torch's letter; a backward is whole (B), or I and, later, W (arXiv 2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -17,11 +17,11 @@ class Work(StrEnum):
     INPUT = "I"
     """The gradient of the stage's input."""
     WEIGHT = "W"
-    """The gradients of the stage's weights, from what I kept."""
+    """The gradients of the stage's weights, from what ``I`` saved."""
 
 
 class Action(NamedTuple):
-    """Written as torch writes it: ``2F5`` is the forward of stage 2 on microbatch 5."""
+    """One action, written as torch writes it: ``2F5`` is the forward of stage 2 on microbatch 5."""
 
     stage: int
     work: Work
@@ -35,10 +35,10 @@ _WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def actions_in(text: str) -> list[Action]:
-    """The actions that a cell of a schedule's table holds: none, one, or two that torch would overlap, in their order.
+    """Parse a cell of a schedule's table: no action, one, or two in order that torch would overlap.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the cell holds something else.
     """
     found = [Action(int(stage), Work(work), int(microbatch)) for stage, work, microbatch in _WRITTEN.findall(text)]
     if _WRITTEN.sub("", text).replace("OVERLAP_F_B", "").strip(" ();"):
@@ -51,10 +51,10 @@ class PipelineSchedule:
     """The order of every rank's actions.
 
     Attributes:
-        name: in our words.
-        ranks: by rank of the pipeline axis, its actions in order.
-        rank_of: by stage, the rank that has it.
-        microbatches: of a step.
+        name: this library's name of the schedule.
+        ranks: for each rank of the pipeline axis, its actions in order.
+        rank_of: for each stage, the rank that has it.
+        microbatches: number of microbatches of a step.
     """
 
     name: str

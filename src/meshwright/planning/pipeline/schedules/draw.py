@@ -1,4 +1,4 @@
-"""A schedule's timeline as text and as a picture: a row for each rank, time to the right."""
+"""Draw a schedule's timeline as text and as a picture: a row for each rank, time to the right."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from .action import Action, PipelineSchedule, Work
 from .simulate import Timeline, peak_live
 
 Span = tuple[Action, float, float]
-"""An action, when it began and when it ended."""
+"""An action, its begin and its end."""
 
 CELLS = 120
-"""Of a terminal's row."""
+"""Number of columns of a terminal's row."""
 COLOURS = {Work.FORWARD: "#4c78a8", Work.BACKWARD: "#54a24b", Work.INPUT: "#72b7b2", Work.WEIGHT: "#eeca3b"}
 HEIGHT, MARGIN, WIDTH = 26, 60, 1200
 
 
 def spans_of(schedule: PipelineSchedule, timeline: Timeline) -> list[list[Span]]:
-    """By rank, in its order."""
+    """List each rank's spans in its order."""
     return [[(action, *timeline.spans[action]) for action in actions] for actions in schedule.ranks]
 
 
 def text_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
-    """Every rank's actions, F B I W with the microbatch's last digit; stages above the first loop are in lower case; dots are waits.
+    """Draw each rank's actions: F B I W with the microbatch's last digit; dots are waits.
 
-    A column is a unit of time where they fit into a terminal.
+    Stages above the first loop are in lower case. A column is a unit of time where they fit into a terminal.
     """
     unit = max(timeline.makespan / CELLS, min(end - begin for begin, end in timeline.spans.values()) / 2)
     rows = []
@@ -42,7 +42,7 @@ def text_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
 
 
 def facts_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
-    """The numbers under a timeline."""
+    """Format the numbers under a timeline."""
     kept = ", ".join(map(str, peak_live(schedule)))
     waits = ", ".join(f"{bubble:.1%}" for bubble in timeline.bubbles)
     return "\n".join(
@@ -56,7 +56,7 @@ def facts_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
 
 
 def svg_of(title: str, ranks: Iterable[Iterable[Span]]) -> str:
-    """A picture of what ranks did, or will do; whoever points at an action reads what it is."""
+    """Draw the spans of ranks as SVG; pointing at an action shows what it is."""
     rows = [list(spans) for spans in ranks]
     begin = min((first for spans in rows for _, first, _ in spans), default=0.0)
     length = max((last for spans in rows for *_, last in spans), default=1.0) - begin or 1.0

@@ -1,4 +1,4 @@
-"""The orders of the known schedules, for any number of ranks and microbatches.
+"""Order the actions of the known schedules, for any number of ranks and microbatches.
 
 gpipe                    GPipe (arXiv 1811.06965): all forwards, then all backwards
 1f1b                     PipeDream-Flush (arXiv 2006.09503), as in Megatron-LM (arXiv 2104.04473)
@@ -21,7 +21,7 @@ from .action import Action, PipelineSchedule, Work
 from .simulate import simulate, unit_cost
 
 Order = Callable[[int, int, int, int], list[Action]]
-"""(rank, ranks, microbatches, stages per rank) -> what that rank does."""
+"""(rank, ranks, microbatches, stages per rank) -> that rank's actions."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ScheduleKind:
     """A schedule by name.
 
     Attributes:
-        order: of one rank.
+        order: function that orders the actions of one rank.
         loops: a rank may have several stages, ``ranks`` apart; else one, or (``is_v``) two.
         is_v: rank r has the stages r and 2 · ranks - 1 - r.
         splits_backward: input and weight gradients are computed apart.
-        multiple: (ranks) -> microbatches come in multiples of it.
-        least: (ranks) -> the fewest microbatches.
+        multiple: (ranks) -> the number of microbatches must be a multiple of this number.
+        least: (ranks) -> the least number of microbatches.
     """
 
     name: str
@@ -46,12 +46,12 @@ class ScheduleKind:
     least: Callable[[int], int] = lambda ranks: 1
 
     def legal(self, microbatches: int, ranks: int) -> int:
-        """The nearest number of microbatches, from ``microbatches`` up, that the schedule can do."""
+        """Return the least number of microbatches, from ``microbatches`` up, that the schedule can do."""
         step = self.multiple(ranks)
         return max(-(-microbatches // step) * step, self.least(ranks))
 
     def per_rank(self, blocks: int, ranks: int) -> int:
-        """Stages per rank where nothing else is said: two where loops are possible and the blocks suffice."""
+        """Choose stages per rank by default: two where loops are possible and the blocks suffice, else one."""
         return 2 if self.is_v or (self.loops and blocks >= 2 * ranks) else 1
 
     def rank_of(self, ranks: int, per_rank: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class ScheduleKind:
         )
 
     def build(self, ranks: int, microbatches: int, per_rank: int) -> PipelineSchedule:
-        """Raises ConfigError for a number of microbatches that it cannot do."""
+        """Build the schedule; ConfigError where it cannot do this number of microbatches."""
         if (legal := self.legal(microbatches, ranks)) != microbatches or microbatches < 1:
             raise ConfigError(
                 f"schedule {self.name} on {ranks} ranks: {microbatches} microbatches cannot be scheduled; the next that can are {legal}"
@@ -82,7 +82,7 @@ def _1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Actio
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """``ahead`` forwards, then one forward and one backward in turns, then the backwards that are left."""
+    """Yield ``ahead`` forwards, then one forward and one backward in turns, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for number, backward in enumerate(backwards):
@@ -91,7 +91,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
 
 
 def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, backward: Work, ahead: int) -> list[Action]:
-    """Microbatches go through the loops ``ranks`` at a time."""
+    """Order a rank whose microbatches go through the loops ``ranks`` at a time."""
     rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     stages = [loop * ranks + rank for loop in range(per_rank)]
     forwards = [Action(stage, Work.FORWARD, m) for group in rounds for stage in stages for m in group]
@@ -114,7 +114,7 @@ def _looped_bfs(rank: int, ranks: int, microbatches: int, per_rank: int) -> list
 
 
 class _Rank:
-    """Counts what one rank of a V has done; what goes beyond the last microbatch is left out."""
+    """The actions of one rank of a V so far; those beyond the last microbatch are left out."""
 
     def __init__(self, rank: int, ranks: int, microbatches: int):
         self.stages = rank, 2 * ranks - 1 - rank
@@ -123,7 +123,7 @@ class _Rank:
         self.order: list[Action] = []
 
     def do(self, leg: int, *works: Work) -> None:
-        """On the next microbatch of the way down (0) or up (1)."""
+        """Act on the next microbatch of the way down (0) or up (1)."""
         for work in works:
             number = self.done[leg, work]
             self.done[leg, work] += 1
@@ -194,7 +194,7 @@ def _dualpipe_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list
         backward(1, split=False)
         here.do(1, F)
         backward(0, split=False)
-    for turn in range(rank + 1):  # its second half keeps weight gradients for the bubbles to come
+    for turn in range(rank + 1):  # its second half defers weight gradients to the coming bubbles
         backward(1, split=2 * turn >= rank + 1)
         backward(0, split=2 * turn + 1 >= rank + 1)
     for _ in range(behind):
@@ -205,9 +205,10 @@ def _dualpipe_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list
 
 
 def with_weight_gradients(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Add W to an order that has F and I alone: each rank puts off the first few, later ranks more, and does the rest as it goes.
+    """Add W to an order that has only F and I: each rank defers the first few, and does the rest as it goes.
 
-    How many, is what takes the shortest time where F, I and W last equally long.
+    Later ranks defer more. The number deferred is the one that takes the shortest time where F, I and W last equally
+    long.
     """
     per_rank = schedule.stages // len(schedule.ranks)
     tried = [_delayed(schedule, delay) for delay in range(2 * per_rank + 1)]
@@ -230,7 +231,7 @@ def _delayed(schedule: PipelineSchedule, delay: int) -> PipelineSchedule:
 
 
 def forwards(rank_of: tuple[int, ...], microbatches: int) -> PipelineSchedule:
-    """Forwards alone: every rank takes all microbatches through one of its stages, then through the next."""
+    """Order forwards alone: every rank takes all microbatches through one of its stages, then the next."""
     ranks = range(1 + max(rank_of))
     orders = tuple(
         tuple(Action(stage, Work.FORWARD, m) for stage, home in enumerate(rank_of) if home == rank for m in range(microbatches))
@@ -258,7 +259,7 @@ def _squeezed(name: str) -> str:
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """By our name or torch's (``Interleaved1F1B``, ``ScheduleZBVZeroBubble``). Raises ConfigError for any other."""
+    """Find a schedule by our name or torch's (``Interleaved1F1B``, ``ScheduleZBVZeroBubble``), else ConfigError."""
     found = next((kind for kind in KINDS.values() if _squeezed(kind.name) == _squeezed(name)), None)
     if found is None:
         raise ConfigError(

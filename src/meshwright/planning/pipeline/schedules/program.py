@@ -1,7 +1,8 @@
-"""A schedule with its messages: what each rank computes, sends and receives, in one order that no two ranks disagree about.
+"""Place a schedule's messages: what each rank computes, sends and receives, in an order all ranks agree on.
 
-Messages are placed where they fall when the schedule is played through: a rank sends as soon as it has computed, and begins to receive at
-the same moment. So on every pair of ranks both sides name their messages in the same order, which back ends without tags need.
+Messages are placed where they fall in a simulation of the schedule: a rank sends as soon as it has computed, and its
+peer begins to receive at the same moment. So both sides of every pair of ranks name their messages in the same order,
+which back ends without tags need.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from .simulate import simulate
 
 
 class Content(StrEnum):
+    """The tensor that a message carries."""
+
     ACTIVATION = "activation"
-    """What a stage's forward gives to the next stage."""
+    """The output of a stage's forward, for the next stage."""
     GRADIENT = "gradient"
-    """What a stage's backward gives to the stage before."""
+    """The output of a stage's backward, for the stage before."""
 
 
 class Message(NamedTuple):
-    """Attributes:
-    stage: for which it is.
-    microbatch: of which it is.
+    """A message to a stage.
+
+    Attributes:
+        stage: the stage that receives it.
+        microbatch: the microbatch that it belongs to.
     """
 
     content: Content
@@ -48,7 +53,7 @@ Step = Action | Send | Receive
 
 
 def message_after(action: Action, stages: int) -> Message | None:
-    """What an action gives to another stage."""
+    """Return the message that an action's output needs to another stage, if any."""
     if action.work is Work.FORWARD and action.stage + 1 < stages:
         return Message(Content.ACTIVATION, action.stage + 1, action.microbatch)
     if action.work in (Work.BACKWARD, Work.INPUT) and action.stage > 0:
@@ -57,7 +62,7 @@ def message_after(action: Action, stages: int) -> Message | None:
 
 
 def message_before(action: Action, stages: int) -> Message | None:
-    """What an action needs of another stage."""
+    """Return the message that an action needs from another stage, if any."""
     if action.work is Work.FORWARD and action.stage > 0:
         return Message(Content.ACTIVATION, action.stage, action.microbatch)
     if action.work in (Work.BACKWARD, Work.INPUT) and action.stage + 1 < stages:
@@ -66,7 +71,7 @@ def message_before(action: Action, stages: int) -> Message | None:
 
 
 def programs(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
-    """By rank. What goes from a stage to another on the same rank is no message."""
+    """List the steps of each rank; between stages on the same rank there is no message."""
     spans = simulate(schedule).spans
     timed: list[list[tuple[float, int, Step]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):
@@ -76,7 +81,7 @@ def programs(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
         if message is None:
             continue
         source, target = schedule.rank_of[action.stage], schedule.rank_of[message.stage]
-        if source != target:  # at the moment at which it is computed: before what begins then
+        if source != target:  # when the tensor is computed, before the actions that begin then
             timed[source].append((spans[action][1], 0, Send(message, target)))
             timed[target].append((spans[action][1], 0, Receive(message, source)))
     return tuple(tuple(step for *_, step in sorted(steps, key=lambda entry: entry[:2])) for steps in timed)

@@ -1,6 +1,7 @@
-"""A schedule's order played through: when each action begins and ends, how long ranks wait, how many activations live.
+"""Simulate a schedule: when each action begins and ends, how long ranks wait, how many activations live.
 
-Ranks take their actions in order; a forward waits for the stage before it, a backward for the stage behind it. Messages take no time.
+Ranks take their actions in order; a forward waits for the stage before it, a backward for the stage behind it.
+Messages take no time.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ UNITS = {Work.FORWARD: 1.0, Work.BACKWARD: 2.0, Work.INPUT: 1.0, Work.WEIGHT: 1.
 
 
 def unit_cost(action: Action) -> float:
-    """Forward, input gradient and weight gradient take equally long."""
+    """Return an action's cost where forward, input gradient and weight gradient last equally long."""
     return UNITS[action.work]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Attributes:
-    spans: (begin, end) of every action.
-    makespan: when the last rank is done.
-    bubbles: by rank, the share of that time in which it waits.
+    """The times of a simulated schedule.
+
+    Attributes:
+        spans: (begin, end) of every action.
+        makespan: end of the last action.
+        bubbles: for each rank, the share of the makespan in which it waits.
     """
 
     spans: dict[Action, tuple[float, float]]
@@ -36,12 +39,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The mean over the ranks."""
+        """Mean bubble over the ranks."""
         return sum(self.bubbles) / len(self.bubbles)
 
 
 def needs(action: Action, schedule: PipelineSchedule) -> tuple[Action, ...]:
-    """What must have ended before; several where one of them will be in the schedule."""
+    """List the actions that must have ended before; of alternatives, the schedule contains one."""
     stage, work, m = action
     if work is Work.FORWARD:
         return (Action(stage - 1, work, m),) if stage else ()
@@ -53,7 +56,7 @@ def needs(action: Action, schedule: PipelineSchedule) -> tuple[Action, ...]:
 
 
 def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
-    """Raises ConfigError where the ranks would wait for each other for ever, naming what each waits for."""
+    """Simulate a schedule; ConfigError where ranks wait for each other forever, naming what each waits for."""
     everything = {action for actions in schedule.ranks for action in actions}
     spans: dict[Action, tuple[float, float]] = {}
     places, clocks = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
@@ -80,10 +83,10 @@ def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
 
 
 def check_whole(schedule: PipelineSchedule) -> None:
-    """Every stage does every microbatch once, on its rank, forward first.
+    """Check that every stage does every microbatch once, on its rank, forward first.
 
     Raises:
-        ConfigError: naming the first action that is missing, twice or in the wrong place.
+        ConfigError: naming the first action that is missing, duplicate or in the wrong place.
     """
     for rank, actions in enumerate(schedule.ranks):
         known: set[Action] = set()
@@ -108,7 +111,7 @@ def check_whole(schedule: PipelineSchedule) -> None:
 
 
 def peak_live(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """By rank, the most (stage, microbatch) pairs at a time whose activations are kept: forwards whose weight gradients are to come."""
+    """Count per rank the most (stage, microbatch) pairs alive: forwards whose weight gradients are to come."""
     found = []
     for actions in schedule.ranks:
         live = most = 0

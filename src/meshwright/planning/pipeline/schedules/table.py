@@ -1,4 +1,4 @@
-"""Schedules as tables: a CSV file with a row per rank and a cell per action, as torch's schedules write it."""
+"""Read and write schedules as CSV tables with a row per rank and a cell per action, as torch's schedules do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "techniques.pipeline_schedule"
 
 
 def read_schedule(path: str | Path) -> PipelineSchedule:
-    """The schedule of a CSV file: row r has the actions of rank r in order, ``0F0`` each; empty cells are waits.
+    """Read a schedule from a CSV file: row r has the actions of rank r in order, ``0F0`` each; empty cells are waits.
 
     Raises:
         ConfigError: there is no such file, a cell is no action, or the schedule is not whole or cannot be done.
@@ -42,6 +42,6 @@ def read_schedule(path: str | Path) -> PipelineSchedule:
 
 
 def write_schedule(schedule: PipelineSchedule, path: str | Path) -> None:
-    """Write it so that ``read_schedule`` and torch read it."""
+    """Write a schedule so that ``read_schedule`` and torch read it."""
     with Path(path).open("w", newline="", encoding="utf-8") as text:
         csv.writer(text).writerows([str(action) for action in actions] for actions in schedule.ranks)
