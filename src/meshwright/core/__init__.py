@@ -1,1 +1,1 @@
-"""What every floor may use: mesh axes, errors, strict configuration, names, units."""
+"""Provide what every other package may use: mesh axes, errors, strict configuration, names, units."""

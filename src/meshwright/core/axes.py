@@ -1,4 +1,4 @@
-"""The axes of the device mesh. "Axis" always means the mesh; a tensor has dims."""
+"""Name the axes of the device mesh; "axis" always means the mesh, and a tensor has dims."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """One word per mesh axis, outermost first; ``ep`` is folded into the others and never multiplies the world.
+    """A mesh axis, listed outermost first; ``ep`` is folded into the others and never multiplies the world size.
 
-    Experts have a mesh of their own, of the same ranks: ``pp, dp_replicate, efsdp, ep``.
+    Experts have their own mesh of the same ranks: ``pp, dp_replicate, efsdp, ep``.
     """
 
     PP = "pp"
@@ -24,4 +24,4 @@ WORLD_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 """The axes whose sizes multiply to the world size, in mesh order."""
 
 DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
-"""Ranks along these axes hold different samples."""
+"""The axes along which ranks hold different samples."""

@@ -1,4 +1,4 @@
-"""dtypes by name, so that configuration needs no torch."""
+"""Handle dtypes by name, so that configuration needs no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bf
 
 
 def canonical_dtype(name: str, *, where: str = "dtype") -> str:
-    """The one name of a dtype: "bf16" -> "bfloat16".
+    """Return a dtype's canonical name: "bf16" -> "bfloat16".
 
     Args:
         name: float32/fp32, float16/fp16/half, bfloat16/bf16 or float64/double/fp64.
-        where: what the error calls the value, such as a config key.
+        where: name of the value in the error, such as a config key.
 
     Raises:
         ConfigError: any other name.
@@ -31,12 +31,12 @@ def canonical_dtype(name: str, *, where: str = "dtype") -> str:
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes per element. Raises ConfigError for an unknown name."""
+    """Return the bytes per element; ConfigError for an unknown name."""
     return _BYTES[canonical_dtype(name)]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name; imports torch. Raises ConfigError for an unknown name."""
+    """Return the torch dtype of that name (imports torch); ConfigError for an unknown name."""
     import torch
 
     return getattr(torch, canonical_dtype(name))

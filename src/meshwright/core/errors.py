@@ -1,36 +1,36 @@
-"""The one error family. Each class answers one question of its reader: whose move is it?"""
+"""Define the one error family; each class tells its reader whose move it is."""
 
 from __future__ import annotations
 
 
 class MeshwrightError(Exception):
-    """Base of every error that meshwright raises on purpose."""
+    """The base of every error that meshwright raises on purpose."""
 
     exit_status = 1
 
 
 class ConfigError(MeshwrightError, ValueError):
-    """What was asked for is wrong, and the reader can mend it: the text says how."""
+    """A request that is wrong and that the reader can mend: the message says how."""
 
     exit_status = 2
 
 
 class UnsupportedError(MeshwrightError, NotImplementedError):
-    """What was asked for is sound, but meshwright cannot do it: the text names the nearest thing that it can."""
+    """A sound request that meshwright cannot fulfil: the message names the nearest thing that it can do."""
 
     exit_status = 3
 
 
 class IntegrityError(MeshwrightError, RuntimeError):
-    """Data on disk or replicas in memory are not what they were."""
+    """Data on disk, or replicas in memory, that are not what they were."""
 
 
 class NonFiniteError(MeshwrightError, ArithmeticError):
-    """A gradient is not a number, or infinite: the text names its parameter."""
+    """A gradient that is not a number, or infinite: the message names its parameter."""
 
 
 class MissingExtraError(MeshwrightError, ImportError):
-    """An optional dependency is needed and not installed: the text gives the command that installs it."""
+    """A needed optional dependency that is not installed: the message gives the command that installs it."""
 
     exit_status = 2
 
@@ -45,7 +45,7 @@ class MissingExtraError(MeshwrightError, ImportError):
 
 
 def nearest(word: str, choices) -> str:
-    """A clause naming the valid spelling closest to ``word`` (empty when none is close)."""
+    """Return a clause that names the valid spelling closest to ``word`` (empty when none is close)."""
     import difflib
 
     spellings = {str(choice).lower(): str(choice) for choice in choices}

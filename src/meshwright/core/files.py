@@ -1,4 +1,4 @@
-"""Writing to disk so that a crash leaves the old or the new, and never a half; and reading no file outside the folder that was given."""
+"""Write files so that a crash leaves the old or the new, never a half; read none outside the given folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk know the names in ``folder`` (fsync of a file does not)."""
+    """Flush the names in ``folder`` to disk (fsync of a file does not)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,7 +26,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small text file, whole on disk before it has its name."""
+    """Write a small text file that is whole on disk before it has its name."""
     temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -38,7 +38,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A place beside ``path`` to write a file to; when the block ends well it takes the name ``path``, else it is removed."""
+    """Yield a path beside ``path`` to write to; rename the file to ``path`` on success, remove it on failure."""
     temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
         yield temporary
@@ -54,11 +54,11 @@ def replacing(path: Path) -> Iterator[Path]:
 def inside(folder: Path, name: str, by: str = "") -> Path:
     """Locate a file by a name that was read, or found, in ``folder``.
 
-    A name that leaves the folder is refused, and so is a link to a place outside it, but for those of Hugging Face's cache, from a
-    snapshot to a blob of the same repository.
+    A name that leaves the folder is refused, and so is a link to a place outside the folder, except the links of
+    Hugging Face's cache from a snapshot to a blob of the same repository.
 
     Args:
-        by: the file in ``folder`` that names it, for the error.
+        by: the file in ``folder`` that holds the name, for the error.
 
     Raises:
         ConfigError: the name or a link leads out of the folder.
@@ -76,7 +76,7 @@ def inside(folder: Path, name: str, by: str = "") -> Path:
 
 
 def _is_blob(home: Path, real: Path) -> bool:
-    """Whether a file is a blob of the repository in Hugging Face's cache that ``home`` is, or lies in, a snapshot of."""
+    """Tell whether a file is a blob of the Hugging Face cache repository in one of whose snapshots ``home`` lies."""
     for place in (home, *home.parents):
         if place.parent.name == "snapshots":
             repository = place.parent.parent
@@ -85,7 +85,7 @@ def _is_blob(home: Path, real: Path) -> bool:
 
 
 def refuse_links_out(folder: Path, but: Collection[str] = ()) -> None:
-    """Refuse a folder in which a link leads out of it. Raises ConfigError; ``but`` names folders that are not looked into."""
+    """Raise ConfigError where a link leads out of the folder; folders named in ``but`` are not searched."""
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if os.path.islink(path := os.path.join(place, name)):
@@ -94,7 +94,7 @@ def refuse_links_out(folder: Path, but: Collection[str] = ()) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that meshwright wrote. Raises IntegrityError where it is none."""
+    """Read a JSON object that meshwright wrote; IntegrityError where the file holds none."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

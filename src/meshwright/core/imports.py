@@ -1,4 +1,4 @@
-"""Importing classes by their dotted paths."""
+"""Import objects by their dotted paths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .errors import ConfigError
 
 
 def import_object(path: str) -> Any:
-    """What "package.module:name" names; the current folder counts as importable, as for ``python -m``.
+    """Import "package.module:name"; the current folder counts as importable, as for ``python -m``.
 
     Raises:
-        ConfigError: it cannot be imported; the text says why.
+        ConfigError: the object cannot be imported; the message says why.
     """
     module, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -26,10 +26,10 @@ def import_object(path: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:
-    """The classes at "package.module.Class", in order.
+    """Import the classes at paths "package.module.Class", in order.
 
     Raises:
-        ImportError: naming the path that failed, and why.
+        ImportError: a class cannot be imported; the message names the path and the reason.
     """
     found = []
     for path in class_paths:

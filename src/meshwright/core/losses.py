@@ -1,4 +1,4 @@
-"""Plain loss maths: no mesh, no averaging."""
+"""Compute a plain loss, without mesh or averaging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING = -1
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum of the cross entropies of all tokens whose label is not ``IGNORED``, in nats, inside at least fp32.
+    """Sum the cross entropies, in nats, of all tokens whose label is not ``IGNORED``, computed in at least fp32.
 
     Args:
         logits: (rows, seq, vocab).

@@ -1,4 +1,4 @@
-"""Global names: one per parameter and module, free of what wrappers add."""
+"""Give each parameter and module one global name, free of the parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from collections.abc import Iterable
 
 
 def clean(name: str) -> str:
-    """The name without the parts that torch's wrappers add (compile, checkpoint, FSDP1, DDP's leading ``module``)."""
+    """Strip a name of the parts that torch's wrappers add (compile, checkpoint, FSDP1, DDP's leading ``module``)."""
     inner = re.sub(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)
     return inner.removeprefix("module.")
 
 
 def pattern(name: str) -> str:
-    """The name with every index replaced by ``*``: what the same parameter is called in all blocks."""
+    """Replace every index in a name by ``*``, which gives one name to the same parameter of all blocks."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def owner(name: str) -> str:
-    """Path of the module that holds the parameter ``name`` ("" for the root)."""
+    """Return the path of the module that holds the parameter ``name`` ("" for the root)."""
     return name.rpartition(".")[0]
 
 
 def is_within(name: str, module: str) -> bool:
-    """Whether ``name`` is the module at path ``module`` or something inside it."""
+    """Tell whether ``name`` is the module at path ``module`` or something inside it."""
     return module == "" or name == module or name.startswith(module + ".")
 
 
 def selected(wildcard: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern selects whose ``*`` each stand for one part of a name: ``layers.*.mlp``."""
+    """Select the names that match a pattern in which each ``*`` stands for one part of a name: ``layers.*.mlp``."""
     exact = re.compile(r"[^.]+".join(re.escape(text) for text in wildcard.split("*")))
     return [name for name in names if exact.fullmatch(name)]
 
 
 def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str, kind: str = "parameter") -> set[str]:
-    """The names that at least one regular expression matches (``re.search``).
+    """Select the names that at least one regular expression matches (``re.search``).
 
     Args:
-        kind: what they are names of.
+        what: name of the option that holds the expressions, for the error.
+        kind: kind of object that the names belong to, for the error.
 
     Raises:
         ConfigError: an invalid expression, or one that matches nothing.

@@ -1,4 +1,4 @@
-"""Which slices of a tensor a rank holds, where several ranks share out one dim."""
+"""Compute which slices of a tensor a rank holds where several ranks share out one dim."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Range = tuple[int, int]
-"""(first, one past the last)."""
+"""A range of indices: (first, one past the last)."""
 
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A run of a tensor's slices that falls into ``groups`` equal shares, in order; a share is never torn.
+    """A run of a tensor's slices that falls into ``groups`` equal shares, in order; no rank holds part of a share.
 
     Attributes:
         size: number of slices.
-        groups: number of shares. Ranks beyond it hold copies: of two key heads on four ranks, each is held by two.
+        groups: number of shares. More ranks than shares hold copies: with two key heads on four ranks, two hold each.
     """
 
     size: int
     groups: int
 
     def fits(self, ranks: int) -> bool:
-        """Whether that many ranks can share it out: each several whole shares, or several ranks each one."""
+        """Tell whether each of ``ranks`` can hold several whole shares, or several ranks one share each."""
         return self.groups % ranks == 0 or ranks % self.groups == 0
 
     def copies(self, ranks: int) -> int:
-        """How many ranks hold each slice."""
+        """Count the ranks that hold each slice."""
         return max(1, ranks // self.groups)
 
     def range_of(self, rank: int, ranks: int) -> Range:
-        """What one of ``ranks`` holds of it."""
+        """Return the range of the run's slices that one of ``ranks`` holds."""
         pieces = ranks // self.copies(ranks)
         share = self.size // pieces
         start = rank // self.copies(ranks) * share
@@ -42,8 +42,8 @@ class FusedPart:
 
 
 def take(tensor: Tensor, dim: int, parts: Sequence[FusedPart], rank: int, ranks: int) -> Tensor:
-    """What one of ``ranks`` holds of a tensor that is cut along ``dim``: its runs side by side, a view where it is one."""
-    if is_plain(parts, ranks) and not parts[0].fits(ranks):  # as torch's chunks
+    """Take one rank's share of a tensor cut along ``dim``: its runs side by side, a view where there is one run."""
+    if is_plain(parts, ranks) and not parts[0].fits(ranks):  # as torch.chunk cuts
         share = -(-tensor.shape[dim] // ranks)
         start = min(rank * share, tensor.shape[dim])
         return tensor.narrow(dim, start, min(share, tensor.shape[dim] - start))
@@ -58,12 +58,12 @@ def _cat(tensors: list[Tensor], dim: int) -> Tensor:
 
 
 def is_plain(parts: Sequence[FusedPart], ranks: int) -> bool:
-    """Whether each of ``ranks`` has one run that no other has: what torch's Shard means."""
+    """Tell whether each of ``ranks`` has one run that no other has, as torch's Shard does."""
     return len(parts) == 1 and parts[0].copies(ranks) == 1
 
 
 def ranges(parts: Sequence[FusedPart], rank: int, ranks: int) -> tuple[Range, ...]:
-    """What one of ``ranks`` holds of a dim that consists of ``parts``, in order."""
+    """List the ranges that one of ``ranks`` holds of a dim that consists of ``parts``, in order."""
     found, start = [], 0
     for part in parts:
         low, high = part.range_of(rank, ranks)
@@ -73,5 +73,5 @@ def ranges(parts: Sequence[FusedPart], rank: int, ranks: int) -> tuple[Range, ..
 
 
 def mixes_copies(parts: Sequence[FusedPart], ranks: int) -> bool:
-    """Whether a rank holds, beside what is its own, copies of what others hold too."""
+    """Tell whether a rank may hold, beside slices of its own, copies of slices that others hold too."""
     return len(parts) > 1 and any(part.copies(ranks) > 1 for part in parts)

@@ -1,8 +1,8 @@
-"""Name the stack frames of torch's that tell which module runs. Torch-free: heartbeats are read where there is no torch."""
+"""Name torch's stack frames that tell which module runs; torch-free, since heartbeats are read without torch."""
 
 CALLING = "_wrapped_call_impl"
-"""The function in which a module is called; its ``self`` is the module."""
+"""The function through which torch calls a module; its ``self`` is the module."""
 FSDP_FILE = "_fsdp_param_group.py"
 """The file of the functions in which FSDP2 gathers and reduces."""
 MODULE_NAME = "_module_fqn"
-"""The attribute of those functions' ``self`` that holds the module's path."""
+"""The attribute that holds the module's path, on the ``self`` of the functions in ``FSDP_FILE``."""

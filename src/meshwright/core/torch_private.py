@@ -1,8 +1,9 @@
-"""Reach what torch keeps private. ``distributed/torch_private`` does so for tensors on meshes, FSDP2 and messages; nothing else does.
+"""Access torch's private API.
 
-Each function says which public way it waits for. ``tests/unit/test_torch_private.py`` exercises every one, so that another torch shows
-what it moved. The registries of ``nn.Module`` (``_parameters``, ``_buffers``, ``_modules``, ``_apply``) have been the same since its
-first release, and are read where they are needed.
+``distributed/torch_private`` does so for tensors on meshes, FSDP2 and messages; nothing else does. After "until",
+each function states the public API that would replace it. ``tests/unit/test_torch_private.py`` exercises every one,
+so that another torch shows what it moved. The registries of ``nn.Module`` (``_parameters``, ``_buffers``,
+``_modules``, ``_apply``) have been the same since its first release, and are read where they are needed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 SAMPLES_NORMAL = "_no_grad_trunc_normal_"
-"""Name in ``torch.nn.init`` of what draws until all numbers are within bounds. Waits for: ``trunc_normal_`` as one operator."""
+"""Name of torch.nn.init's function that redraws out-of-bounds numbers, until ``trunc_normal_`` is one operator."""
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 """The operator behind ``torch.nn.functional.grouped_mm``."""
 
@@ -53,42 +54,42 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Tell storages apart, also those without memory. Waits for: an identity of ``UntypedStorage`` (``data_ptr`` is 0 on meta)."""
+    """Identify a storage, even on meta (where ``data_ptr`` is 0), until ``UntypedStorage`` has a public identity."""
     return storage._cdata
 
 
 def storage_at(weak_reference: int) -> torch.UntypedStorage | None:
-    """Look up the storage that a ``StorageWeakRef.cdata`` means; None where nobody holds it. Waits for: a call of ``StorageWeakRef``."""
+    """Return the storage of a ``StorageWeakRef.cdata`` or None if freed, until ``StorageWeakRef`` is callable."""
     return torch.UntypedStorage._new_with_weak_ptr(weak_reference)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count the writes to a tensor. Waits for: a public version counter."""
+    """Return the number of writes to a tensor, until torch has a public version counter."""
     return tensor._version
 
 
 def schema_of(operator: Any) -> Any:
-    """Read an operator's schema; None of what has none. Waits for: a public ``OpOverload.schema``."""
+    """Return an operator's schema or None, until ``OpOverload.schema`` is public."""
     return getattr(operator, "_schema", None)
 
 
 def name_of_operator(operator: Any) -> str:
-    """Read an operator's name without namespace and overload. Waits for: a public name without both."""
+    """Return an operator's name without namespace and overload, until such a name is public."""
     return operator._opname
 
 
 def foreach_norm(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compute the 2-norms of many tensors at once. Waits for: a public function that gives each tensor's norm."""
+    """Compute the 2-norm of each of many tensors at once, until a public function does."""
     return tuple(torch._foreach_norm(tensors, 2))
 
 
 def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply many tensors in place. Waits for: the same."""
+    """Multiply many tensors in place, until a public function does."""
     torch._foreach_mul_(tensors, factor)
 
 
 def foreach_zero_(tensors: list[Tensor]) -> None:
-    """Zero many tensors in place. Waits for: the same."""
+    """Zero many tensors in place, until a public function does."""
     torch._foreach_zero_(tensors)
 
 
@@ -96,29 +97,29 @@ def foreach_zero_(tensors: list[Tensor]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Ask whether this thread runs a backward, as a recomputed forward does. Waits for: a public form of ``_current_graph_task_id``."""
+    """Tell whether this thread is in a backward (recomputation is), until ``_current_graph_task_id`` is public."""
     return torch._C._current_graph_task_id() != -1
 
 
 def call_behind_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that runs has ended. Waits for: a public ``queue_callback``."""
+    """Call a function when the running backward has ended, until ``queue_callback`` is public."""
     Variable._execution_engine.queue_callback(function)
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """List what ``register_hook`` registered. Waits for: a public list."""
+    """List the hooks that ``register_hook`` registered, until a public list exists."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """List what ``register_post_accumulate_grad_hook`` registered. Waits for: a public list."""
+    """List the hooks that ``register_post_accumulate_grad_hook`` registered, until a public list exists."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def forget_accumulation_hooks(parameter: Any) -> None:
-    """Forget hooks that a parameter lists though they are called no longer, its memory being another.
+    """Drop the hooks that a parameter lists but no longer calls, its memory being another.
 
-    Waits for: ``nn.Module._apply`` doing so.
+    This is needed until ``nn.Module._apply`` does so.
     """
     parameter._post_accumulate_grad_hooks = None
 
@@ -127,22 +128,22 @@ def forget_accumulation_hooks(parameter: Any) -> None:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Ask whether a buffer belongs to the state dict. Waits for: a public flag."""
+    """Tell whether a buffer belongs to the state dict, until torch has a public flag."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def resetting(module: nn.Module) -> Callable[[], object] | None:
-    """Return a module's own initialiser: ``reset_parameters``, or its private form of ``nn.MultiheadAttention`` and ``nn.Transformer``."""
+    """Return ``reset_parameters`` or its private form (``nn.MultiheadAttention``, ``nn.Transformer``), else None."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def forward_hooks(module: nn.Module) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
-    """Return the tables of a module's forward pre-hooks and hooks, which may be changed. Waits for: a public table."""
+    """Return the mutable tables of a module's forward pre-hooks and hooks, until public tables exist."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Ask whether hooks are registered around an optimizer's step. Waits for: a public list."""
+    """Tell whether hooks are registered around an optimizer's step, until a public list exists."""
     made: Any = optimizer
     return bool(made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
 
@@ -151,39 +152,39 @@ def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def import_compiler() -> None:
-    """Import the compiler's front end, which torch loads when something first needs it."""
+    """Import the compiler's front end, which torch otherwise loads at its first use."""
     import torch._dynamo  # noqa: F401
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a function. Waits for: a ``torch.compiler.disable`` that does not import the compiler at once."""
+    """Exclude a function from compilation, until ``torch.compiler.disable`` imports the compiler lazily."""
     return torch._disable_dynamo(function)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` made; None where it was not called. Waits for: a public attribute."""
+    """Return the call that ``module.compile()`` made, None without one, until a public attribute exists."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let a compiled module's calls go through another function. Waits for: the same."""
+    """Route a compiled module's calls through another function, until a public attribute exists."""
     module._compiled_call_impl = call
 
 
 def with_activation_budget(share: float) -> AbstractContextManager[Any]:
-    """Compile inside so that no more than this share of activations is kept. Waits for: an option of ``torch.compile``."""
+    """Compile in this context with at most this share of activations saved, until ``torch.compile`` has an option."""
     import torch._functorch.config as config
 
     return config.patch(activation_memory_budget=share)
 
 
 def without_recompilation_limit() -> AbstractContextManager[Any]:
-    """Allow as many graphs of a function as it has shapes. Waits for: a limit for each compiled function."""
+    """Allow as many graphs of a function as it has shapes, until each compiled function has its own limit."""
     return torch._dynamo.utils.disable_cache_limit()
 
 
 def graph_break_counts() -> dict[str, int]:
-    """Count graph breaks of this process by torch's words. Waits for: a public form of ``torch._dynamo.utils.counters``."""
+    """Count this process's graph breaks by torch's reason, until ``torch._dynamo.utils.counters`` is public."""
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
@@ -193,7 +194,7 @@ def graph_break_counts() -> dict[str, int]:
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Begin to record the allocations of the CUDA allocator; None ends it. torch documents the function under its private name."""
+    """Start recording the CUDA allocator's allocations, or stop with None; torch documents the private name."""
     if max_entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -201,5 +202,5 @@ def record_memory_history(max_entries: int | None) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what was recorded, for https://pytorch.org/memory_viz. Documented under its private name."""
+    """Write the recording for https://pytorch.org/memory_viz; torch documents the private name."""
     torch.cuda.memory._dump_snapshot(path)

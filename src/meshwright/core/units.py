@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits and a unit."""
+"""Format numbers for people: three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 
 
 def bytes_text(n: float) -> str:
-    """Bytes in binary units: ``bytes_text(1536)`` -> "1.5 KiB"."""
+    """Format bytes in binary units: ``bytes_text(1536)`` -> "1.5 KiB"."""
     return _scaled(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
 
 
 def count_text(n: float) -> str:
-    """A count in thousands: ``count_text(1_240_000_000)`` -> "1.24B", ``count_text(135_000_000)`` -> "135M"."""
+    """Format a count by powers of 1000: ``count_text(1_240_000_000)`` -> "1.24B", 135_000_000 -> "135M"."""
     return _scaled(n, 1000, ("", "K", "M", "B", "T"), "")
 
 
 def duration_text(seconds: float) -> str:
-    """A duration: "3.2 ms", "12.5 s", "2 min 5 s", "3 h 7 min", "2 d 4 h"."""
+    """Format a duration: "3.2 ms", "12.5 s", "2 min 5 s", "3 h 7 min", "2 d 4 h"."""
     if seconds < 0:
         return "-" + duration_text(-seconds)
     if not math.isfinite(seconds):
@@ -42,7 +42,7 @@ def _scaled(n: float, base: int, units: tuple[str, ...], space: str) -> str:
     if not math.isfinite(n):
         return str(n)
     size, step = abs(n), 0
-    # Compare what will be printed: 999,999 is 1M, not 1000K.
+    # Compare the printed digits: 999,999 is 1M, not 1000K.
     while step < len(units) - 1 and float(_three_digits(size)) >= base:
         size, step = size / base, step + 1
     sign = "-" if n < 0 else ""
@@ -50,5 +50,5 @@ def _scaled(n: float, base: int, units: tuple[str, ...], space: str) -> str:
 
 
 def _three_digits(size: float) -> str:
-    """Three significant digits, without an exponent and without trailing zeros."""
+    """Format three significant digits, without an exponent and without trailing zeros."""
     return f"{size:.0f}" if size >= 999.5 else f"{size:.3g}"

@@ -1,7 +1,8 @@
-"""From what people have to batches: sources, tokenizer, a corpus made once per node, an order that is arithmetic, and a loader whose
-state is one integer.
+"""Turn files of text, records or token ids into batches.
 
-    prepared = prepare(["stdlib"], ByteTokenizer(), validation_fraction=0.01)  # one process per node; safe in all of them
+One process per node builds the corpus. The sample order is pure arithmetic, and a loader's state is one integer:
+
+    prepared = prepare(["stdlib"], ByteTokenizer(), validation_fraction=0.01)  # safe in concurrent processes
     corpus = open_corpus(prepared.folder)
     samples = Samples.of([corpus.training], seq_len=128, seed=0)
     loader = Loader(samples, global_batch=8)

@@ -1,6 +1,7 @@
-"""Strict configuration: frozen dataclass <-> dict <-> TOML <-> flags. Torch-free; dtypes are strings.
+"""Convert strict configuration: frozen dataclass <-> dict <-> TOML <-> flags.
 
-A key that does not exist, or a value of the wrong type, is a ConfigError that names the key, the place and the repair.
+The package is torch-free; dtypes are strings. A key that does not exist, or a value of the wrong type, is a
+ConfigError that names the key, the place and the repair.
 """
 
 from .flags import parse_flags

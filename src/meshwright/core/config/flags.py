@@ -1,4 +1,4 @@
-"""Flags over a config: ``--any.key=value`` or ``--any.key value``, with the names and the docs of the fields."""
+"""Override a config by flags, ``--any.key=value`` or ``--any.key value``, with the fields' names and docs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str, description: str) -> T:
     """Read command-line flags over ``default``.
 
-    Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and ``none``
-    are written as in TOML; a list of text takes all its items after one flag; a list of tables takes one TOML value
-    (``--optimizer.overrides='[{pattern = "norm"}]'``).
+    Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and
+    ``none`` are written in lower case; a list of text takes all its items after one flag; a list of tables takes one
+    TOML value (``--optimizer.overrides='[{pattern = "norm"}]'``).
 
     Args:
         cls: a dataclass.
-        args: the words after the program's name.
-        default: what the flags change; ``cls()`` when None.
+        args: the arguments after the program's name.
+        default: the instance that the flags change; ``cls()`` when None.
         prog: the program's name in help and errors.
         description: the first lines of the help.
 
     Raises:
-        ConfigError: the flag of a list stands there twice.
-        SystemExit: 0 after ``--help``; 2 for an unknown flag or a value of the wrong type, told on standard error.
+        ConfigError: a list's flag is given twice.
+        SystemExit: 0 after ``--help``; 2 for an unknown flag or a value of the wrong type, named on standard error.
     """
     import tyro
 
@@ -55,7 +55,7 @@ def _spelling(arg: str) -> str:
 
 
 def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
-    """Of a flag that stands there twice the last one counts; for a list that would lose items without a word."""
+    """Refuse a list's flag given twice: the last flag counts, so the first one's items would be lost silently."""
     for name, annotation in field_types(cls).items():
         flag = f"--{join(prefix, name)}"
         if section := section_of(annotation):
@@ -65,10 +65,10 @@ def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
 
 
 def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
-    """``config`` with each absent optional section that a flag speaks about made from its defaults.
+    """Build from its defaults each absent optional section that a flag names.
 
-    tyro would offer an ``X | None`` that is None as a subcommand; given a value, its keys are flags like any other. For
-    --help every section exists, since every key is told there.
+    tyro would offer an ``X | None`` that is None as a subcommand; given a value, its keys are flags like any other.
+    --help builds every section, since it lists every key.
     """
     changes = {}
     for name, annotation in field_types(type(config)).items():
@@ -83,7 +83,7 @@ def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
 
 
 def _registry():
-    """Our spellings of the values that TOML and Python write differently."""
+    """Register the spellings of the values that TOML and Python write differently."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
     registry = ConstructorRegistry()
@@ -130,7 +130,7 @@ def _registry():
 
 
 def _rows(annotation: Any, text: str) -> Any:
-    """An array of tables from TOML text. Raises ValueError: not TOML, or not such tables."""
+    """Read an array of tables from TOML text; ValueError for text that is not TOML, or not such tables."""
     import tomllib
 
     holder = dataclasses.make_dataclass("Flag", [("value", annotation)])

@@ -1,4 +1,4 @@
-"""A dict becomes a dataclass, strictly: nothing is ignored, nothing is guessed, and an error says what to write."""
+"""Read a dict into a dataclass strictly: nothing is ignored or guessed, and an error states what to write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "config", l
         cls: a dataclass; its fields may be bool, int, float, str, Literal, an Enum, a dataclass, ``tuple[T, ...]``,
             ``tuple[A, B]``, ``list[T]``, ``dict[str, T]``, or unions of these.
         data: its values; keys left out take their defaults; an instance of a section's class serves as that section.
-        where: what the data is called in errors: a file name, or "layout".
+        where: name of the data in errors: a file name, or "layout".
         lines: dotted key -> line number in the file ``where`` (rows as ``overrides[0].pattern``).
 
     Raises:
@@ -38,12 +38,12 @@ def from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "config", l
 
 
 def to_dict(instance: Any) -> dict[str, Any]:
-    """The dataclass as nested dicts, lists and scalars; ``from_dict`` gives it back."""
+    """Convert a dataclass to nested dicts, lists and scalars; ``from_dict`` restores it."""
     return {f.name: plain(getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init}
 
 
 def plain(value: Any) -> Any:
-    """A field's value without dataclasses, tuples and enums."""
+    """Convert a field's value to one without dataclasses, tuples and enums."""
     if dataclasses.is_dataclass(value):
         return to_dict(value)
     if isinstance(value, (tuple, list)):
@@ -88,7 +88,7 @@ class _ConfigReader:
         raise self._mismatch(wanted, value, key)
 
     def _arm(self, arm: Any, value: Any, key: str) -> Any:
-        """``value`` as this member of the union, or ``_NO``."""
+        """Convert ``value`` to this member of the union, or return ``_NO``."""
         origin, args = get_origin(arm), get_args(arm)
         if is_section(arm):
             return self.section(arm, value, key) if isinstance(value, (Mapping, arm)) else _NO
@@ -106,7 +106,7 @@ class _ConfigReader:
         return value if arm is Any else _scalar(arm, value, key)
 
     def _at(self, key: str) -> str:
-        """The place of ``key``, or of the nearest table around it whose line is known."""
+        """Return the place of ``key``, or of the nearest enclosing table whose line is known."""
         while key and key not in self.lines:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return f"{self.where}:{self.lines[key]}" if key else self.where
@@ -176,7 +176,7 @@ def _choices(arm: Any) -> list[str]:
 
 
 def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
-    """Where an unknown key was meant to go: the same name in another section, else the closest spelling, here first."""
+    """Suggest an unknown key's place: its name in another section, else the closest spelling, this section first."""
     prefix = re.sub(r"\[\d+\]", "[]", prefix)
     tree = list(sections(root))
     homes = [join(path, name) for path, section in tree if section is not cls and name in field_types(section)]

@@ -1,4 +1,4 @@
-"""What a tree of dataclasses says about itself: types, keys, and the docs below its fields."""
+"""Inspect a tree of dataclasses: types, keys, and the docs below its fields."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, in field order; only what the constructor takes."""
+    """Map the names of fields that the constructor takes to their resolved annotations, in field order."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
 def union_arms(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; any other annotation is its own only member."""
+    """Return the members of a union; any other annotation is its own only member."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def is_section(annotation: Any) -> bool:
-    """True for a dataclass type: a table of its own in TOML."""
+    """Tell whether a type is a dataclass, which has its own table in TOML."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
 def section_of(annotation: Any) -> type | None:
-    """The dataclass ``X`` behind ``X`` or ``X | None``."""
+    """Return the dataclass ``X`` behind ``X`` or ``X | None``; None for other types."""
     return next((arm for arm in union_arms(annotation) if is_section(arm)), None)
 
 
 def row_of(annotation: Any) -> type | None:
-    """The dataclass ``X`` behind ``tuple[X, ...]``: an array of tables in TOML."""
+    """Return the dataclass ``X`` behind ``tuple[X, ...]`` or ``list[X]``, an array of tables in TOML; else None."""
     for arm in union_arms(annotation):
         if get_origin(arm) in (tuple, list) and not is_fixed(arm) and is_section(get_args(arm)[0]):
             return get_args(arm)[0]
@@ -43,12 +43,12 @@ def row_of(annotation: Any) -> type | None:
 
 
 def is_fixed(annotation: Any) -> bool:
-    """True for ``tuple[A, B]``, whose items have a type each; False for ``tuple[T, ...]`` and ``list[T]``."""
+    """Tell ``tuple[A, B]``, whose items have a type each (True), from ``tuple[T, ...]`` and ``list[T]`` (False)."""
     return get_origin(annotation) is tuple and Ellipsis not in get_args(annotation)
 
 
 def item_types(annotation: Any, length: int) -> tuple[Any, ...] | None:
-    """The types of the items of a tuple or list of that length; None when it cannot have that length."""
+    """Return the item types of a tuple or list of that length; None when it cannot have that length."""
     args = get_args(annotation)
     if is_fixed(annotation):
         return args if len(args) == length else None
@@ -56,7 +56,7 @@ def item_types(annotation: Any, length: int) -> tuple[Any, ...] | None:
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """The value a field has when its key is left out (``dataclasses.MISSING`` when it is required)."""
+    """Return the value of a field whose key is left out (``dataclasses.MISSING`` when it is required)."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -67,7 +67,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Every (dotted prefix, dataclass) of the tree, the root first; rows of an array of tables as ``key[]``."""
+    """Yield every (dotted prefix, dataclass) of the tree, the root first; rows of an array of tables as ``key[]``."""
     yield prefix, cls
     for name, annotation in field_types(cls).items():
         if section := section_of(annotation):
@@ -77,7 +77,7 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 
 def public_keys(cls: type) -> list[str]:
-    """Every key a user can set, dotted, in field order; a key of an array of tables is spelt ``overrides[].pattern``."""
+    """List every key a user can set, dotted, in field order; array-of-tables keys as ``overrides[].pattern``."""
     keys = []
     for name, annotation in field_types(cls).items():
         section, row = section_of(annotation), row_of(annotation)
@@ -91,7 +91,7 @@ def public_keys(cls: type) -> list[str]:
 
 
 def field_doc(cls: type, name: str) -> str:
-    """The doc of a field: the string literal that stands below it in the source, on one line; "" when there is none.
+    """Return a field's doc: the string literal below it in the source, on one line; "" when there is none.
 
     Args:
         cls: a dataclass.

@@ -1,4 +1,4 @@
-"""TOML in and out: read with line numbers for errors, written so that reading gives the same value."""
+"""Read TOML with line numbers for errors; write it so that reading gives the same value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def load_toml(cls: type[T], path: str | Path) -> T:
     """Read a TOML file into a dataclass; see ``from_dict`` for what is accepted.
 
     Raises:
-        ConfigError: no such file, not UTF-8, not TOML, an unknown key, or a value of the wrong type; with file and line.
+        ConfigError: no such file, not UTF-8, not TOML, an unknown key, or a value of the wrong type; the message
+            gives file and line.
     """
     import tomllib
 
@@ -56,9 +57,9 @@ def _read(path: Path) -> str:
 
 
 def line_index(text: str) -> dict[str, int]:
-    """Dotted key -> the line (from 1) that sets it, tables included; rows of an array of tables as ``key[0]``.
+    """Map each dotted key, tables included, to the line (from 1) that sets it; array-of-tables rows as ``key[0]``.
 
-    A key inside an inline table has no line of its own: its table's line stands for it.
+    A key inside an inline table has no line of its own; the table's line stands for the key.
     """
     lines: dict[str, int] = {}
     rows: dict[str, int] = {}
@@ -82,7 +83,7 @@ def line_index(text: str) -> dict[str, int]:
 
 
 def _open_quote(line: str, quote: str) -> str:
-    """The multi-line quote (three quote marks) that is open after ``line``; "" for none."""
+    """Return the multi-line quote (three quote marks) that is open after ``line``; "" for none."""
     at = 0
     while at < len(line):
         if quote:
@@ -99,7 +100,7 @@ def _open_quote(line: str, quote: str) -> str:
 
 
 def _dotted(key: str, rows: dict[str, int], last: bool = False) -> str:
-    """The key unquoted and dotted; a part that is an array of tables means its newest row."""
+    """Return the key unquoted and dotted; a part that is an array of tables means its newest row."""
     parts = [part.strip("\"'") for part in re.findall(_PART, key)]
     path = ""
     for i, part in enumerate(parts):
@@ -110,9 +111,9 @@ def _dotted(key: str, rows: dict[str, int], last: bool = False) -> str:
 
 
 def to_toml(instance: Any) -> str:
-    """The dataclass as TOML text; ``from_dict(cls, tomllib.loads(text))`` equals it.
+    """Write a dataclass as TOML text; ``from_dict(cls, tomllib.loads(text))`` equals the dataclass.
 
-    None has no spelling in TOML: such keys are left out, so a field that may be None must have None as its default.
+    None has no spelling in TOML: its keys are left out, so a field that may be None must have None as its default.
 
     Raises:
         ConfigError: a value that TOML cannot hold.
@@ -121,7 +122,7 @@ def to_toml(instance: Any) -> str:
 
 
 def _table(instance: Any, prefix: str) -> Iterator[str]:
-    """Scalars first: in TOML, a key below a [header] belongs to that header."""
+    """Yield a table's lines, scalars first: in TOML, a key below a [header] belongs to that header."""
     tables = []
     for field in dataclasses.fields(instance):
         if not field.init:

@@ -1,4 +1,4 @@
-"""Values and types in the words of someone who writes TOML and may not know Python."""
+"""Describe values and types to someone who writes TOML and may not know Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 
 def type_words(annotation: Any) -> str:
-    """``tuple[str, ...]`` -> "a list of text"; ``bool | int`` -> "true or false, or a whole number"."""
+    """Name a type: ``tuple[str, ...]`` -> "a list of text"; ``bool | int`` -> "true or false, or a whole number"."""
     members = union_arms(annotation)
     if len(members) > 1:
         return ", or ".join(type_words(arm) for arm in members if arm is not type(None))
@@ -38,7 +38,7 @@ def _one_of(values) -> str:
 
 
 def kind_words(value: Any) -> str:
-    """What a value is: "text", "a whole number", "a table", ..."""
+    """Name the kind of a value: "text", "a whole number", "a table", ..."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, (list, tuple)):
@@ -47,7 +47,7 @@ def kind_words(value: Any) -> str:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as the user wrote it, shortened to ``limit`` characters."""
+    """Format a value as the user wrote it, shortened to ``limit`` characters."""
     try:
         text = toml_value(value)
     except TypeError:
@@ -60,10 +60,10 @@ def toml_key(name: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value in TOML's own spelling, on one line.
+    """Format a value in TOML's spelling, on one line.
 
     Raises:
-        TypeError: TOML has no spelling for it (None among others).
+        TypeError: TOML has no spelling for the value (None among others).
     """
     match value:
         case bool():
@@ -82,7 +82,7 @@ def toml_value(value: Any) -> str:
 
 
 def _escaped(char: str) -> str:
-    """TOML asks for escapes of the ASCII controls; the others here are what some editors take for an end of line."""
+    """Escape the ASCII controls, as TOML requires, and the characters that some editors take for an end of line."""
     if char in _ESCAPES:
         return _ESCAPES[char]
     return f"\\u{ord(char):04x}" if ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 or char in "\u2028\u2029" else char

@@ -1,1 +1,1 @@
-"""Make, cache and open corpora of token ids."""
+"""Build, cache and open corpora of token ids."""

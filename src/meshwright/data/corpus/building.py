@@ -1,4 +1,4 @@
-"""Building: the files of a scan become the documents of a corpus, tokenised in batches over all processors."""
+"""Tokenise the files of a scan into the documents of a corpus, in batches over all processors."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode
 from .corpus import TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
 
 _BATCH_CHARACTERS = 1 << 20
-"""Text that is handed to the tokenizer at once: enough to keep all processors busy, little enough to hold."""
+"""Characters passed to the tokenizer per call: enough to keep all processors busy, few enough to fit in memory."""
 
 _NAMED = 3
-"""Rows that cannot be used are named up to so many; the others are counted."""
+"""Number of unusable rows per file that are reported one by one; the rest are only counted."""
 
 Say = Callable[[str], None]
 Split = str
 
 
 class TokenisingRecipe:
-    """The corpus of text or records.
+    """The recipe for a corpus of text or records.
 
     Raises:
-        ConfigError: a task that the records or the tokenizer cannot serve.
+        ConfigError: the records or the tokenizer do not support the task.
     """
 
     def __init__(self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float):
@@ -58,7 +58,7 @@ class TokenisingRecipe:
 
     @property
     def key(self) -> str:
-        """Of all that decides the documents and their ids."""
+        """A digest of everything that determines the documents and their ids."""
         made_of: dict[str, Any] = {
             "version": VERSION,
             "tokenizer": [self.tokenizer.fingerprint, self.tokenizer.vocab_size, self.tokenizer.end_of_document],
@@ -74,7 +74,7 @@ class TokenisingRecipe:
         return f"corpus-{self.key}"
 
     def find_damage(self, folder: Path) -> str:
-        """See ``corpus.find_damage``; a corpus of something else in this one's place counts as damaged."""
+        """Describe the damage in ``folder``; a corpus with another key counts as damaged (see ``corpus.find_damage``)."""
         trouble = find_damage(folder, contents=True)
         if not trouble and (meta := read_meta(folder)).key != self.key:
             return f"it was made of something else, with the tokenizer {meta.tokenizer}"
@@ -84,10 +84,10 @@ class TokenisingRecipe:
         return read_meta(folder)
 
     def build(self, folder: Path, target: Path, say: Say, progress: Callable[[int, int], None]) -> None:
-        """Tokenise and write.
+        """Tokenise the documents and write them to ``folder``.
 
         Raises:
-            ConfigError: a record that cannot be used, unless those are skipped; nothing that can.
+            ConfigError: a record is unusable and such records are not skipped, or no token is left to train on.
             IntegrityError: a file changed since the scan.
         """
         n = len(self.scan.files)
@@ -115,8 +115,10 @@ class TokenisingRecipe:
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
 
     def unsplit(self, say: Say = lambda line: None) -> Iterator[tuple[Split, Example]]:
-        """Every document in order, none held out, read without a look at what the scan found. Raises ConfigError for a row that cannot
-        be used, unless those are skipped."""
+        """Yield every document in order, all for training, without checking the files against the scan.
+
+        Raises ConfigError for an unusable row, unless such rows are skipped.
+        """
         for file in self.scan.files:
             if self.scan.format == "text":
                 yield TRAINING, ((file.text(), True),)
@@ -157,7 +159,7 @@ class TokenisingRecipe:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
 
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
-        """The examples of each row of a file that can be used, with the row's place among all rows, from 0."""
+        """Yield the examples of each usable row of a file, with the row's index among all rows, from 0."""
         for place, (number, record) in enumerate(RECORD_FORMATS[self.scan.format].records(file.path)):
             where = f"{file.path}, row {number}"
             try:
@@ -174,7 +176,7 @@ class TokenisingRecipe:
                     say(f"skipped: {bad}")
 
     def encode(self, examples: Iterator[tuple[Split, Example]]) -> Iterator[Encoded]:
-        """Their ids, and which of them are learnt."""
+        """Tokenise examples, and mark the tokens that are learnt."""
         end = np.array([self.tokenizer.end_of_document], dtype=np.uint32)
         for batch in _batches(examples):
             texts = ["".join(text for text, _ in example) for _, example in batch]
@@ -192,10 +194,10 @@ class TokenisingRecipe:
 
 
 def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
-    """Which tokens are learnt: those that end in a piece that is, so that no part of an answer is left out.
+    """Mark the tokens that end in a learnt piece, so that no part of an answer is left out.
 
-    ``ends``: the last character that each token stands for. A token may begin in a prompt: most tokenizers draw a prompt's last blank and
-    the answer's first word together.
+    ``ends``: the index of the last character of each token. A learnt token may begin in a prompt: most tokenizers
+    merge a prompt's last space with the answer's first word.
     """
     bounds = np.cumsum([len(text) for text, _ in example])
     is_learnt = np.array([learnt for _, learnt in example] + [False])
@@ -203,7 +205,7 @@ def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
 
 
 def _check_text(examples: list[Example], where: str) -> None:
-    """Raise BadRow for text that no tokenizer can take."""
+    """Raise BadRow for text that cannot be encoded as UTF-8."""
     for example in examples:
         for text, _ in example:
             try:
@@ -213,7 +215,7 @@ def _check_text(examples: list[Example], where: str) -> None:
 
 
 def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[Split, Example]]]:
-    """Examples in lists of about _BATCH_CHARACTERS."""
+    """Group examples into lists of about _BATCH_CHARACTERS characters, and at most 10,000 examples."""
     batch: list[tuple[Split, Example]] = []
     size = 0
     for example in examples:
@@ -227,6 +229,6 @@ def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[S
 
 
 def texts_of(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of every document of a scan, in order; rows that cannot be used are passed over."""
+    """Yield the text of every document of a scan, in order; skip unusable rows."""
     recipe = TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0)
     yield from ("".join(text for text, _ in example) for _, example in recipe.unsplit())

@@ -1,4 +1,8 @@
-"""The cache of corpora: each is keyed by what it was made of, made once per node, and whole as soon as it has its name."""
+"""Cache corpora on disk.
+
+A corpus is keyed by a digest of its inputs and built once per node. It is renamed to its final name only once it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +31,23 @@ from .mapped import PREFIX, Index, IndexingRecipe, open_index
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
-"""Is told how much is done, of how much."""
+"""Callback that receives the amount done and the total."""
 
 
 class Recipe(Protocol):
-    """How a folder of the cache is made, and how it is known to be whole."""
+    """The steps that build a folder of the cache and check that it is complete."""
 
     @property
     def folder_name(self) -> str:
-        """A function of all that decides the contents."""
+        """A name that is a function of everything that determines the contents."""
         ...
 
     def build(self, folder: Path, target: Path, say: Say, progress: Progress) -> None:
-        """Fill the empty ``folder``, whose name will be ``target``."""
+        """Fill the empty ``folder``, which is later renamed to ``target``."""
         ...
 
     def find_damage(self, folder: Path) -> str:
-        """What is wrong with ``folder``, in words; empty when it is whole."""
+        """Describe the damage in ``folder``; return an empty string if the folder is intact."""
         ...
 
     def read_meta(self, folder: Path) -> Any: ...
@@ -54,19 +58,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A corpus that lies ready: give ``folder`` to ``open_corpus``."""
+    """A corpus that is ready to open: pass ``folder`` to ``open_corpus``."""
 
     folder: Path
     key: str
-    """Equal wherever the documents, the tokenizer and the fraction are equal: nodes can compare it."""
+    """Digest that is equal wherever documents, tokenizer and fraction are equal; nodes can compare it."""
     scan: Scan
     meta: Meta | Index
     was_built: bool
-    """False when the cache had it already."""
+    """False if the corpus was already in the cache."""
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/meshwright``, or ``~/.cache/meshwright`` where that is unset (or relative, which the XDG rules say to ignore)."""
+    """Return ``$XDG_CACHE_HOME/meshwright``, or ``~/.cache/meshwright`` where the variable is unset.
+
+    The XDG specification says to ignore a relative path, so it counts as unset.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
@@ -79,21 +86,22 @@ def prepare(
     say: Say = _log.info,
     progress: Progress = lambda done, total: None,
 ) -> Prepared:
-    """See that the corpus of ``source`` lies in the cache, tokenising it when it does not.
+    """Build the corpus of ``source`` in the cache, unless it is there already.
 
-    Files of token ids are not copied: they are read once, checked and indexed, and used where they lie. Call it in one process per
-    node and let the others open ``folder`` afterwards; called in several at once it is safe too: one builds, the others wait for it.
+    Files of token ids are not copied: they are read once, checked, indexed, and used in place. Call this in one
+    process per node and let the others open ``folder`` afterwards. Concurrent calls are safe too: one builds, the
+    others wait.
 
     Args:
-        source: files and folders, or all that can be said of a source.
-        validation_fraction: part of the bytes (of records: of the rows) to hold out, by whole documents (of a single text, its
-            end; of token ids, the last documents); in [0, 1).
-        cache_dir: None (or an empty text) means ``default_cache_dir()``.
-        say: is told, a line at a time, what was found, what is built, waited for or found damaged.
+        source: files and folders, or a source with all its options.
+        validation_fraction: fraction of the bytes (for records, of the rows) to hold out, in [0, 1). Whole documents
+            are held out; for a single text, its end; for token ids, the last documents.
+        cache_dir: cache folder; None or an empty string means ``default_cache_dir()``.
+        say: callback that receives one line at a time: what was found, built, waited for, or found damaged.
 
     Raises:
-        ConfigError: a source or fraction that cannot be used (see ``scan_sources``); a record or an id that cannot (with its place);
-            a cache folder that cannot be written.
+        ConfigError: an unusable source or fraction (see ``scan_sources``); an unusable record or id (with its
+            location); a cache folder that cannot be written.
         IntegrityError: a file changed while it was being tokenised.
     """
     check_fraction(validation_fraction)
@@ -119,14 +127,14 @@ def prepare(
 
 
 def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, progress: Progress) -> bool:
-    """True when this process built it; False when another had done so."""
+    """Build the corpus; return False if another process has already built it."""
     trouble = recipe.find_damage(folder)
     if not trouble:
         return False
     if folder.exists():
         say(f"the cached corpus {folder} is damaged ({trouble}): it is made anew")
     host = socket.gethostname()
-    if alone:  # so no living process of this host is at it: what lies there was left by one that was killed
+    if alone:  # no live process of this host is building, so its temporary folders were left by one that was killed
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):
             if left.name.removeprefix(f"{folder.name}.tmp-").partition("-")[2] == host:
                 shutil.rmtree(left, ignore_errors=True)
@@ -141,7 +149,10 @@ def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, pro
 
 
 def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
-    """Rename a whole corpus to its name. False when another process was first (only where files cannot be locked)."""
+    """Rename a complete corpus to its final name.
+
+    Returns False if another process was first, which happens only where files cannot be locked.
+    """
     while True:
         try:
             os.rename(temporary, folder)
@@ -151,7 +162,7 @@ def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
             if not recipe.find_damage(folder):
                 return False
             damaged = folder.with_name(f"{folder.name}.tmp-damaged-{socket.gethostname()}")
-            os.rename(folder, damaged)  # not removed in place: a reader would see half of it
+            os.rename(folder, damaged)  # removed in place, half of it would be visible to a reader
             shutil.rmtree(damaged, ignore_errors=True)
             continue
         sync_folder(folder.parent)
@@ -159,12 +170,12 @@ def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
 
 
 def open_corpus(folder: str | Path, too_long: TooLong = "refuse") -> Corpus:
-    """Map a corpus (``Prepared.folder``) into memory, read-only. Reads only what is used.
+    """Map a corpus (``Prepared.folder``) into memory, read-only.
 
-    ``too_long``: what becomes of conversations longer than a sample; see SourceOptions.
+    ``too_long``: how to handle conversations longer than a sample; see SourceOptions.
 
     Raises:
-        IntegrityError: there is no whole corpus in ``folder``.
+        IntegrityError: ``folder`` holds no complete corpus.
     """
     folder = Path(folder)
     return open_index(folder) if folder.name.startswith(PREFIX) else open_tokenised(folder, too_long)
@@ -172,7 +183,10 @@ def open_corpus(folder: str | Path, too_long: TooLong = "refuse") -> Corpus:
 
 @contextlib.contextmanager
 def only_one(path: Path, say: Say, what: str = "corpus") -> Iterator[bool]:
-    """Hold the lock file ``path``. The system frees it when its holder dies, so it is never stale. Yields whether it is held."""
+    """Hold a lock on the file ``path``, and yield whether the lock is held.
+
+    The operating system releases the lock when its holder dies, so it is never stale.
+    """
     import fcntl
 
     with open(path, "a") as file:

@@ -1,10 +1,12 @@
-"""A corpus on disk: the files of its folder, how they are written, checked and opened.
+"""Write, check and open a corpus on disk.
 
-For each split (``training``, ``validation``):
+A corpus is a folder with these files for each split (``training``, ``validation``):
 
-- ``<split>.tokens``: the ids of its documents end to end; little-endian uint16 where the vocabulary has at most 65,536 ids, else uint32
+- ``<split>.tokens``: the concatenated ids of its documents; little-endian uint16 where the vocabulary has at most
+  65,536 ids, else uint32
 - ``<split>.offsets``: little-endian int64, where each document begins, and at the end the number of tokens
-- ``<split>.learnt``: uint8 per token, 1 where it is learnt; only where documents are laid whole into samples (conversations)
+- ``<split>.learnt``: uint8 per token, 1 where the token is learnt; only where samples hold whole documents
+  (conversations)
 
 and ``meta.json``: Meta, written last.
 """
@@ -35,23 +37,23 @@ TRAINING, VALIDATION = "training", "validation"
 TooLong = Literal["refuse", "truncate", "skip"]
 
 Encoded = tuple[str, np.ndarray, np.ndarray | None]
-"""A document: its split, its ids, and which of them are learnt (None: all)."""
+"""A document: its split, its ids, and a mask of the ids that are learnt (None: all)."""
 
 
 @dataclass
 class SplitSize:
-    """What a split's files hold."""
+    """The sizes and digests of a split's files."""
 
     n_documents: int = 0
     n_tokens: int = 0
     n_learnt: int = 0
     digests: dict[str, str] = field(default_factory=dict)
-    """blake2b of each array file."""
+    """blake2b digest of each array file."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What a corpus is made of, and how large its files are."""
+    """The inputs of a corpus and the sizes of its files."""
 
     version: int
     key: str
@@ -61,14 +63,14 @@ class Meta:
     vocab_size: int
     end_of_document: int
     dtype: str
-    """Of the ids, as numpy writes it: ``<u2`` or ``<u4``."""
+    """dtype of the ids in numpy's notation: ``<u2`` or ``<u4``."""
     task: str
     is_whole: bool
-    """Documents are laid whole into samples."""
+    """True if samples hold whole documents."""
     validation_fraction: float
     n_source_bytes: int
     skipped: dict[str, int]
-    """How many rows of each file were left out because they could not be used."""
+    """Number of unusable rows left out of each file."""
     training: SplitSize
     validation: SplitSize
 
@@ -81,7 +83,7 @@ class Meta:
         return self.training.n_tokens + self.validation.n_tokens
 
     def sizes(self) -> dict[str, int]:
-        """Bytes that each array file must have."""
+        """Return the expected size of each array file in bytes."""
         sizes = {}
         for name, part in ((TRAINING, self.training), (VALIDATION, self.validation)):
             sizes[f"{name}.tokens"] = part.n_tokens * np.dtype(self.dtype).itemsize
@@ -101,11 +103,11 @@ class Corpus:
     meta: Any
     training: Split
     validation: Split
-    """May be empty: no documents, no tokens."""
+    """May be empty, with no documents and no tokens."""
 
 
 def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
-    """The corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
+    """Open a corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
     trouble = find_damage(folder)
     if trouble:
         raise IntegrityError(f"{folder} holds no whole corpus: {trouble}. Call prepare(...) again: it makes the corpus anew")
@@ -121,14 +123,15 @@ def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """A file as an array (one of 0 bytes cannot be mapped)."""
+    """Map a file as an array; an empty file, which cannot be mapped, gives an empty array."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def find_damage(folder: Path, *, contents: bool = False) -> str:
-    """What is wrong with the corpus in ``folder``, in words; empty when it is whole.
+    """Describe the damage to the corpus in ``folder``; return an empty string if the corpus is intact.
 
-    ``contents`` also reads the arrays that changed after ``meta.json`` was written, the last of all files; else sizes only.
+    By default only file sizes are checked. ``contents`` also verifies the digests of arrays modified after
+    ``meta.json``, which is written last.
     """
     try:
         meta = read_meta(folder)
@@ -149,12 +152,12 @@ def find_damage(folder: Path, *, contents: bool = False) -> str:
 
 
 def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, Any]) -> Meta:
-    """Write ``documents`` into the empty ``folder``, and see that the disk has them.
+    """Write ``documents`` into the empty ``folder``, and flush them to disk.
 
-    ``facts`` are the fields of Meta that are known beforehand.
+    ``facts`` holds the fields of Meta that are known beforehand.
 
     Raises:
-        ConfigError: an id outside [0, vocab_size), which a smaller dtype would turn into another id.
+        ConfigError: an id is outside [0, vocab_size); casting to a narrower dtype would turn it into another id.
     """
     dtype = np.dtype("<u2" if facts["vocab_size"] <= 1 << 16 else "<u4")
     with contextlib.ExitStack() as stack:
@@ -173,7 +176,7 @@ def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, An
 
 
 class _SplitWriter:
-    """Appends documents to the files of one split."""
+    """A writer that appends documents to the files of one split."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, is_whole: bool, stack: contextlib.ExitStack):
         self._dtype = dtype
@@ -200,7 +203,7 @@ class _SplitWriter:
 
 
 class ArrayFile:
-    """A file that arrays are appended to, with the digest of what went in."""
+    """A file that arrays are appended to, with the digest of its contents."""
 
     def __init__(self, file: BinaryIO):
         self.digest = hashlib.blake2b(digest_size=16)
@@ -214,7 +217,7 @@ class ArrayFile:
 
 @contextlib.contextmanager
 def array_file(path: Path) -> Iterator[ArrayFile]:
-    """Make ``path``; its contents are on the disk when the block ends without an error."""
+    """Create ``path``, and flush its contents to disk when the block ends without an error."""
     with open(path, "wb") as file:
         yield ArrayFile(file)
         file.flush()
@@ -222,7 +225,7 @@ def array_file(path: Path) -> Iterator[ArrayFile]:
 
 
 def write_meta(folder: Path, values: dict[str, Any]) -> None:
-    """Write ``meta.json`` and see that the disk has it and the folder's names."""
+    """Write ``meta.json``, and flush the file and the folder's entries to disk."""
     with open(folder / META, "w", encoding="utf-8") as text:
         json.dump(values, text, indent=1)
         text.flush()

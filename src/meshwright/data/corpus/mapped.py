@@ -1,10 +1,11 @@
-"""Mapped corpora: files of token ids that are used where they lie. They are read once, to check the ids and find the documents.
+"""Index files of token ids, and use them in place.
 
-- ``.npy``: one 1-D array of whole numbers
-- ``.bin``: ids end to end, in a dtype that the user states
-- Megatron's ``.bin`` with ``.idx``: the index tells dtype and documents
+Each file is read once, to check the ids and find the documents. In the first two formats a document ends with the
+tokenizer's end-of-document id:
 
-In the first two a document ends with the tokenizer's end-of-document id.
+- ``.npy``: one 1-D integer array
+- ``.bin``: concatenated ids, in a dtype that the user specifies
+- Megatron's ``.bin`` with ``.idx``: the index holds the dtype and the documents
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VERSION = 2
 PREFIX = "index-"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _CHUNK = 1 << 24
-"""Ids that are looked at at once."""
+"""Number of ids that are checked at a time."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -46,13 +47,13 @@ class MappedFile:
     changed_ns: int
     dtype: str
     begin: int
-    """Byte at which the ids begin."""
+    """Byte offset at which the ids begin."""
     n_tokens: int
     n_documents: int
-    digest: str = ""  # blake2b of the ids
+    digest: str = ""  # blake2b digest of the ids
 
     def open(self) -> np.ndarray:
-        """The ids, memory-mapped, read-only."""
+        """Map the ids into memory, read-only."""
         if not self.n_tokens:
             return np.empty(0, dtype=self.dtype)
         return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.begin, shape=(self.n_tokens,)))
@@ -60,17 +61,17 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class Index:
-    """What is known of files of ids."""
+    """The index of a corpus of token id files."""
 
     version: int
     key: str
-    """Digest of the ids, of where documents begin, of the end-of-document id and the fraction held out."""
+    """Digest of the ids, the document offsets, the end-of-document id and the fraction held out."""
     vocab_size: int
     end_of_document: int
     validation_fraction: float
     files: tuple[MappedFile, ...]
     n_training_tokens: int
-    """The ids are cut here: what follows, in the order of the files, is held out."""
+    """Number of ids to train on, in the order of the files; the ids that follow are held out."""
 
     @property
     def n_tokens(self) -> int:
@@ -82,20 +83,22 @@ class Index:
 
     @property
     def training(self) -> SplitSize:
-        """Sizes only."""
+        """The number of training tokens."""
         return SplitSize(n_tokens=self.n_training_tokens)
 
     @property
     def validation(self) -> SplitSize:
-        """Sizes only."""
+        """The number of held-out tokens."""
         return SplitSize(n_tokens=self.n_tokens - self.n_training_tokens)
 
 
 class IndexingRecipe:
-    """The index of files of ids. Its folder is named by the files' paths, sizes and time stamps: what they hold is read only once.
+    """The recipe for the index of token id files.
+
+    The folder name depends on the files' paths, sizes and time stamps, so their contents are read only once.
 
     Raises:
-        ConfigError: a file that is not what its format says.
+        ConfigError: a file does not conform to its format.
     """
 
     def __init__(self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float):
@@ -124,13 +127,13 @@ class IndexingRecipe:
         return PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def documents(self, file: MappedFile, ids: np.ndarray) -> list[np.ndarray]:
-        """The first ids of a file, one array per document."""
+        """Split the first ids of a file into one array per document."""
         offsets = self._documents.get(file.path)
         cuts = np.flatnonzero(ids == self.tokenizer.end_of_document) + 1 if offsets is None else offsets[1:-1][offsets[1:-1] < len(ids)]
         return [part for part in np.split(ids, cuts) if len(part)]
 
     def find_damage(self, folder: Path) -> str:
-        """See the function of that name."""
+        """Describe the damage in ``folder``; see the function of the same name."""
         return find_damage(folder)
 
     def read_meta(self, folder: Path) -> Index:
@@ -140,7 +143,7 @@ class IndexingRecipe:
         """Read every id and write the index.
 
         Raises:
-            ConfigError: an id outside the vocabulary, with file and position.
+            ConfigError: an id is outside the vocabulary; the message has its file and position.
         """
         total, done = sum(file.n_tokens for file in self.files), 0
         say(f"indexing {total} token ids of {len(self.files)} files into {target}")
@@ -177,7 +180,7 @@ class IndexingRecipe:
         say(f"{index.n_training_tokens} tokens to train on, {index.n_tokens - index.n_training_tokens} held out")
 
     def check(self, file: MappedFile, begin: int, ids: np.ndarray) -> None:
-        """Whether ``ids``, which stand at ``begin`` in ``file``, are in the vocabulary. Raises ConfigError."""
+        """Raise ConfigError unless ``ids``, which begin at position ``begin`` of ``file``, are in the vocabulary."""
         vocabulary = self.tokenizer.vocab_size
         if not len(ids) or (ids.min() >= 0 and ids.max() < vocabulary):
             return
@@ -195,7 +198,7 @@ def _chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _cut(offsets: list[np.ndarray], fraction: float) -> int:
-    """How many tokens train: (1 - fraction) of all, up to the end of a document where one ends in that file's rest."""
+    """Return (1 - fraction) of all tokens, rounded up to a document's end that leaves something to hold out."""
     total = sum(int(o[-1]) for o in offsets)
     wanted, before = round(total * (1 - fraction)), 0
     if not fraction:
@@ -209,10 +212,10 @@ def _cut(offsets: list[np.ndarray], fraction: float) -> int:
 
 
 def open_index(folder: Path) -> Corpus:
-    """The corpus of an index: the files, memory-mapped.
+    """Open the corpus of an index, with its files memory-mapped.
 
     Raises:
-        IntegrityError: the index is not whole, or a file is not what it was.
+        IntegrityError: the index is damaged, or a file changed.
     """
     trouble = find_damage(folder)
     if trouble:
@@ -232,7 +235,7 @@ def open_index(folder: Path) -> Corpus:
 
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with the index in ``folder``, in words; empty when it is whole and the files are as they were."""
+    """Describe the damage to the index in ``folder``; return an empty string if it is intact and no file changed."""
     try:
         index = read_index(folder)
         if index.version != VERSION:
@@ -255,9 +258,6 @@ def read_index(folder: Path) -> Index:
     values = json.loads((folder / META).read_text(encoding="utf-8"))
     values["files"] = tuple(MappedFile(**file) for file in values["files"])
     return Index(**{field.name: values[field.name] for field in fields(Index)})
-
-
-# --- the formats
 
 
 def _mapped(path: Path, dtype: str, begin: int, n_tokens: int) -> MappedFile:
@@ -291,7 +291,7 @@ def _flat(path: Path, dtype: str) -> MappedFile:
 
 
 def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
-    """The ids beside ``index``, and where each document begins (int64, and at the end the number of ids)."""
+    """Find the ids beside ``index``, and where each document begins (int64, with the number of ids at the end)."""
     path, data = inside(index.parent, index.with_suffix(".bin").name), index.read_bytes()
     header = len(_MAGIC) + 25
     if len(data) < header or not data.startswith(_MAGIC):

@@ -1,6 +1,6 @@
-"""Packing: documents become samples of equal length that know where each document begins.
+"""Pack documents into samples of equal length that record where each document begins.
 
-Plain text is one stream, cut wherever a sample is full (``Stream``); conversations are not (see ``whole``).
+Plain text is one stream, cut wherever a sample is full (``Stream``); conversations stay whole (see ``whole``).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import numpy as np
 from meshwright.core.errors import ConfigError
 
 IGNORE_INDEX = -100
-"""The label of a token that has nothing to learn: its successor belongs to another document, is part of a prompt, or is padding."""
+"""Label without a loss: the next token belongs to another document, is part of a prompt, or is padding."""
 
 Rows = dict[str, np.ndarray]
 """int64 arrays of shape (rows, seq_len):
 
 - ``tokens``
 - ``labels``: the next token, or IGNORE_INDEX
-- ``positions``: from 0 within each document as the row shows it, so 0 again at the row's own start
-- ``document_ids``: 0 for the row's first document, one more for each that begins further on; -1 for padding
+- ``positions``: counted from 0 within the part of each document that is in the row, so every row begins with 0
+- ``document_ids``: 0 for the row's first document, 1 for the next, and so on; -1 for padding
 """
 
 
 class Split(Protocol):
-    """Samples that can be read at any place."""
+    """A set of samples with random access."""
 
     @property
     def name(self) -> str:
-        """What errors call it, like ``training``."""
+        """The split's name in error messages, like ``training``."""
         ...
 
     @property
@@ -41,36 +41,36 @@ class Split(Protocol):
     def n_documents(self) -> int: ...
 
     def n_samples(self, seq_len: int) -> int:
-        """How many samples of ``seq_len`` tokens there are, at least 1.
+        """Return the number of samples of ``seq_len`` tokens, at least 1.
 
         Raises:
-            ConfigError: none, or ``seq_len`` below 1.
+            ConfigError: there is no sample, or ``seq_len`` is below 1.
         """
         ...
 
     def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
-        """The samples ``indexes`` (whole numbers, shape (rows,)).
+        """Read the samples at ``indexes`` (integers, shape (rows,)).
 
         Raises:
             ConfigError: see ``n_samples``.
-            IndexError: an index outside [0, n_samples).
+            IndexError: an index is outside [0, n_samples).
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents end to end, each closed by its end-of-document token, seen as samples.
+    """Concatenated documents, each closed by its end-of-document token, cut into samples.
 
-    Sample i of length s is tokens [i*s, (i+1)*s); its labels are the tokens one further on. The remainder that fills no sample
-    is not used.
+    Sample i of length s is tokens [i*s, (i+1)*s); its labels are the tokens shifted by one. The remainder, shorter
+    than a sample, is not used.
     """
 
     name: str
     tokens: np.ndarray
-    """(tokens,), of an integer dtype; may be memory-mapped."""
+    """Ids of shape (tokens,) and an integer dtype; may be memory-mapped."""
     offsets: np.ndarray
-    """int64 of shape (documents + 1,): document d is tokens [offsets[d], offsets[d + 1]); begins with 0, ends with the length."""
+    """int64 of shape (documents + 1,): document d is tokens [offsets[d], offsets[d + 1]); from 0 to len(tokens)."""
 
     @property
     def n_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Stream:
         return len(self.offsets) - 1
 
     def n_samples(self, seq_len: int) -> int:
-        """The whole samples in it; see ``Split``."""
+        """Return the number of whole samples; see ``Split``."""
         check_length(seq_len)
         if self.n_tokens < seq_len:
             legal = f"Legal here: seq_len from 1 to {self.n_tokens}." if self.n_tokens else "It is empty."
@@ -99,24 +99,24 @@ class Stream:
         for row, begin in enumerate(begins.tolist()):
             tokens[row] = self.tokens[begin : begin + seq_len]
             ahead = self.tokens[begin + 1 : begin + 1 + seq_len]
-            labels[row, : len(ahead)] = ahead  # the one place past the end of all follows a document's end, and is masked below
+            labels[row, : len(ahead)] = ahead  # the very last label, if missing, follows a document's end: masked below
         low = np.searchsorted(self.offsets, begins, side="right")
         counts = np.searchsorted(self.offsets, begins + seq_len, side="right") - low
         row, which = _runs(low, counts)
-        starts = self.offsets[which] - begins[row]  # where in its row a document begins, from 1 to seq_len
+        starts = self.offsets[which] - begins[row]  # a document's start within its row, from 1 to seq_len
         labels[row, starts - 1] = IGNORE_INDEX
         inside = starts < seq_len
         number_documents(row[inside], starts[inside], documents, positions)
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
 
     def head(self, n_tokens: int, n_documents: int) -> Stream:
-        """The first tokens, as a stream of their own."""
+        """Return a stream of the first tokens and documents only."""
         return Stream(self.name, self.tokens[:n_tokens], self.offsets[: n_documents + 1])
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Several splits one after another, such as the files of a corpus that is read where it lies. Samples do not reach across."""
+    """A concatenation of splits, such as the files of a corpus used in place; no sample spans two of them."""
 
     name: str
     parts: Sequence[Split]
@@ -130,7 +130,7 @@ class Joined:
         return sum(part.n_documents for part in self.parts)
 
     def n_samples(self, seq_len: int) -> int:
-        """See ``Split``. Parts shorter than a sample give none."""
+        """Return the number of samples (see ``Split``); a part shorter than a sample has none."""
         check_length(seq_len)
         n = int(self._bounds(seq_len)[-1])
         if not n:
@@ -156,7 +156,10 @@ class Joined:
 
 
 def gather(pieces: Sequence[tuple[Split, np.ndarray, np.ndarray]], n_rows: int, seq_len: int) -> Rows:
-    """One batch from several splits: of each its rows' places in the batch (bool, shape (n_rows,)), and its samples' indexes."""
+    """Assemble one batch from several splits.
+
+    A piece is a split, a mask of its rows in the batch (bool, shape (n_rows,)), and the indexes of its samples.
+    """
     if len(pieces) == 1:
         return pieces[0][0].rows(pieces[0][2], seq_len)
     batch: Rows = {}
@@ -179,15 +182,17 @@ def checked(indexes: np.ndarray, n: int, name: str) -> np.ndarray:
 
 
 def _runs(low: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """low[r], low[r] + 1, ... low[r] + counts[r] - 1 for each r, and which r each belongs to; no loop."""
+    """List low[r], low[r] + 1, ..., low[r] + counts[r] - 1 for each r, with the r of each; vectorised."""
     row = np.repeat(np.arange(len(low)), counts)
     return row, np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
 
 
 def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray, positions: np.ndarray) -> None:
-    """Fill in document ids and positions, where further documents begin at ``starts`` (from 1 to seq_len - 1, ascending in a row).
+    """Fill in document ids and positions, in place.
 
-    Both are running sums, made in place: a fresh array of this size costs more in page faults than in arithmetic.
+    Documents after a row's first begin at ``starts`` (from 1 to seq_len - 1, ascending in a row). Ids and positions
+    are
+    running sums computed in place: a fresh array of this size costs more in page faults than in arithmetic.
     """
     documents.fill(0)
     documents[row, starts] = 1
@@ -195,6 +200,6 @@ def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray,
     positions.fill(1)
     positions[:, 0] = 0
     is_first = np.diff(row, prepend=-1) != 0
-    before = np.where(is_first, 0, np.roll(starts, 1))  # where the document begins that ends here
+    before = np.where(is_first, 0, np.roll(starts, 1))  # start of the document that ends at ``starts``
     positions[row, starts] = 1 - (starts - before)
     np.cumsum(positions, axis=1, out=positions)

@@ -1,4 +1,4 @@
-"""Whole documents: conversations are laid uncut into samples, since a prompt cut off from its answer teaches nothing."""
+"""Pack whole documents into samples, since a prompt cut off from its answer teaches nothing."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .packing import IGNORE_INDEX, Rows, check_length, checked, number_documents
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """Documents that are never cut: each sample holds as many as fit, and padding behind them.
+    """A split of whole documents: each sample holds one or more of them, followed by padding.
 
-    Which documents share a sample is decided by best-fit decreasing (Johnson 1974; for training: Ding et al. 2024, "Fewer
-    truncations improve language modeling"), from the lengths alone. What a document teaches does not depend on its neighbours:
-    they do not see each other, positions begin at 0, and padding has no labels.
+    Best-fit decreasing (Johnson 1974; for training: Ding et al. 2024, "Fewer truncations improve language modeling")
+    decides which documents share a sample, from their lengths alone. A document's loss does not depend on its
+    neighbours: documents do not attend to each other, positions begin at 0, and padding has no labels.
     """
 
     name: str
     tokens: np.ndarray
-    """(tokens,), of an integer dtype."""
+    """Ids of shape (tokens,) and an integer dtype."""
     offsets: np.ndarray
-    """int64 of shape (documents + 1,)."""
+    """int64 of shape (documents + 1,): where each document begins, and the number of tokens."""
     is_learnt: np.ndarray
-    """uint8 of shape (tokens,): 1 where the token is to be predicted, 0 where it is only read."""
+    """uint8 of shape (tokens,): 1 where the token is to be predicted, 0 where it is only context."""
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
     padding: int = 0
-    """The id behind the last document of a sample."""
+    """The id that fills a sample after its last document."""
     _packed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -46,15 +46,18 @@ class Whole:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document."""
+        """The number of tokens in each document."""
         return np.diff(self.offsets)
 
     def n_too_long(self, seq_len: int) -> int:
-        """Documents that do not fit into a sample."""
+        """Return the number of documents longer than a sample."""
         return int((self.lengths > seq_len).sum())
 
     def n_samples(self, seq_len: int) -> int:
-        """See ``Split``. Raises ConfigError also where a document does not fit and the policy is to refuse."""
+        """Return the number of samples (see ``Split``).
+
+        Raises ConfigError also where a document does not fit and ``too_long`` is ``refuse``.
+        """
         check_length(seq_len)
         n_long = self.n_too_long(seq_len)
         if n_long and self.too_long == "refuse":
@@ -86,7 +89,7 @@ class Whole:
                 tokens[row, at : at + n] = self.tokens[begin : begin + n]
                 learnt[row, at : at + n - 1] = self.is_learnt[begin + 1 : begin + n]
                 at += n
-                if at < seq_len:  # the next document, or the padding, which is a document of its own: nothing attends to it
+                if at < seq_len:  # the next document, or the padding, a document of its own that nothing attends to
                     row_of.append(row)
                     starts.append(at)
             ends.append(at)
@@ -97,7 +100,7 @@ class Whole:
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Documents in the order of the samples, and where each sample begins among them."""
+        """Return the documents in the order of the samples, and the offset of each sample among them."""
         if seq_len not in self._packed:
             lengths = np.where(self.lengths > seq_len, 0 if self.too_long == "skip" else seq_len, self.lengths)
             self._packed[seq_len] = best_fit(lengths, seq_len)
@@ -105,16 +108,18 @@ class Whole:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items into bins, by best-fit decreasing: each item, the longest first, into the fullest bin that still has room for it.
+    """Pack items into bins by best-fit decreasing: each item, longest first, into the fullest bin that can hold it.
 
     Args:
-        lengths: whole numbers of shape (items,); an item of length 0 goes into no bin. capacity: at least the longest of them.
+        lengths: integers of shape (items,); an item of length 0 goes into no bin.
+        capacity: size of a bin, at least the longest item.
 
     Returns:
-        The items in the order of their bins, and where each bin begins among them (and at the end their number); both int64.
+        The items in the order of their bins, and the offset of each bin among them (with their number at the end);
+        int64.
     """
     order = np.argsort(-lengths, kind="stable")
-    rooms: list[int] = []  # the different rooms that bins have left, sorted
+    rooms: list[int] = []  # the distinct remaining capacities of the bins, sorted
     bins_with: dict[int, list[int]] = {}
     members: list[list[int]] = []
     for item in order.tolist():
