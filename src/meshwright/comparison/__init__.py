@@ -1,1 +1,1 @@
-"""What two computations are compared by: sketches of what modules compute, one measure of equality, findings with their places."""
+"""Compare two computations: sketches of module outputs, one measure of equality, findings with their places."""

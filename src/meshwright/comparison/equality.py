@@ -1,7 +1,7 @@
-"""What "equal" means: one measure of error for every tensor, one bound per dtype, and the floor that rounding alone sets.
+"""Define equality: one measure of error for every tensor, one bound per dtype, and a floor set by rounding alone.
 
-Error of a tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · norm of all references of its kind). (An elementwise relative error says
-nothing: the true gradient of a key bias is zero.)
+Error of a tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · norm of all references of its kind). (An
+elementwise relative error is meaningless: the true gradient of a key bias is zero.)
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Key = TypeVar("Key")
 EXACT = 1e-10
 """Bound in float64."""
 ROUNDED = 1e-6
-"""Least bound in float32 (in bfloat16 too, where weights and sums are float32), and in float64 for models that cast to float32 inside."""
+"""Least bound in float32 (in bfloat16 too: weights and sums are float32), in float64 for models that cast to float32."""
 FLOORS = 4.0
-"""So many times the floor is still rounding: the layout orders its sums in another way than the floor's run did."""
+"""Multiple of the floor that still counts as rounding: a layout orders its sums differently than the floor's run."""
 HALVES = ("bfloat16", "float16", "float8")
-"""Computed in from weights in float32; float8 by some of the products alone."""
+"""Compute dtypes for weights in float32; in float8, only some of the products are computed."""
 HALF_FLOORS = 2.0
-"""The same in those, where the floor is the whole distance of one process in bfloat16, say, from one in float32."""
+"""``FLOORS`` in ``HALVES``, where the floor is the whole distance of, say, bfloat16 from float32 in one process."""
 
 
 def relative_errors(found: Named, reference: Named) -> dict[str, float]:
-    """The error of each tensor, by name; infinite where it is missing on one side, has another shape, or is not finite."""
+    """Compute each tensor's error, by name; infinite for a tensor missing on one side, misshapen or not finite."""
     whole = math.sqrt(sum(r.double().norm().item() ** 2 for r in reference.values()))
     errors = dict.fromkeys(
         [*(name for name in reference if name not in found), *(name for name in found if name not in reference)], math.inf
@@ -41,7 +41,7 @@ def relative_errors(found: Named, reference: Named) -> dict[str, float]:
 
 
 def ratio(found: Tensor, reference: Tensor) -> float | None:
-    """⟨found, reference⟩ / ⟨reference, reference⟩."""
+    """Compute ⟨found, reference⟩ / ⟨reference, reference⟩; None where it is undefined or not finite."""
     if found.shape != reference.shape or not (whole := reference.double().norm().item() ** 2):
         return None
     value = (found.double() * reference.double()).sum().item() / whole
@@ -56,11 +56,12 @@ def _error(found: Tensor, reference: Tensor, whole: float) -> float:
 
 
 def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
-    """The largest error that is still equality.
+    """Return the largest error that still counts as equality.
 
     Args:
-        floor: the error of the same thing between runs of one process: in float32 the farthest of some that order their sums differently,
-            in bfloat16, float16 and float8 the farthest of some from one that computes in float32. float64 has none.
+        floor: the error of the same quantity between runs of one process: in float32 the largest among runs that
+            order their sums differently, in bfloat16, float16 and float8 the largest of runs against one in float32.
+            float64 has none.
         rounds: the model rounds to float32 inside, as its floor in float64 shows.
     """
     if dtype == "float64":
@@ -69,17 +70,17 @@ def bound_of(dtype: str, floor: float, *, rounds: bool = False) -> float:
 
 
 def traced_bound(dtype: str, floor: float) -> float:
-    """The same against a trace.
+    """Return the largest error against a trace that still counts as equality.
 
     Args:
-        dtype: what the run computes in.
-        floor: the error of the same thing in a run of one process that was perturbed by as much as that dtype rounds.
+        dtype: the run's compute dtype.
+        floor: the error of the same quantity in a run of one process perturbed by as much as that dtype rounds.
     """
     return max(EXACT if dtype == "float64" else ROUNDED, FLOORS * floor)
 
 
 def farthest(runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> dict[Key, dict[str, float]]:
-    """Of each thing the largest error of several runs."""
+    """Take the largest error over several runs for each key and name."""
     return {
         what: {name: max(run[what].get(name, 0.0) for run in runs) for name in dict.fromkeys(name for run in runs for name in run[what])}
         for what in runs[0]
@@ -87,12 +88,13 @@ def farthest(runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> dict[Key, dic
 
 
 def sum_floor(parts: Tensor, reference: Tensor) -> float:
-    """How far a sum may be off by rounding, relative to it, as two runs' summands show.
+    """Estimate a sum's relative rounding error from two runs' terms.
 
-    The two sums may be close by chance, so no less than two standard deviations of a sum whose summands are off independently.
+    The two sums may be close by chance, so the estimate is at least two standard deviations of a sum whose terms are
+    off independently.
 
     Args:
-        parts, reference: (n,) the summands in either run.
+        parts, reference: (n,) terms of the sum in either run.
     """
     off = parts.double() - reference.double()
     whole = max(abs(reference.double().sum().item()), torch.finfo(torch.float64).tiny)

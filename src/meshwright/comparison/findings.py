@@ -1,4 +1,4 @@
-"""Findings: what was compared, what is beyond rounding, and where that first shows."""
+"""Describe findings: the differences compared, those beyond rounding, and where the first one shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = (
     "alike",
     "repeated",
 )
-"""In the order in which a step computes them, and so in which a fault first shows; the last three are about random numbers alone."""
+"""Stages in the order in which a step computes them and a fault first shows; the last three are random numbers."""
 
 WORDS = {
     "batch": "the batch of step {step}",
@@ -44,7 +44,7 @@ WORDS = {
     "alike": "the random numbers in {name} (dropout)",
     "repeated": "the random numbers in {name} (dropout)",
 }
-"""Where a difference is. ``later``: of which step, where it is not the first."""
+"""The place of a difference, by stage; ``later`` names the step where it is not the first."""
 
 WHY = {
     "products": "fewer than in one process, so some are in high precision",
@@ -54,24 +54,24 @@ WHY = {
 }
 
 WORST = 5
-"""Gradients that are named in a table."""
+"""Number of gradients that a table names."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that was compared."""
+    """The error of one compared quantity and its bound."""
 
     stage: str
     """One of ``STAGES``."""
     name: str
-    """A module or a parameter; empty for what there is one of."""
+    """A module or a parameter; empty for a quantity of the whole model."""
     error: float
     bound: float
     ratio: float | None = None
-    """How many times the reference it is, along the reference; None where that says nothing."""
+    """Factor of the reference in the found tensor (its projection on the reference); None where it is meaningless."""
     step: int = 1
     ranks: tuple[int, ...] = ()
-    """The ranks on which it is, where it is not on all."""
+    """The ranks with the difference; empty where all have it."""
 
     @property
     def is_beyond(self) -> bool:
@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The place of the difference in plain English."""
         later = f" of step {self.step}" if self.step > 1 else ""
         words = WORDS[self.stage].format(name=self.name or "the whole model", step=self.step, later=later)
         several = "s" if len(self.ranks) > 1 else ""
@@ -88,12 +88,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared in one dtype."""
+    """All quantities that were compared in one dtype."""
 
     dtype: str
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
-    """What was not compared, or otherwise than usual."""
+    """Notes on quantities that were not compared, or compared otherwise than usual."""
 
     @property
     def is_equal(self) -> bool:
@@ -101,28 +101,28 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Where a difference first shows, in the order in which steps compute."""
+        """The first difference beyond its bound, in the order in which steps compute."""
         return min((d for d in self.differences if d.is_beyond), key=lambda d: (d.step, STAGES.index(d.stage)), default=None)
 
     @property
     def factor(self) -> float | None:
-        """The one factor by which all gradients are off, None where there is none: a sum that should be a mean, or the other way round."""
+        """The one factor by which all gradients are off (a sum that should be a mean, or the reverse), else None."""
         found = [d for d in self.differences if d.stage == "gradient" and d.ratio is not None and d.step == 1]
         if not found:
             return None
         ratios = sorted(d.ratio for d in found if d.ratio is not None)
-        blur = min(max(1e-6, *(d.bound for d in found)), 0.05)  # of each ratio, by rounding
+        blur = min(max(1e-6, *(d.bound for d in found)), 0.05)  # rounding error of each ratio
         middle = ratios[len(ratios) // 2]
         if abs(middle - 1) < max(1e-3, 2 * blur) or ratios[-1] - ratios[0] > 2 * blur * abs(middle):
             return None
         return middle
 
     def of(self, stage: str) -> list[Difference]:
-        """The differences of a stage, those beyond their bound first, then the worst in units of its bound."""
+        """Sort a stage's differences: those beyond their bound first, then the largest in units of the bound."""
         return sorted((d for d in self.differences if d.stage == stage), key=_rank)
 
     def lines(self) -> list[str]:
-        """For people: where first, then the worst of every stage."""
+        """Format for people: the first difference, then the worst of every stage."""
         lines = []
         if self.first is not None:
             lines.append(f"  {self.dtype}: {_told(self.first)}")
@@ -140,7 +140,7 @@ class Comparison:
         return [*lines, *(f"  {self.dtype}: {note}" for note in self.notes)]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity: null stands for the error of something that is missing."""
+        """Convert to JSON values; JSON has no infinity, so null stands for the error of a missing tensor."""
         return {
             "dtype": self.dtype,
             "equal": self.is_equal,

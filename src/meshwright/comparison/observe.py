@@ -1,7 +1,7 @@
-"""Observing a step: of every module's output, and of the gradient that comes back to it, a small sketch per row.
+"""Observe a step: sketch every module's output, and the gradient of that output, for each row.
 
-Rows are told apart, so that ranks with different rows can be put together. What activation checkpointing computes once more in the
-backward is compared with what the forward computed.
+Each row has its own sketch, so that ranks with different rows can be put together. Outputs that activation
+checkpointing recomputes in the backward are compared with those of the forward.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from .sketch import sketch_rows
 
 @dataclass(frozen=True)
 class TokensOfRank:
-    """Which tokens of each row a rank has where ranks share out sequences: the ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉,
-    the last filled up."""
+    """The tokens of each row that a rank has where ranks share out sequences.
+
+    These tokens are the ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉, the last one padded."""
 
     rank: int = 0
     ranks: int = 1
     length: int = 0
-    """Tokens of a whole row."""
+    """Number of tokens of a whole row."""
 
     @property
     def share(self) -> int:
         return -(-self.length // self.ranks)
 
     def are_those_of(self, tensor: Tensor) -> bool:
-        """Whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
+        """Tell whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
         return self.share < self.length and tensor.dim() > 2 and tensor.shape[1] == self.share and not hasattr(tensor, "full_tensor")
 
     def sketch(self, part: Tensor) -> Tensor:
-        """Of a part, what adds up with those of the other ranks to the sketch of the whole; what fills it up left out."""
+        """Sketch a part without its padding; the ranks' sketches add up to the sketch of the whole."""
         first = min(self.rank * self.share, self.length)
         return sketch_rows(part[:, : self.length - first], first, self.length)
 
@@ -53,20 +54,20 @@ class TokensOfRank:
 class Observed:
     """Sketches by module, in the order in which modules first ended (forward) and were first reached (backward).
 
-    A module that is called several times in a forward has a name for each call: ``norm``, ``norm (call 2)``. Outputs without a row for
-    each row of the batch, such as a table of positions, are not observed. Of an output that is this rank's ``tokens`` of each row, the
-    sketch is a summand of the whole one's.
+    A module that is called several times in a forward has a name for each call: ``norm``, ``norm (call 2)``. Outputs
+    without a row for each row of the batch, such as a table of positions, are not observed. The sketch of an output
+    that is this rank's ``tokens`` of each row is a partial sum of the whole output's sketch.
     """
 
     tokens: TokensOfRank = TokensOfRank()
     forward: dict[str, list[Tensor]] = field(default_factory=dict)
     backward: dict[str, list[Tensor]] = field(default_factory=dict)
     compiled: list[str] = field(default_factory=list)
-    """Modules that run compiled: what they return is observed, nothing inside them."""
+    """Modules that run compiled: their outputs are observed, nothing inside them."""
     recomputed: dict[str, float] = field(default_factory=dict)
-    """By module: the largest relative error of what the backward recomputed of it."""
+    """The largest relative error of a module's outputs that the backward recomputed, by module."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each output, without its rows; the forward's first. Of a part of each row, those of the whole."""
+    """Shape of each call's first output without its rows; of the whole row where the output is a part of each row."""
     _homes: dict[str, int] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _computed: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -75,22 +76,22 @@ class Observed:
     _last: _Seen | None = None
 
     def rows(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(rows, ROW_WIDTH) float64 for each module, where it computed: all microbatches one behind the other."""
+        """Concatenate all microbatches' sketches: (rows, ROW_WIDTH) float64 for each module, on its device."""
         forward = {name: torch.cat(parts) for name, parts in self.forward.items()}
         return forward, {name: torch.cat(parts) for name, parts in self.backward.items()}
 
     def begin(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A forward of the whole model begins (one per microbatch)."""
+        """Begin a forward of the whole model (one per microbatch)."""
         if not _is_recomputing():
             self._calls.clear()
             self._n_rows = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
     def note(self, name: str, output: Any, part: PartOfModel | None = None) -> None:
-        """A module ended.
+        """Sketch the output of a module that ended.
 
         Args:
-            part: of a module without parameters, in a part of a model: which part. What has no values there is another's, and what
-                several parts compute is the first one's.
+            part: the part of the model that runs a module without parameters. An output without values belongs to
+                another part, and one that several parts compute belongs to the first.
         """
         tensor = _tensor_of(output)
         if tensor is None or len(tensor) != self._n_rows:
@@ -110,7 +111,7 @@ class Observed:
             self._last = _Seen(weakref.ref(tensor), version_of(tensor), self._sketch(tensor.detach()))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._came_back, self._last.calls))
-        self._last.calls.append(call)  # several where a module hands on what its last child returned
+        self._last.calls.append(call)  # several where a module returns its last child's output
         self.forward.setdefault(call, []).append(self._last.sketch)
         self.shapes.setdefault(call, self._whole_shape(tensor))
         self._computed.setdefault(name, []).append(self._last.sketch)
@@ -118,7 +119,7 @@ class Observed:
             self._without_graph.add(call)
 
     def _note_again(self, name: str, tensor: Tensor) -> None:
-        """A module ended in the backward: which of its calls that was does not show, so the nearest counts."""
+        """Compare a recomputed output with the nearest of the module's forward calls, since the call is unknown."""
         again = self._sketch(tensor.detach())
         before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
         if before:
@@ -146,9 +147,9 @@ class PartOfModel:
     """One of several parts that a process has of a model.
 
     Attributes:
-        number: which.
-        begins: its first blocks are given what another process computed.
-        ends: what its last blocks give goes to another process.
+        number: the part's index.
+        begins: the part's first blocks receive another process's output.
+        ends: the part's last blocks send their output to another process.
     """
 
     number: int
@@ -156,7 +157,7 @@ class PartOfModel:
     ends: bool
 
     def is_without_values(self, tensor: Tensor) -> bool:
-        """Whether what a module without parameters gave is nothing, or follows from nothing: another part has it."""
+        """Tell whether a parameterless module's output is empty, or computed from a stand-in: another part has it."""
         return self.ends if tensor.numel() == 0 else self.begins and bool(tensor.flatten()[:1].isnan())
 
 
@@ -176,20 +177,22 @@ def _apart(found: Tensor, reference: Tensor) -> float:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """A tensor that is shared out over ranks, put together (collective)."""
+    """Gather a tensor that is sharded over ranks (collective); return any other itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: one number that is none, expanded (a rank's part of it is elsewhere), or no elements (the logits of a
-    head that computed the loss instead)."""
+    """Tell whether a tensor stands in for values that are elsewhere.
+
+    Such a tensor is one expanded NaN (another rank has the values) or has no elements (the logits of a head that
+    computed the loss instead)."""
     if tensor.numel() == 0:
         return True
     return tensor.is_floating_point() and not any(tensor.stride()) and tensor.dim() > 0 and bool(tensor.flatten()[:1].isnan().any())
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward is under way: what modules compute there was computed before."""
+    """Tell whether a backward is running, in which a forward repeats one already computed."""
     return is_in_backward()
 
 
@@ -200,13 +203,14 @@ def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.M
 
 @contextmanager
 def observing(*models: nn.Module, opaque: Collection[str] = (), tokens: TokensOfRank = TokensOfRank()) -> Iterator[Observed]:
-    """Sketch what ``models`` compute inside the block: a model, or parts of one.
+    """Sketch the outputs of ``models``, a model or parts of one, inside the block.
 
     Args:
-        opaque: modules of which nothing inside is observed.
-        tokens: which of each row's tokens this rank has, where ranks share out sequences.
+        opaque: modules whose inside is not observed.
+        tokens: each row's tokens on this rank, where ranks share out sequences.
 
-    A compiled module is observed from outside: hooks on it or in it would become a part of what is compiled, and cut it into pieces.
+    A compiled module is observed from outside: hooks on or in the module would be compiled with it, and break its
+    graph.
     """
     observed = Observed(tokens)
     with ExitStack() as stack:
@@ -227,7 +231,7 @@ def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int
         if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
         if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
-            continue  # another part has it, or what it would return
+            continue  # another part has the module or its output
         if _is_compiled(module):
             observed.compiled.append(name)
             stack.enter_context(_observed_outside(observed, name, module, module is model))
@@ -236,7 +240,7 @@ def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a module (or a call of it) is inside one of ``modules``."""
+    """Tell whether a module (or a call of it) is inside one of ``modules``."""
     return any(name.startswith(f"{module}.") if module else name for module in modules)
 
 
@@ -263,7 +267,7 @@ def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root:
 
 
 def _tensor_of(output: Any) -> Tensor | None:
-    """The floating-point tensor that an output is, or is led by."""
+    """Return the floating-point tensor of at least 2 dims that an output is or begins with, else None."""
     if isinstance(output, tuple | list) and output:
         output = output[0]
     output = getattr(output, "logits", output)

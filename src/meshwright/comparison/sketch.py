@@ -1,9 +1,10 @@
-"""Sketches: a few numbers that stand for a tensor. Two tensors with equal sketches are equal, but for chances that do not matter.
+"""Sketch tensors as a few numbers; tensors with equal sketches are equal with overwhelming probability.
 
-A sketch is a few random projections (Johnson and Lindenstrauss 1984), so distances are kept: ‖sketch(x) − sketch(y)‖ is about ‖x − y‖. The
-directions are products of signs: two vectors along the last dim, and a few for each of them along the others. So a tensor is
-read twice, by matrix-vector products, and no more; the tables of signs are small, a multiplication by them is exact in every
-dtype, and a shard's sketch is a summand of the whole tensor's.
+A sketch is a few random projections (Johnson and Lindenstrauss 1984), which preserve distances:
+‖sketch(x) − sketch(y)‖ is about ‖x − y‖. The directions are products of signs: two vectors along the last dim, and a
+few for each of them along the others. Sketching thus reads a tensor only twice, by matrix-vector products; the tables
+of signs are small, a multiplication by them is exact in every dtype, and a shard's sketch is a partial sum of the
+whole tensor's.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import torch
 from torch import Tensor
 
 ROW_WIDTH = 8
-"""Numbers per row of a batch."""
+"""Number of projections per row of a batch."""
 TENSOR_WIDTH = 16
-"""Numbers per parameter."""
+"""Number of projections per parameter."""
 VECTORS = 2
-"""Directions along the last dim."""
+"""Number of directions along the last dim."""
 
 
 def sketch_rows(tensor: Tensor, first: int = 0, length: int | None = None) -> Tensor:
-    """(rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device; each row for itself.
+    """Sketch each row: (rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device.
 
     Args:
-        first, length: of a tensor that is a part of each row, (rows, tokens, …, features): the number of its first token, and how many
-            tokens whole rows have. The sketches of disjoint parts add up to that of the whole.
+        first, length: for a tensor that is a part of each row, (rows, tokens, …, features): the index of its first
+            token, and the number of tokens of a whole row. The sketches of disjoint parts add up to the whole's.
     """
     n_rows, features = tensor.shape[0], tensor.shape[-1]
     whole = tensor.shape[1:-1] if length is None else (length, *tensor.shape[2:-1])
@@ -43,10 +44,10 @@ def sketch_rows(tensor: Tensor, first: int = 0, length: int | None = None) -> Te
 
 
 def sketch_part(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The part of a tensor at ``offset`` → (TENSOR_WIDTH,) float64; the sketches of disjoint parts add up to that of the whole.
+    """Sketch the part of a tensor at ``offset``, (TENSOR_WIDTH,) float64; disjoint parts add up to the whole's.
 
     Args:
-        shape: of the whole tensor. Parts may be cut along any dims.
+        shape: the whole tensor's shape. Parts may be cut along any dims.
     """
     if part.numel() == 0:
         return torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=part.device)
@@ -62,12 +63,12 @@ def sketch_part(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 def _products(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """(n, features), (VECTORS, features) → (VECTORS, n)."""
+    """Multiply a matrix by vectors: (n, features), (VECTORS, features) → (VECTORS, n)."""
     return torch.stack([matrix @ vector for vector in vectors])
 
 
 @lru_cache(maxsize=256)
 def _signs(number: int, n: int, role: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(number, n) of ±1; a function of (number, n, role)."""
+    """Draw a table of ±1, (number, n), that depends on (number, n, role) alone."""
     generator = torch.Generator().manual_seed(4 * n + 2 * (role == "last") + (number == TENSOR_WIDTH))
     return (2 * torch.randint(0, 2, (number, n), generator=generator, device="cpu") - 1).to(device, dtype)

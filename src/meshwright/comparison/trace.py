@@ -1,9 +1,9 @@
-"""A trace: what one process computed in the first steps of a run, small enough to keep, for a real run to be compared with.
+"""Store a trace of one process's first steps, compact enough to keep and to compare a real run with.
 
-The idea is that of TTrace (Jiang et al., "TTrace: Lightweight Error Checking and Diagnosis for Distributed Training", arXiv
-2506.09280): line up the tensors of a distributed run with those of a trusted one, and learn from a perturbed run of the trusted
-one how far rounding may move each of them. Kept are sketches, so that a trace of a large model is some megabytes, and ranks compare
-the rows and shards that they hold without moving them.
+The idea is that of TTrace (Jiang et al., "TTrace: Lightweight Error Checking and Diagnosis for Distributed
+Training", arXiv 2506.09280): line up the tensors of a distributed run with those of a trusted one, and learn from a
+perturbed run of the trusted one how far rounding may move each of them. A trace holds sketches, so that it takes some
+megabytes for a large model, and ranks compare the rows and shards that they hold without moving them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BY_ROW = ("forward", "backward")
 
 
 class Sketches(NamedTuple):
-    """Sketches of one stage."""
+    """The sketches of one stage."""
 
     names: list[str]
-    """In the order in which they were computed."""
+    """Modules or parameters in the order in which they were computed."""
     values: Tensor
-    """(names, rows, ROW_WIDTH) of what has rows, (names, TENSOR_WIDTH) of parameters and their gradients."""
+    """(names, rows, ROW_WIDTH) for modules, (names, TENSOR_WIDTH) for parameters and their gradients."""
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Sketches:
@@ -47,7 +47,7 @@ class Sketches(NamedTuple):
 
 @dataclass
 class TracedStep:
-    """One step."""
+    """A step of the trace."""
 
     batch: Tensor
     """(rows,) int64 fingerprints of the global batch's rows."""
@@ -56,7 +56,7 @@ class TracedStep:
     norm: float
     """Global gradient norm before clipping."""
     sketches: dict[str, Sketches]
-    """forward and backward of modules, gradient (before clipping) and parameter (after the step)."""
+    """Sketches by stage: forward and backward of modules, gradient (before clipping), parameter (after the step)."""
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Trace:
     """A trace in memory, as it is written.
 
     Attributes:
-        facts: what a run must have in common with it, by dotted key of the config; plain JSON values.
+        facts: the values that a run must share with the trace, by dotted key of the config; plain JSON values.
         drawn_on: device type on which the initial weights were drawn.
         initial: sketches of the initial weights.
-        shapes: of each module's output, without its rows.
-        floors: compute dtype → per step, stage and name ("" for loss and norm): how far rounding to that dtype moves it.
+        shapes: shape of each module's output, without its rows.
+        floors: compute dtype → per step, stage and name ("" for loss and norm): the error by rounding to that dtype.
     """
 
     facts: dict[str, Any]
@@ -79,7 +79,7 @@ class Trace:
     floors: dict[str, list[dict[str, dict[str, float]]]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Write the file, whole or not at all; raises OSError."""
         tensors = {"0/parameter": self.initial.values}
         rows: list[dict[str, Any]] = [{"names": {"parameter": self.initial.names}}]
         for number, step in enumerate(self.steps, 1):
@@ -100,7 +100,7 @@ class Trace:
 
 
 class TraceFile:
-    """A trace on disk: its facts, and what of its sketches is asked for.
+    """A trace on disk: its facts, and the sketches that are requested.
 
     Raises:
         ConfigError: the file cannot be read, or is no trace.
@@ -126,7 +126,7 @@ class TraceFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each module's output, without its rows."""
+        """The shape of each module's output, without its rows."""
         return {name: tuple(shape) for name, shape in self._said["shapes"].items()}
 
     @property
@@ -135,15 +135,15 @@ class TraceFile:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Compute dtypes for which it knows how far rounding goes."""
+        """The compute dtypes whose rounding errors the trace holds."""
         return tuple(self._said["floors"])
 
     def floors(self, dtype: str, step: int) -> dict[str, dict[str, float]]:
-        """How far rounding to ``dtype`` moves what was computed in a step (1 the first), by stage and name."""
+        """Return the errors that rounding to ``dtype`` causes in a step (1 the first), by stage and name."""
         return self._said["floors"][dtype][step - 1]
 
     def step(self, step: int, rows: slice) -> TracedStep:
-        """A step (1 the first), with the given rows of the global batch."""
+        """Read a step (1 the first), with the given rows of the global batch."""
         said = self._said["steps"][step]
         with self._opened() as file:
             sketches = {}
@@ -165,7 +165,7 @@ class TraceFile:
 
 
 def fingerprints(batch: dict[str, Tensor]) -> Tensor:
-    """(rows,) int64: one number for what a row of a batch holds, in all its tensors."""
+    """Fingerprint each row of a batch over all its tensors, (rows,) int64."""
     total = torch.zeros(len(batch["tokens"]), dtype=torch.int64)
     for number, key in enumerate(sorted(batch)):
         values = batch[key].cpu().to(torch.int64).flatten(1)

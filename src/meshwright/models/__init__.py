@@ -1,1 +1,1 @@
-"""Plain torch models. They know nothing of meshes, and import nothing else of meshwright."""
+"""Define plain torch models, which know nothing of meshes and import little else of meshwright."""

@@ -1,7 +1,8 @@
-"""A decoder-only transformer in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of such experts.
+"""Define a decoder-only transformer in plain torch.
 
-Shapes in comments: ``rows`` sequences of ``seq`` tokens, ``dim`` features, ``heads`` of ``head`` features.
-"Inside at least fp32" means: fp32 for narrower dtypes, and fp64 stays fp64.
+Its parts: RMSNorm, RoPE, grouped-query attention, SwiGLU or a mixture of such experts. Shapes in comments: ``rows``
+sequences of ``seq`` tokens, ``dim`` features, ``heads`` of ``head`` features. "In at least fp32" means: fp32 for
+narrower dtypes, and fp64 stays fp64.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .moe import MixtureOfExperts
 
 
 def rotary_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Angular frequency of each feature pair, (head / 2,), with Llama-3's scaling where the config has one."""
+    """Compute each feature pair's angular frequency, (head / 2,), with Llama-3's scaling where the config has it."""
     exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=dtype) / config.head_dim
     frequency = config.rope_theta**-exponent
     scaling = config.rope_scaling
@@ -30,7 +31,7 @@ def rotary_frequencies(config: DecoderConfig, device: torch.device, dtype: torch
 
 
 def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each (rows, 1, seq, head), in ``dtype``; angles inside at least fp32."""
+    """Compute cos and sin of all angles, each (rows, 1, seq, head), in ``dtype``; the angles in at least fp32."""
     wide = at_least_fp32(dtype)
     angles = positions.to(wide).unsqueeze(-1) * rotary_frequencies(config, positions.device, wide)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
@@ -38,22 +39,28 @@ def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), pairs (i, i + head/2). x: (rows, heads, seq, head)."""
+    """Rotate the pairs (i, i + head/2) of x, (rows, heads, seq, head), by position (RoPE, arXiv 2104.09864)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ) v with a causal mask, or a given boolean one; a submodule of its own so that it can be replaced."""
+    """softmax(q kᵀ) v with a causal mask, or a given boolean one; a module of its own so that it can be replaced."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q: (rows, heads, seq, head); k, v: (rows, kv_heads, seq, head); mask: (rows, 1, seq, seq), True = may attend."""
+        """Attend from each query to the keys that the mask allows.
+
+        Args:
+            q: (rows, heads, seq, head).
+            k, v: (rows, kv_heads, seq, head).
+            mask: (rows, 1, seq, seq), True where a token may attend; None: causal.
+        """
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245), with RMSNorm on each head's q and k where the config asks."""
+    """Grouped-query attention (arXiv 2305.13245), with RMSNorm on each head's q and k where the config has it."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -78,7 +85,7 @@ class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream.
 
     Args:
-        layer: its number; the first layers of a mixture of experts may be dense.
+        layer: the block's number; the first layers of a model with mixtures of experts may be dense.
     """
 
     def __init__(self, config: DecoderConfig, layer: int = 0):
@@ -99,9 +106,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out.
+    """A model that maps token ids to logits.
 
-    Its weights follow ``weight_law``, drawn from torch's generator. Under ``torch.device("meta")`` they have no values yet.
+    Its weights follow ``weight_law``, drawn from torch's generator; on the meta device they have no values yet.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -118,13 +125,13 @@ class Decoder(nn.Module):
             nn.init.normal_(parameter, std=value) if kind == "normal" else nn.init.constant_(parameter, value)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits (rows, seq, vocab).
+        """Compute the logits, (rows, seq, vocab).
 
         Args:
             tokens: (rows, seq) int64.
             positions: (rows, seq) int64; by default 0, 1, 2 … in each row.
-            document_ids: (rows, seq) int64; tokens attend only within their document. By default a row is one document. -1 is padding:
-                no expert is given it.
+            document_ids: (rows, seq) int64; tokens attend only within their document. By default a row is one
+                document. -1 is padding, which goes to no expert.
 
         Raises:
             ValueError: seq is longer than the config's ``max_seq_len``.
@@ -142,16 +149,16 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def weight_law(self, name: str) -> tuple[str, float]:
-        """How the parameter of that name starts: ("normal", standard deviation) or ("constant", value).
+        """Return a parameter's initial distribution: ("normal", standard deviation) or ("constant", value).
 
-        The usual scaled normal (GPT-2; Megatron-LM, arXiv 1909.08053): 0.02 everywhere, divided by sqrt(2 · n_layers) for the
-        projections that write into the residual stream; norms start at one.
+        The law is the usual scaled normal (GPT-2; Megatron-LM, arXiv 1909.08053): 0.02 everywhere, divided by
+        sqrt(2 · n_layers) for the projections that write into the residual stream; norms start at one.
         """
         return weight_law_of(self.config, name)
 
 
 def weight_law_of(config: DecoderConfig, name: str) -> tuple[str, float]:
-    """See ``Decoder.weight_law``; of a stage of it too."""
+    """Return ``Decoder.weight_law`` of a name, for pipeline stages too."""
     if "norm" in name:
         return "constant", 1.0
     into_residual = name.endswith(("attention.wo.weight", "w_down.weight", "experts.w_down"))
@@ -165,7 +172,7 @@ def refuse_longer(config: DecoderConfig, seq: int) -> None:
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """(rows, 1, seq, seq), True where a token may attend: earlier or same position, and same document."""
+    """Build the mask (rows, 1, seq, seq): True for positions up to a token's own, in the same document."""
     seq = document_ids.shape[1]
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
     return (same & torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Shapes of the decoder, and its named sizes. Torch-free."""
+"""Define the decoder's shapes and named sizes, without torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies for longer sequences, as in Llama 3.1 (arXiv 2407.21783); off until one of its keys is set."""
+    """Rotary frequency scaling for longer sequences, as in Llama 3.1 (arXiv 2407.21783); off until a key is set."""
 
     factor: float = 8.0
-    """Low frequencies are divided by this."""
+    """Divisor of the low frequencies."""
     low_freq_factor: float = 1.0
-    """Frequencies with fewer turns than this over original_max_seq_len are divided in full."""
+    """Frequencies with fewer turns than this number over original_max_seq_len are divided in full."""
     high_freq_factor: float = 4.0
-    """Frequencies with more turns than this over original_max_seq_len stay as they are."""
+    """Frequencies with more turns than this number over original_max_seq_len stay as they are."""
     original_max_seq_len: int = 8192
     """Sequence length, in tokens, that the unscaled frequencies were made for."""
 
@@ -24,26 +24,26 @@ ROUTERS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Feed-forwards as a mixture of experts; off until one of its keys is set."""
+    """A mixture of experts for the feed-forwards; off until one of its keys is set."""
 
     n_experts: int = 8
-    """Experts of each layer."""
+    """Number of experts in each layer."""
     top_k: int = 2
-    """Experts that each token goes to."""
+    """Number of experts that each token goes to."""
     hidden_dim: int = 0
-    """Width inside an expert; 0: model.hidden_dim."""
+    """Hidden width of an expert; 0: model.hidden_dim."""
     n_shared: int = 0
-    """Experts that every token goes to besides."""
+    """Number of shared experts, which every token goes to besides."""
     first_dense: int = 0
-    """So many first layers have a feed-forward without experts."""
+    """Number of first layers that have a feed-forward without experts."""
     router: str = "softmax"
-    """Scores of experts: softmax (arXiv 2401.04088), or sigmoid (arXiv 2412.19437)."""
+    """Function that scores experts: softmax (arXiv 2401.04088), or sigmoid (arXiv 2412.19437)."""
     n_groups: int = 1
-    """Groups of experts; a token's experts come from its best groups."""
+    """Number of groups of experts; a token's experts come from its best groups."""
     top_groups: int = 1
-    """How many groups those are."""
+    """Number of best groups that a token's experts come from."""
     normalise: bool = True
-    """The weights of a token's experts are scaled to sum to one."""
+    """Scale the weights of a token's experts to sum to one."""
     scale: float = 1.0
     """Factor on the weights of the experts."""
     bias_rate: float = 0.0
@@ -55,10 +55,10 @@ class MoEConfig:
     z_loss: float = 0.0
     """Weight of the loss on the size of the router's logits; 0: none."""
     capacity_factor: float = 0.0
-    """A sequence's tokens beyond so many times an expert's even share skip that expert; 0: no token is dropped."""
+    """An expert's capacity per sequence, in even shares; tokens beyond skip the expert; 0: no token is dropped."""
 
     def check(self) -> None:
-        """Raises ValueError for sizes that do not fit together; the text names them."""
+        """Raise ValueError for sizes that do not fit together; the message names them."""
         for name in ("n_experts", "top_k", "n_groups", "top_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 1")
@@ -90,15 +90,15 @@ OTHER_NAMES = {
     "rms_norm_eps": "norm_eps",
     "num_experts": "moe=MoEConfig(n_experts=...)",
 }
-"""What other systems call our fields."""
+"""Other systems' names for fields of ``DecoderConfig``, and the fields."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer.
+    """The shape of a decoder-only transformer.
 
     Raises:
-        ValueError: sizes that do not fit together, or a field by another system's name; the text names them.
+        ValueError: sizes that do not fit together, or a field by another system's name; the message names them.
     """
 
     vocab_size: int
@@ -142,7 +142,7 @@ class DecoderConfig:
 
     @property
     def expert_dim(self) -> int:
-        """Width inside an expert."""
+        """The hidden width of an expert."""
         return (self.moe.hidden_dim if self.moe is not None else 0) or self.hidden_dim
 
 
@@ -159,11 +159,11 @@ SIZES: dict[str, DecoderConfig] = {
     "8B": DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=500_000.0),
     "70B": DecoderConfig(128_256, 8192, 80, 64, 8, 28_672, 8192, rope_theta=500_000.0),
 }
-"""Named sizes. "demo" trains in seconds on a laptop; "debug" is for tests; the others have published parameter counts."""
+"""Named sizes: "demo" trains in seconds on a laptop; "debug" is for tests; others have published parameter counts."""
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """Number of distinct parameters (tied ones once), from the shapes alone."""
+    """Count the distinct parameters (tied ones once) from the shapes alone."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads) + (2 * c.head_dim if c.qk_norm else 0)
     sparse = 0 if c.moe is None else c.n_layers - c.moe.first_dense
@@ -175,6 +175,6 @@ def parameter_count(config: DecoderConfig) -> int:
 
 
 def idle_parameters(config: DecoderConfig) -> int:
-    """Parameters of the experts that a token does not go to."""
+    """Count the parameters of the experts that a token does not go to."""
     c = config
     return 0 if c.moe is None else (c.n_layers - c.moe.first_dense) * (c.moe.n_experts - c.moe.top_k) * 3 * c.dim * c.expert_dim

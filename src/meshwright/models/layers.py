@@ -1,4 +1,4 @@
-"""What blocks are made of, besides attention and experts."""
+"""Define the layers of blocks, besides attention and experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim (arXiv 1910.07467), inside at least fp32."""
+    """A root-mean-square norm over the last dim (arXiv 1910.07467), computed in at least fp32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """A SwiGLU feed-forward (arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

@@ -1,6 +1,7 @@
-"""Mixture of experts in plain torch: a router, stacked experts, shared experts.
+"""Define a mixture of experts in plain torch: a router, stacked experts, shared experts.
 
-Shapes in comments: ``n`` tokens of ``dim`` features; each goes to ``k`` of ``experts``. An expert number of ``experts`` stands for nowhere.
+Shapes in comments: ``n`` tokens of ``dim`` features; each goes to ``k`` of ``experts``. The expert number ``experts``
+means no expert.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ from .decoder_config import MoEConfig
 from .layers import FeedForward, at_least_fp32
 
 GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of grouped matrix products; others take one product for each expert."""
+"""Dtypes of grouped matrix products; others take one product for each expert."""
 GROUPED_BYTES = 16
-"""Rows must begin at multiples of so many bytes there."""
+"""Bytes at whose multiples rows must begin in grouped matrix products."""
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, inside at least fp32.
+    """A module that chooses each token's experts, computed in at least fp32.
 
-    Softmax scores (arXiv 2401.04088), or sigmoid scores (arXiv 2412.19437); with groups, only the
-    experts of a token's best groups are chosen from. A group is as good as its best expert, or (sigmoid) its two best together.
+    Scores are softmax (arXiv 2401.04088) or sigmoid (arXiv 2412.19437); with groups, a token chooses only from its
+    best groups. A group is as good as its best expert, or (sigmoid) its two best together.
 
-    What keeps experts balanced: a loss per sequence (arXiv 2412.19437, eq. 17 to 20), or per microbatch with the tokens of all who compute
-    it (arXiv 2501.11873), or a bias on the choice alone that follows the load without a gradient (arXiv 2408.15664); a loss on the size of
-    the logits (arXiv 2202.08906) keeps those small.
+    Experts are balanced by a loss per sequence (arXiv 2412.19437, eq. 17 to 20), or per microbatch with the tokens of
+    all ranks that compute the microbatch (arXiv 2501.11873), or by a bias on the choice alone that follows the load
+    without a gradient (arXiv 2408.15664). A loss on the size of the logits (arXiv 2202.08906) keeps the logits small.
 
     Attributes:
-        loss_share: what one token's auxiliary loss counts for in the loss of the step, as a tensor without dims; None: it is left in
-            ``auxiliary``, for the caller to add.
-        auxiliary: the sum of the auxiliary losses over the tokens of the last forward (0 dims), where nobody set ``loss_share``.
-        across: sums numbers, in place, over those who have other parts of the same sequences; None: nobody has.
-        everywhere: (rows, experts + 1) numbers of this microbatch's sequences → their sum over all sequences of the microbatch, whoever has
-            them: (1, experts + 1), or one for each row; None: they are all here.
-        counts: (experts,) int64: tokens per expert since the last ``balance``, of forwards in training; None: no forward yet.
-        z: (2,) float64, of forwards in training: log²(Σ exp(logits)) added up over the routed tokens, and how many those were; for whoever
-            watches it, and begins again by None.
+        loss_share: weight of one token's auxiliary loss in the loss of the step, a tensor without dims; None: the
+            auxiliary loss is left in ``auxiliary``, for the caller to add.
+        auxiliary: the sum of the auxiliary losses over the tokens of the last forward (0 dims), where ``loss_share``
+            is None.
+        across: function that sums numbers, in place, over the ranks with other parts of the same sequences; None:
+            the sequences are whole on this rank.
+        everywhere: function from (rows, experts + 1) numbers of this microbatch's sequences to their sum over the
+            microbatch's sequences on all ranks, (1, experts + 1) or one for each row; None: all are on this rank.
+        counts: (experts,) int64 tokens per expert since the last ``balance``, of forwards in training; None: no
+            forward yet.
+        z: (2,) float64, of forwards in training: log²(Σ exp(logits)) summed over the routed tokens, and the number of
+            these tokens; its reader sets it to None to begin again.
     """
 
     def __init__(self, dim: int, config: MoEConfig):
@@ -60,7 +64,7 @@ class Router(nn.Module):
         self.everywhere: Callable[[Tensor], Tensor] | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        """The bias stays in at least fp32 when the module is cast: its steps are small."""
+        """Cast the module, but keep the bias in at least fp32, since its steps are small."""
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.dtype != at_least_fp32(self.bias.dtype):
@@ -68,16 +72,17 @@ class Router(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """The choice begins without a bias; weights follow the model's law."""
+        """Zero the bias; weights follow the model's law."""
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts and their weights: (n, k) int64, (n, k).
+        """Return the tokens' experts and their weights, (n, k) int64 and (n, k).
 
         Args:
             x: (rows, seq, dim).
-            routed: (rows, seq) bool, False for padding, which goes nowhere and counts for nothing. By default all are routed.
+            routed: (rows, seq) bool, False for padding, which no expert computes and no loss counts; by default all
+                are routed.
         """
         c, wide = self.config, at_least_fp32(x.dtype)
         logits = F.linear(x.to(wide), self.weight.to(wide))  # (rows, seq, experts)
@@ -97,7 +102,7 @@ class Router(nn.Module):
         return index.flatten(0, 1), weights.flatten(0, 1).to(x.dtype)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """(rows, seq, k) int64 of (rows, seq, experts)."""
+        """Choose experts, (rows, seq, k) int64, from scores, (rows, seq, experts)."""
         c = self.config
         if self.bias is not None:
             scores = scores + self.bias.to(scores.dtype)
@@ -116,15 +121,16 @@ class Router(nn.Module):
         self.z = z if self.z is None else self.z + z
 
     def balance(self, counts: Tensor) -> None:
-        """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches; forget those of this process. That
-        of a frozen router stays."""
+        """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches.
+
+        The counts of this process are reset. The bias of a frozen router stays."""
         self.counts = None
         if self.bias is not None and self.weight.requires_grad:
             load = counts.to(torch.float64)
             self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
 
     def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, index: Tensor, routed: Tensor | None) -> Tensor:
-        """``weights``, such that their backward brings the auxiliary losses' gradients with it."""
+        """Return ``weights`` such that their backward adds the auxiliary losses' gradients."""
         c = self.config
         real = torch.ones_like(index[..., 0], dtype=logits.dtype) if routed is None else routed.to(logits.dtype)
         total = logits.new_zeros(())
@@ -146,19 +152,22 @@ class Router(nn.Module):
         return _attached(weights, total, self.loss_share)
 
     def _unevenness(self, counted: Tensor, shares: Tensor) -> Tensor:
-        """1 for each token where experts are even: of tokens per expert and their sum, and of the scores' shares, (rows, experts)."""
+        """Sum the imbalance over tokens, 1 per token for even experts.
+
+        ``counted``: tokens per expert and their sum; ``shares``: the scores' shares, (rows, experts)."""
         loads, tokens = counted.split([self.config.n_experts, 1], dim=1)
         return self.config.n_experts / self.config.top_k * (loads / tokens.clamp(min=1) * shares).sum()
 
 
-@uncompiled  # which takes a loss that no result shows for one without a gradient
+@uncompiled  # The compiler takes a loss that no result depends on for one without a gradient.
 def _attached(value: Tensor, loss: Tensor, share: Tensor) -> Tensor:
     return _Attached.apply(value, loss, share)
 
 
 class _Attached(torch.autograd.Function):
-    """The first argument; in the backward the second has a gradient of its own, whatever became of the first. So a loss that is computed
-    inside a model needs no way out of it: not past pipeline stages, nor recomputed blocks."""
+    """The identity on ``value``; its backward gives ``loss`` the gradient ``share``, whatever that of ``value`` is.
+
+    A loss computed inside a model thus needs no way out, neither past pipeline stages nor past recomputed blocks."""
 
     @staticmethod
     def forward(ctx, value: Tensor, loss: Tensor, share: Tensor) -> Tensor:  # type: ignore[override]
@@ -173,9 +182,9 @@ class _Attached(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards of one shape, stacked: all of them in three grouped matrix products.
+    """Stacked SwiGLU feed-forwards of one shape, computed in three grouped matrix products.
 
-    Where torch has none for the dtype or the shape (``is_grouped``), a product for each expert computes the same.
+    Where torch has no grouped product for the dtype or the shape (``is_grouped``), each expert has its own product.
     """
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int):
@@ -186,29 +195,30 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None) -> Tensor:
-        """Each token's experts' outputs, weighted and added up: (n, dim).
+        """Sum the weighted outputs of each token's experts, (n, dim).
 
         Args:
             x: (n, dim).
-            index: (n, k) int64 experts; ``n_experts``: nowhere.
+            index: (n, k) int64 experts; ``n_experts``: no expert.
             weights: (n, k).
-            meanwhile: what else there is to compute; for those who replace this forward by one that waits for others.
+            meanwhile: independent computation, for a replacement of this forward that waits for other ranks.
         """
         n, k = index.shape
-        order = index.flatten().argsort(stable=True)  # (n * k), by expert; what goes nowhere comes last
+        order = index.flatten().argsort(stable=True)  # (n * k), by expert; rows without an expert come last
         ends = tokens_per_expert(index.flatten(), self.n_experts).cumsum(0)
-        ends[-1] = n * k  # the last expert computes these too, for nothing: rows that no product wrote would have gradients of chance
+        # The last expert computes the rows without an expert too: rows that no product wrote have random gradients.
+        ends[-1] = n * k
         places = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=order.device))
         out = self.compute(x[order // k], ends)[places].unflatten(0, (n, k))
         out = out.masked_fill((index == self.n_experts).unsqueeze(-1), 0)
         return (out * weights.unsqueeze(-1)).sum(1)
 
     def compute(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows through their experts: (m, dim).
+        """Compute the experts' outputs for rows sorted by expert, (m, dim).
 
         Args:
             x: (m, dim), the rows of each expert one behind the other.
-            ends: (experts,) int64: where each expert's rows end; the last one's at m.
+            ends: (experts,) int64, one past each expert's last row; the last is m.
         """
         product = grouped_product if is_grouped(x, self.w_gate, self.w_down) else product_by_expert
         hidden = F.silu(product(x, self.w_gate, ends)) * product(x, self.w_up, ends)
@@ -216,25 +226,25 @@ class Experts(nn.Module):
 
 
 def tokens_per_expert(index: Tensor, n_experts: int) -> Tensor:
-    """(experts,) int64 of any number of expert numbers; on a device without waiting for it."""
+    """Count each expert among the expert numbers ``index``, (experts,) int64, without waiting for the device."""
     counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, index, torch.ones_like(index))[:n_experts]
 
 
 def is_grouped(x: Tensor, *weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these; to the compiler it says that it takes bfloat16 alone."""
+    """Tell whether torch's grouped product takes these operands; under the compiler it takes bfloat16 alone."""
     dtypes = GROUPED_DTYPES[:1] if torch.compiler.is_compiling() else GROUPED_DTYPES
     fits = all(weight.shape[-1] * weight.element_size() % GROUPED_BYTES == 0 for weight in weights)
     return x.dtype in dtypes and fits and len(x) > 0
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """(m, in), (experts, out, in) → (m, out)."""
+    """Multiply rows by their experts' weights: (m, in), (experts, out, in) → (m, out)."""
     return _Contiguous.apply(F.grouped_mm(x, weight.transpose(-2, -1), offs=ends.to(torch.int32)))
 
 
 class _Contiguous(torch.autograd.Function):
-    """The same; the backward's gradient is laid out as grouped products want it."""
+    """The identity, whose backward makes the gradient contiguous, as grouped products require."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -246,13 +256,13 @@ class _Contiguous(torch.autograd.Function):
 
 
 def product_by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same as ``grouped_product``, an expert at a time."""
+    """Compute ``grouped_product`` one expert at a time."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([rows @ w.mT for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)])
 
 
 def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) -> Tensor:
-    """Drop what is over an expert's capacity, which is counted per sequence: so it depends on no microbatch and no layout."""
+    """Drop tokens over an expert's capacity, counted per sequence so that it depends on no microbatch or layout."""
     if not config.capacity_factor:
         return index
     _, seq, k = index.shape
@@ -260,17 +270,17 @@ def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) ->
     chosen = F.one_hot(index, config.n_experts)  # (rows, seq, k, experts)
     if routed is not None:
         chosen = chosen * routed[..., None, None]
-    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))  # how many of the sequence an expert has, up to here
+    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))  # each expert's tokens in the sequence up to this one
     return index.masked_fill((before * chosen).sum(-1) > limit, config.n_experts)
 
 
 def is_recomputing() -> bool:
-    """Whether a backward is under way: what is computed there was computed, and counted, before."""
+    """Tell whether a backward is running, in which a forward repeats one already computed and counted."""
     return is_in_backward()
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of which each token uses a part; shared experts see every token."""
+    """A feed-forward in which each token uses some experts; shared experts see every token."""
 
     def __init__(self, dim: int, hidden_dim: int, config: MoEConfig):
         super().__init__()
@@ -279,11 +289,11 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(dim, config.n_shared * hidden_dim) if config.n_shared else None
 
     def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """(rows, seq, dim); see ``Router`` for ``routed``."""
+        """Compute the experts' output, (rows, seq, dim); see ``Router`` for ``routed``."""
         index, weights = self.router(x, routed)
         if self.shared is None:
             return self.experts(x.flatten(0, 1), index, weights).view_as(x)
-        if torch.compiler.is_compiling():  # which could not hand what it compiles to a function that it does not
+        if torch.compiler.is_compiling():  # The compiler cannot pass a function that it compiles to one that it does not.
             return self.experts(x.flatten(0, 1), index, weights).view_as(x) + self.shared(x)
         shared = functools.cache(functools.partial(self.shared, x))
         return self.experts(x.flatten(0, 1), index, weights, meanwhile=shared).view_as(x) + shared()
