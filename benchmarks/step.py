@@ -34,7 +34,7 @@ def main() -> int:
     from meshwright.models.decoder_config import SIZES, parameter_count
     from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
     from meshwright.training.metrics.memory import read_memory, reset_peak
-    from meshwright.training.optim.build import build_adamw
+    from meshwright.training.optim.build import make_optimizer
 
     config = SIZES[o.size]
     techniques = {
@@ -44,7 +44,7 @@ def main() -> int:
         "precision": {"compute": o.compute},
     }
     model = parallelize(config, Layout(), techniques=techniques, microbatch_rows=o.microbatch)
-    optimizer = build_adamw(model.make_parameter_groups(), lr=1e-4).optimizer
+    optimizer = make_optimizer(model.make_parameter_groups(), lr=1e-4).optimizer
     tokens = torch.randint(0, config.vocab_size, (o.rows, o.seq_len + 1))
     batch = {"tokens": tokens[:, :-1].to(model.device), "labels": tokens[:, 1:].to(model.device)}
 

@@ -15,7 +15,7 @@ from meshwright import Layout, ParallelModel, parallelize
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW, is_rounded
 from meshwright.distributed.weights.shards import memory_of
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.training.optim.build import build_adamw
+from meshwright.training.optim.build import make_optimizer
 from meshwright.training.optim.schedules import LearningRateSchedule
 from meshwright.verification.problem import RandomBatches
 
@@ -61,7 +61,7 @@ def laid_out(layout: str, techniques: dict[str, Any], seed: int = 3) -> Parallel
 def adamw(model: ParallelModel, *, lr: float = 1e-2, seed: int = 0) -> torch.optim.Optimizer:
     groups = model.make_parameter_groups(weight_decay=0.1, overrides=[("norm", {"lr_scale": 0.5})])
     named = list(model.named_parameters())
-    return build_adamw(groups, lr=lr, eps=1e-5, plan=model.plan.optimizer, named_parameters=named, seed=seed).optimizer
+    return make_optimizer(groups, lr=lr, eps=1e-5, plan=model.plan.optimizer, named_parameters=named, seed=seed).optimizer
 
 
 def train(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range, max_norm: float = 0.05) -> list[float]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright.core.errors import ConfigError
-from meshwright.training.optim.build import build_adamw
+from meshwright.training.optim.build import make_optimizer
 
 SETTINGS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -49,7 +49,7 @@ def test_groups_keep_their_decay_and_rate_and_the_update_is_adamws():
     params = [parameter(4, 3, seed=1), parameter(3, seed=2), parameter(5, 2, seed=3)]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p, requires_grad=False) for p in params] for _ in range(4)]
-    built = build_adamw(
+    built = make_optimizer(
         [{"params": params[:1]}, {"params": params[1:2], "weight_decay": 0.0}, {"params": params[2:], "lr_scale": 0.1}], **SETTINGS
     )
     step_with(built.optimizer, params, grads)
@@ -60,7 +60,7 @@ def test_groups_keep_their_decay_and_rate_and_the_update_is_adamws():
 
 
 def test_cpu_tensors_run_fused_and_it_is_said():
-    built = build_adamw([{"params": [parameter(2)]}], **SETTINGS)
+    built = make_optimizer([{"params": [parameter(2)]}], **SETTINGS)
     assert built.implementation == "fused" and built.note == "AdamW, fused"
     assert built.optimizer.defaults["fused"] is True
 
@@ -70,7 +70,7 @@ def test_cpu_tensors_run_fused_and_it_is_said():
     [(nn.Parameter(torch.zeros(2, device="meta")), "meta"), (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex64")],
 )
 def test_what_cannot_be_fused_says_why(param, reason):
-    built = build_adamw([{"params": [parameter(2), param]}], **SETTINGS)
+    built = make_optimizer([{"params": [parameter(2), param]}], **SETTINGS)
     assert built.implementation == "plain" and reason in built.note
     assert not built.optimizer.defaults["fused"] and not built.optimizer.defaults["foreach"]
 
@@ -85,8 +85,8 @@ def test_tensors_beside_dtensors_of_several_meshes_step_as_if_all_were_tensors(m
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # what torch says of the group as it was given
         naive = [nn.Parameter(p.detach().clone()) for p in mixed]
         step_with(torch.optim.AdamW(naive, fused=True), naive, grads)
-    reference = build_adamw([{"params": plain, "lr_scale": 0.5}], **SETTINGS)
-    built = build_adamw([{"params": mixed, "lr_scale": 0.5}], **SETTINGS)
+    reference = make_optimizer([{"params": plain, "lr_scale": 0.5}], **SETTINGS)
+    built = make_optimizer([{"params": mixed, "lr_scale": 0.5}], **SETTINGS)
     assert built.implementation == "fused"
     assert [len(group["params"]) for group in built.optimizer.param_groups] == [2, 1, 1]
     assert {group["lr_scale"] for group in built.optimizer.param_groups} == {0.5}
@@ -99,7 +99,7 @@ def test_tensors_beside_dtensors_of_several_meshes_step_as_if_all_were_tensors(m
 
 def test_frozen_parameters_are_left_out():
     frozen, trained = parameter(2, requires_grad=False), parameter(3)
-    built = build_adamw([{"params": [frozen]}, {"params": [frozen, trained], "weight_decay": 0.0}], **SETTINGS)
+    built = make_optimizer([{"params": [frozen]}, {"params": [frozen, trained], "weight_decay": 0.0}], **SETTINGS)
     assert [group["params"] for group in built.optimizer.param_groups] == [[trained]]
 
 
@@ -116,10 +116,10 @@ def test_frozen_parameters_are_left_out():
 )
 def test_mistakes_are_refused_with_the_repair(groups, words):
     with pytest.raises(ConfigError, match=words):
-        build_adamw(groups, **SETTINGS)
+        make_optimizer(groups, **SETTINGS)
 
 
 def test_a_parameter_in_two_groups_is_refused():
     tied = parameter(2)
     with pytest.raises(ConfigError, match="group 1: parameter 0"):
-        build_adamw([{"params": [tied]}, {"params": [tied]}], **SETTINGS)
+        make_optimizer([{"params": [tied]}, {"params": [tied]}], **SETTINGS)

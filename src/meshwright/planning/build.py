@@ -129,7 +129,7 @@ def _assemble(
     experts = _expert_plan(facts, layout, tensor, said)
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
-    optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer")
+    optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer", wishes.optimizer)
     shards = layout.dp_shard if technique == "fully_shard" else 1
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, wishes)

@@ -178,7 +178,11 @@ def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
     rows = [
         ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
         ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
-        ("optimizer (AdamW" + _bits(plan) + ")" + ", in host memory" * bool(m.moving), bytes_text(m.optimizer), bytes_text(m.optimizer)),
+        (
+            f"optimizer ({plan.optimizer.row.title}{_bits(plan)})" + ", in host memory" * bool(m.moving),
+            bytes_text(m.optimizer),
+            bytes_text(m.optimizer),
+        ),
         *([("of it on the device, during the step", "0 B", bytes_text(m.moving))] if m.moving else []),
         *keeps,
         ("together" + ", on the device" * bool(m.moving), bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak + sum(held.values()))),

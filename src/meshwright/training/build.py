@@ -36,7 +36,7 @@ from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
 from .metrics.timeline import StartupTimeline
 from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
-from .optim.build import FULL, BuiltOptimizer, build_adamw
+from .optim.build import FULL, BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
@@ -148,6 +148,7 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
 
 
 def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan = FULL) -> BuiltOptimizer:
+    """Make the optimizer of a config over a model's parameters."""
     o, named = config.optimizer, list(named_parameters)
     overrides = []
     for row in o.overrides:
@@ -155,9 +156,8 @@ def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Par
         if row.weight_decay is not None:
             options["weight_decay"] = row.weight_decay
         overrides.append((row.pattern, options))
-    groups = make_parameter_groups(named, weight_decay=o.weight_decay, overrides=overrides)
-    by_plan: dict[str, Any] = {"plan": plan, "named_parameters": named, "seed": config.seed}
-    return build_adamw(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **by_plan)
+    groups = make_parameter_groups(named, weight_decay=o.weight_decay, overrides=overrides, decayed_dims=plan.row.decayed_dims)
+    return make_optimizer(groups, lr=o.lr, plan=plan, named_parameters=named, seed=config.seed, **plan.row.takes(o))
 
 
 def build_schedule(config: Config) -> LearningRateSchedule:

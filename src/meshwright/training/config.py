@@ -98,12 +98,12 @@ class GroupOverride:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, and the guards around it."""
+    """Values of the optimizer, which techniques.optimizer names, and the guards around it."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     beta1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients; the momentum of sgd."""
     beta2: float = 0.95
     """Decay of the mean of squared gradients."""
     eps: float = 1e-8

@@ -11,6 +11,7 @@ from meshwright.core.config import from_dict, to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.models.decoder_config import SIZES
+from meshwright.planning.optimizer.kinds import KINDS, kind_of
 
 from .profiling.windows import read_window
 
@@ -140,6 +141,7 @@ def check_values(config: Any) -> None:
     for key in ("profile", "memory_snapshot"):
         read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
     _check_model(typed.model)
+    _check_optimizer(typed)
     if typed != config:
         raise ConfigError("a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)")
 
@@ -189,6 +191,18 @@ def _check_model(model: Any) -> None:
             f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor} is out of range: it must be above"
             f" model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}."
         )
+
+
+def _check_optimizer(config: Any) -> None:
+    """Refuse a value that the optimizer would not read."""
+    word, settings = config.techniques.optimizer, config.optimizer
+    row, default = kind_of(word), type(settings)()
+    for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
+        if key not in row.keys and getattr(settings, key) != getattr(default, key):
+            raise ConfigError(
+                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which has no such value: it takes"
+                f" {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
+            )
 
 
 def _check_hf(model: Any) -> None:

@@ -16,6 +16,7 @@ from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
 from meshwright.core.torch_private import Dropout
 from meshwright.introspection.huggingface import CausalLM, is_config
+from meshwright.planning.optimizer.kinds import kind_of
 
 Batch = Mapping[str, Tensor]
 
@@ -79,7 +80,7 @@ class Problem:
         steps: optimizer steps.
         seed: of the initial weights of a model on meta.
         dtype: float64 or float32, of everything; or bfloat16 or float16, in which forward and backward are computed from float32 weights.
-        optimizer: "adamw" or "sgd"; SGD where rounding must not be amplified.
+        optimizer: word of ``planning/optimizer/kinds``; SGD where rounding must not be amplified.
         max_norm: clipping; None: none.
         techniques: what the layout applies besides dtype; a plain dict of Techniques.
         microbatch_rows: rows per forward on each rank; 0: all at once.
@@ -157,10 +158,8 @@ class Problem:
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         chosen = [p for p in parameters if p.requires_grad]
-        if self.optimizer == "adamw":
-            # eps: a key's bias has no gradient but rounding, which a smaller one would make a step of
-            return torch.optim.AdamW(chosen, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-6)
-        return torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
+        row = kind_of(self.optimizer)
+        return getattr(torch.optim, row.title)(chosen, **dict(row.verified_with))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -23,6 +23,8 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
+from meshwright.planning.optimizer.kinds import kind_of
+from meshwright.planning.optimizer.plan import OptimizerPlan
 
 from . import coverage
 from .aspects.float8 import refuse_unseen
@@ -95,7 +97,7 @@ def verify(
         UnsupportedError: a layout that is refused, or float8 that rounding to other experts hides (see ``float8.refuse_unseen``).
     """
     begun = time.monotonic()
-    _refuse_rounded_optimizer(techniques or {})
+    optimizer = _optimizer(techniques or {})
     world = layout.world
     batches = batch_factory or default_batches(model_factory, world)
     own = pool is None
@@ -110,7 +112,7 @@ def verify(
         else:
             problem = replace(problem, means=layout.dp_replicate * layout.dp_shard)
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
-        problems = [replace(problem, dtype=dtype, optimizer="adamw" if dtype == "float64" else "sgd") for dtype in dtypes]
+        problems = [replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
     except (WorkerFailed, WorkerDied) as trouble:
         error = getattr(trouble, "error", None)
@@ -121,14 +123,17 @@ def verify(
     return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage.of(problem))
 
 
-def _refuse_rounded_optimizer(techniques: dict[str, Any]) -> None:
-    """verify steps with AdamW or SGD in full precision: beside what moments in few bits round away, no fault would show."""
+def _optimizer(techniques: dict[str, Any]) -> str:
+    """Return the optimizer's word; refuse an unknown one, and state in low bits, whose rounding would hide every fault."""
+    word = techniques.get("optimizer", OptimizerPlan.kind)
+    kind_of(word)
     for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
         if (said := techniques.get(key, plain)) != plain:
             raise UnsupportedError(
                 f"techniques.{key} = {str(said).lower()}: verify compares steps in full precision, beside which such rounding would hide"
                 f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not depend on it."
             )
+    return word
 
 
 def default_batches(model: Any, world: int) -> RandomBatches:

@@ -15,10 +15,12 @@ from torch import Tensor
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import optimizer_has_step_hooks
 from meshwright.distributed.weights.shards import in_memory, memory_of
-from meshwright.planning.optimizer.plan import MOMENTS, ROOM
+from meshwright.planning.optimizer.plan import ROOM
 
 from .torchao_adamw import TorchaoAdamW
 
+STATES = 2
+"""Number of state tensors like the parameter that a portion allows for."""
 COUPLED = ("LBFGS",)
 """Of torch's optimizers those that look at all parameters together."""
 
@@ -78,7 +80,7 @@ def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
     portion: list[Tensor] = []
     taken = 0
     for parameter in parameters:
-        size = MOMENTS * sum(plain.nbytes for plain in memory_of(parameter))
+        size = STATES * sum(plain.nbytes for plain in memory_of(parameter))
         if portion and taken + size > room:
             yield portion
             portion, taken = [], 0

@@ -17,12 +17,14 @@ def make_parameter_groups(
     *,
     weight_decay: float = 0.1,
     overrides: Sequence[tuple[str, dict[str, Any]]] = (),
+    decayed_dims: int = 2,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: matrices decay; vectors and scalars (norms, biases) do not; overrides come first.
+    """Group parameters for an optimizer: matrices decay; vectors and scalars (norms, biases) do not; overrides come first.
 
     Args:
         named_parameters: (name, parameter) pairs; frozen ones are left out, wrapper prefixes ignored.
         overrides: (regular expression on names, options of the group); the first that matches a parameter wins.
+        decayed_dims: least number of dims of a parameter that decays.
 
     Returns:
         Dicts {"params", "weight_decay", ...}, empty groups left out; each parameter stands in exactly one.
@@ -36,7 +38,7 @@ def make_parameter_groups(
         if not parameter.requires_grad:
             continue
         name = clean(raw)
-        key: Any = parameter.dim() >= 2 and not name.endswith("bias")  # those of stacked experts are matrices
+        key: Any = parameter.dim() >= decayed_dims and not name.endswith("bias")  # those of stacked experts are matrices
         options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
         for number, (text, chosen) in enumerate(overrides):
             if _matches(text, name):

@@ -36,5 +36,6 @@ def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
         said = f"techniques.optimizer_state = {plan.state}, techniques.stochastic_rounding = {str(plan.stochastic_rounding).lower()}"
         raise ConfigError(
             f"optimizer: the model was laid out with {said}, and this {kind} would do otherwise. Make it with"
-            f" meshwright.training.optim.build.build_adamw(groups, plan=model.plan.optimizer, named_parameters=model.named_parameters())."
+            f" meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
+            f" named_parameters=model.named_parameters())."
         )

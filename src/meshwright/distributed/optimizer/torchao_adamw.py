@@ -21,9 +21,10 @@ from meshwright.core.torch_private import without_recompilation_limit
 from meshwright.distributed.float8.torchao_private import kind_of_state, step_of_adam
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import pieces, seed_of, with_local
+from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.planning.optimizer.plan import BLOCKS, OptimizerPlan
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+SIGNED = {tensor.name: tensor.signed for tensor in KINDS["adamw"].state}
 """AdamW's moments, and whether they can be negative."""
 
 

@@ -57,7 +57,8 @@ def make_unit(
     behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
     weights = float8.gathered if float8 is not None and shards > 1 else ()
     rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
-    sizes = [(_padded(p, shards, tensor) // shards, _mixes_copies(p, tensor)) for p in parameters if p.trainable]
+    trains = [p for p in parameters if p.trainable]
+    sizes = [(_local_shape(p, shards, tensor), _mixes_copies(p, tensor)) for p in trains]
     return Unit(name, total, trained, reshard, gathers, False, behind, rounded, *_states(sizes, optimizer))
 
 
@@ -66,11 +67,15 @@ def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
     return tensor is not None and cut is not None and mixes_copies(cut[1], tensor.ranks)
 
 
-def _states(sizes: list[tuple[int, bool]], optimizer: OptimizerPlan) -> tuple[int, int, int]:
-    """Count (most elements, low-bit states, their elements); ``sizes``: (elements on the first rank, with copies)."""
+def _states(shapes: list[tuple[tuple[int, ...], bool]], optimizer: OptimizerPlan) -> tuple[int, int, int, int]:
+    """Count (most elements of a parameter, elements of state, parameters whose state is low-bit, their elements).
+
+    ``shapes``: (shape on the first rank, whether it has copies) of each trained parameter.
+    """
+    sizes = [(math.prod(shape), mixes) for shape, mixes in shapes]
     rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
     largest = max((size for size, _ in sizes), default=0)
-    return largest, len(rounded), sum(rounded)
+    return largest, sum(optimizer.row.state_elements(shape) for shape, _ in shapes), len(rounded), sum(rounded)
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
@@ -85,15 +90,19 @@ def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, expe
     parameters = [p for p in facts.parameters if owner(p.name) == path]
     sizes = [(experts.padded(p.shape), p.trainable) for p in parameters]
     trained = [size for size, trains in sizes if trains]
-    states = _states([(size // experts.shards, False) for size in trained], optimizer)
+    states = _states([((size // experts.shards,), False) for size in trained], optimizer)
     return Unit(path, sum(size for size, _ in sizes), sum(trained), reshard, gathers, True, 0, 0, *states)
 
 
 def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
     """Count elements on the first tensor rank, dim 0 padded to a multiple of ``shards``, as FSDP2 sends them."""
-    shape = p.shape if tensor is None else tensor.local_shape(p.name, p.shape)
-    rows = shape[0] if shape else 1
-    return -(-rows // shards) * shards * math.prod(shape[1:])
+    return shards * math.prod(_local_shape(p, shards, tensor))
+
+
+def _local_shape(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> tuple[int, ...]:
+    """Return the shape on the first rank, dim 0 divided by ``shards`` and rounded up."""
+    rows, *others = (p.shape if tensor is None else tensor.local_shape(p.name, p.shape)) or (1,)
+    return (-(-rows // shards), *others)
 
 
 def _trains_before_blocks(facts: ModelFacts) -> bool:

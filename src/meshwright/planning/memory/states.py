@@ -17,7 +17,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
-from meshwright.planning.optimizer.plan import MOMENTS, ROOM, OptimizerPlan
+from meshwright.planning.optimizer.plan import ROOM, OptimizerPlan
 from meshwright.planning.values import Unit
 
 if TYPE_CHECKING:
@@ -70,30 +70,31 @@ class Memory:
         return self.parameters + max(computing, self.gradients + self.moving)
 
 
-def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int = 2) -> Memory:
+def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int | None = None) -> Memory:
     """Estimate bytes per rank under a plan, for the rank of a pipeline that holds most at its peak.
 
     Args:
         microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan shards
             them.
-        state_tensors_per_parameter: number of the optimizer's tensors like the parameter, in its dtype: AdamW 2 (in 8
-            or 4 bits under a plan with ``optimizer_state`` 8bit or 4bit), SGD with momentum 1, without 0.
+        state_tensors_per_parameter: number of tensors like the parameter, in its dtype, that an optimizer of one's own
+            keeps; None: the plan's optimizer, whose state may be low-bit.
 
     Raises:
         ConfigError: a number is too small.
     """
-    if microbatches < 1 or state_tensors_per_parameter < 0:
-        raise ConfigError(f"microbatches = {microbatches} start at 1, state_tensors_per_parameter = {state_tensors_per_parameter} at 0")
+    states = state_tensors_per_parameter
+    if microbatches < 1 or (states is not None and states < 0):
+        raise ConfigError(f"microbatches = {microbatches} start at 1, state_tensors_per_parameter = {states} at 0")
     if plan.pipeline is None:
-        return _memory(plan, [plan.units], microbatches, state_tensors_per_parameter, 0)
+        return _memory(plan, [plan.units], microbatches, states, 0)
     ranks = [
-        _memory(plan, [plan.stage_units[s] for s in plan.pipeline.stages_on(rank)], microbatches, state_tensors_per_parameter, rank)
+        _memory(plan, [plan.stage_units[s] for s in plan.pipeline.stages_on(rank)], microbatches, states, rank)
         for rank in range(plan.pipeline.ranks)
     ]
     return max(ranks, key=lambda memory: memory.at_peak)
 
 
-def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int, rank: int) -> Memory:
+def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int | None, rank: int) -> Memory:
     dtypes, master = plan.precision, dtype_bytes(plan.precision.master)
     units = [unit for stage in stages for unit in stage]
     held = sum(unit.elements // _shards(plan, unit) for unit in units)
@@ -118,16 +119,22 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     )
 
 
-def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int, master: int) -> tuple[int, int]:
-    """Return bytes of state, and the most that move at a time; only AdamW's are low-bit."""
-    elements = sum(unit.rounded_elements for unit in units) if states == MOMENTS else 0
-    total = states * (trained - elements) * master
+def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None, master: int) -> tuple[int, int]:
+    """Return bytes of state, and the most that move at a time."""
+    tensors = len(optimizer.row.state)
+    elements = sum(unit.rounded_elements for unit in units) if states in (None, tensors) else 0
+    total = (sum(unit.state_elements for unit in units) if states is None else states * trained) - tensors * elements
+    total *= master
     if elements:
         total += optimizer.bytes_of_rounded(elements, sum(unit.rounded_tensors for unit in units))
     if not optimizer.in_host_memory:
         return total, 0
     largest = max((unit.largest for unit in units), default=0)
-    single = optimizer.bytes_of_rounded(largest, 1) if elements and optimizer.rounds(largest) else states * largest * master
+    single = (
+        optimizer.bytes_of_rounded(largest, 1)
+        if elements and optimizer.rounds(largest)
+        else (tensors if states is None else states) * largest * master
+    )
     return total, min(total, max(ROOM, single))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .kinds import OptimizerKind, kind_of
+
 StateWord = Literal["full", "8bit", "4bit"]
 
 BLOCKS = {"8bit": 256, "4bit": 128}
@@ -13,14 +15,12 @@ LEAST = 4096
 """Number of elements of a parameter on a rank, below which torchao keeps its state in high precision."""
 ROOM = 1 << 26
 """Bytes on the device at a time of state that rests in host memory; a single parameter may have more."""
-MOMENTS = 2
-"""Number of AdamW's tensors shaped like the parameter; the first is signed."""
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """AdamW's state: its bits, how new weights are rounded, and where it rests.
+    """The optimizer and its state: bits, rounding of new weights, and where the state rests.
 
     Attributes:
         state: "full": the moments in the master dtype; "8bit", "4bit": torchao's codes with a scale for each block of
@@ -28,11 +28,18 @@ class OptimizerPlan:
         stochastic_rounding: new bfloat16 weights are rounded up or down at random, so that on average nothing is
             lost.
         in_host_memory: the state rests in host memory, and comes to the device by portions for the step.
+        kind: word of its row in ``kinds``: the optimizer that ``train`` builds and whose memory is estimated.
     """
 
     state: StateWord = "full"
     stochastic_rounding: bool = False
     in_host_memory: bool = False
+    kind: str = "adamw"
+
+    @property
+    def row(self) -> OptimizerKind:
+        """The optimizer's row."""
+        return kind_of(self.kind)
 
     @property
     def needs_torchao(self) -> bool:
@@ -49,7 +56,7 @@ class OptimizerPlan:
         return self.state != "full" and elements >= LEAST and elements % BLOCKS[self.state] == 0
 
     def bytes_of_rounded(self, elements: int, tensors: int) -> int:
-        """Count bytes of both moments: codes, scales, and each tensor's table of what codes mean."""
+        """Count bytes of all states: codes, scales, and each tensor's table of what codes mean."""
         bits = int(self.state.removesuffix("bit"))
         codes = elements * bits // 8
-        return MOMENTS * (codes + SCALE_BYTES * (elements // BLOCKS[self.state]) + SCALE_BYTES * 2**bits * tensors)
+        return len(self.row.state) * (codes + SCALE_BYTES * (elements // BLOCKS[self.state]) + SCALE_BYTES * 2**bits * tensors)

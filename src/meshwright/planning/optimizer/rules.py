@@ -5,13 +5,36 @@ from __future__ import annotations
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.case import Case, Found
 
+from .kinds import KINDS, kind_of
+
 ROUNDED_FROM = ("float32", "bfloat16")
 """Dtypes for which torchao's low-bit state may stand: torchao computes the step in float32."""
 
 
 def optimizer_fits(case: Case) -> Found:
-    """Require that the optimizer settings fit the dtypes at rest."""
-    t, master = case.techniques, case.precision.master
+    """Require a known optimizer whose settings fit the dtypes at rest, and whose parameters are whole where it needs that."""
+    t, master, layout = case.techniques, case.precision.master, case.layout
+    try:
+        row = kind_of(t.optimizer)
+    except ConfigError as unknown:
+        yield unknown
+        return
+    cut = {"dp_shard": layout.dp_shard, "tp": layout.tp, "ep": layout.ep}
+    if row.whole_matrices and (max(cut.values()) > 1 or case.technique == "fully_shard"):
+        sizes = [f"layout.{axis} = {size} cuts parameters over ranks" for axis, size in cut.items() if size > 1]
+        why = sizes[0] if sizes else "fully_shard makes parameters DTensors, which torch's class cannot step"
+        yield UnsupportedError(
+            f"techniques.optimizer = {t.optimizer}: torch.optim.{row.title} computes an element's update from its whole parameter, and"
+            f" {why}. Use layout.dp_replicate or layout.pp alone, in one dtype, which leave parameters whole, or"
+            f" techniques.optimizer = adamw."
+        )
+    if not row.low_bit and (t.optimizer_state != "full" or t.stochastic_rounding):
+        able = ", ".join(word for word, other in KINDS.items() if other.low_bit)
+        yield ConfigError(
+            f"techniques.optimizer_state = {t.optimizer_state}, techniques.stochastic_rounding = {str(t.stochastic_rounding).lower()} and"
+            f" techniques.optimizer = {t.optimizer}: torchao has low-bit state and stochastic rounding of {able}. Set optimizer_state ="
+            f" full and stochastic_rounding = false, or techniques.optimizer = {able}."
+        )
     if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:
         yield UnsupportedError(
             f"techniques.optimizer_state = {t.optimizer_state} is computed in float32, and the parameters rest in {master}. Set"

@@ -1,4 +1,4 @@
-"""Build AdamW in the fastest form that every parameter of the run supports, and say which form that is."""
+"""Make the plan's optimizer in the fastest form that every parameter of the run supports, and name that form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import nn
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.torch_private import devices_with_foreach, devices_with_fused
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
+from meshwright.planning.optimizer.kinds import OptimizerKind
 from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.training.config import OptimizerConfig
 
 Implementation = Literal["fused", "foreach", "plain", "torchao"]
 
 FULL = OptimizerPlan()
-GROUP_KEYS = ("params", "weight_decay", "lr_scale", "betas", "eps", "name")
 
 
 class BuiltOptimizer(NamedTuple):
@@ -28,21 +29,19 @@ class BuiltOptimizer(NamedTuple):
     """One line for the log: the implementation, and the reason where it is not the fastest."""
 
 
-def build_adamw(
+def make_optimizer(
     groups: Sequence[Mapping[str, Any]],
     *,
     lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
     plan: OptimizerPlan = FULL,
     named_parameters: Iterable[tuple[str, nn.Parameter]] = (),
     seed: int = 0,
+    **options: Any,
 ) -> BuiltOptimizer:
-    """AdamW (Loshchilov & Hutter 2019) over parameter groups, fused where every trainable parameter allows it.
+    """Make the plan's optimizer over parameter groups, fused where its class and every trainable parameter allow that.
 
-    A group is a dict with ``params`` (plain tensors or DTensors, of any placement), and optionally ``weight_decay``, ``betas``,
-    ``eps`` (default: the arguments), ``lr_scale`` (what a :class:`Schedule` multiplies its rate by; default 1.0) and
+    A group is a dict with ``params`` (plain tensors or DTensors, of any placement), and optionally arguments of the
+    optimizer (``weight_decay``, ...), ``lr_scale`` (what a :class:`Schedule` multiplies its rate by; default 1.0) and
     ``name`` (kept for the log). Frozen parameters are left out, and so are groups that hold no others.
 
     A group that mixes plain tensors with DTensors, or DTensors of several meshes, becomes one group per mesh with equal
@@ -52,22 +51,24 @@ def build_adamw(
     Args:
         groups: parameter groups as above, of this rank; under pipeline parallelism those of its stages.
         lr: learning rate of the first step; a schedule replaces it before every step.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay, times the learning rate, of groups that set none.
-        plan: a model's (``plan.optimizer``): moments in few bits and stochastic rounding, by torchao.
+        plan: a model's (``plan.optimizer``): the optimizer, low-bit state and stochastic rounding (by torchao).
         named_parameters: (global name, parameter) of all, which stochastic rounding draws its numbers by.
-        seed: of the stochastic rounding.
+        seed: seed of the stochastic rounding.
+        options: arguments of the optimizer's class, for groups that set none; by default the values of ``OptimizerConfig``.
 
     Raises:
         MissingExtraError: the plan needs torchao, which is not installed.
-        ConfigError: no trainable parameter on this rank, a parameter that stands twice, or a group with an unknown key.
+        ConfigError: an option that the optimizer does not take, no trainable parameter on this rank, a parameter that
+            stands twice, or a group with an unknown key.
     """
+    row = plan.row
+    _check_options(row, options)
+    options = {**row.takes(OptimizerConfig()), **options}
     kept: list[dict[str, Any]] = []
     seen: set[int] = set()
     frozen = 0
     for index, group in enumerate(groups):
-        _check_group(index, group)
+        _check_group(row, index, group)
         params = list(group["params"])
         frozen += sum(not p.requires_grad for p in params)
         trainable = [p for p in params if p.requires_grad]
@@ -78,13 +79,21 @@ def build_adamw(
     if not kept:
         raise ConfigError(_nothing_to_train(len(groups), frozen))
     if plan.needs_torchao:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, **options)
+        made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, lr=lr, **options)
         return BuiltOptimizer(made, "torchao", _torchaos(plan))
-    implementation, note = _choose([p for group in kept for p in group["params"]])
+    kind = getattr(torch.optim, row.title)
+    if not row.has_kernels:
+        return BuiltOptimizer(kind(kept, lr=lr, **options), "plain", f"{row.title}, one parameter at a time (torch has no fused kernel)")
+    implementation, note = _choose(row, [p for group in kept for p in group["params"]])
     flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    optimizer = torch.optim.AdamW(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **flags)
-    return BuiltOptimizer(optimizer, implementation, note)
+    return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)
+
+
+def _check_options(row: OptimizerKind, options: Mapping[str, Any]) -> None:
+    known = [argument for argument, _ in row.arguments]
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"{row.title} takes no '{key}' here; known are lr, {', '.join(known)}.{nearest(key, known)}")
 
 
 def _torchaos(plan: OptimizerPlan) -> str:
@@ -101,7 +110,7 @@ def _nothing_to_train(groups: int, frozen: int) -> str:
     )
 
 
-def _check_group(index: int, group: Mapping[str, Any]) -> None:
+def _check_group(row: OptimizerKind, index: int, group: Mapping[str, Any]) -> None:
     if "lr" in group:
         raise ConfigError(
             f"optimizer group {index} sets lr = {group['lr']}, which the schedule would overwrite; "
@@ -109,9 +118,10 @@ def _check_group(index: int, group: Mapping[str, Any]) -> None:
         )
     if "params" not in group:
         raise ConfigError(f"optimizer group {index} has no 'params'")
+    known = ("params", "lr_scale", "name", *[argument for argument, _ in row.arguments])
     for key in group:
-        if key not in GROUP_KEYS:
-            raise ConfigError(f"optimizer group {index}: unknown key '{key}'; known are {', '.join(GROUP_KEYS)}.{nearest(key, GROUP_KEYS)}")
+        if key not in known:
+            raise ConfigError(f"optimizer group {index}: unknown key '{key}'; known are {', '.join(known)}.{nearest(key, known)}")
 
 
 def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) -> None:
@@ -133,13 +143,13 @@ def _split_by_mesh(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(by_mesh.values())
 
 
-def _choose(params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
+def _choose(row: OptimizerKind, params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
     devices = sorted({p.device.type for p in params})
     odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
     no_fused = [d for d in devices if d not in devices_with_fused()]
     if not no_fused and not odd_dtypes:
-        return "fused", "AdamW, fused"
+        return "fused", f"{row.title}, fused"
     why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
     if all(d in devices_with_foreach() for d in devices):
-        return "foreach", f"AdamW, foreach ({why})"
-    return "plain", f"AdamW, one parameter at a time ({why}, nor a foreach one)"
+        return "foreach", f"{row.title}, foreach ({why})"
+    return "plain", f"{row.title}, one parameter at a time ({why}, nor a foreach one)"

@@ -93,7 +93,7 @@ class Teller:
             f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
-            f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} AdamW",
+            f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
             *([f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
             f"folder: {self.folder.path}",
         ]

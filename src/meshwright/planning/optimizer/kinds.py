@@ -1,0 +1,115 @@
+"""List the optimizers that ``train`` builds and ``verify`` steps with: one row each.
+
+To add one of torch's optimizers, add its row here and its test. The plan's rules, the memory estimate, parameter
+groups, low-bit states, ``train`` and ``verify`` read the row; checkpoints save whatever tensors an optimizer keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.core.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that an optimizer keeps for each parameter.
+
+    Attributes:
+        name: key in the parameter's state.
+        signed: values may be negative.
+        kept_for: parameters that have this tensor; "matrices" have two dims or more, "vectors" fewer.
+        reduced: dim, counted from the end, in which the tensor has size 1 where the parameter is longer; 0: none.
+    """
+
+    name: str
+    signed: bool = False
+    kept_for: Literal["all", "matrices", "vectors"] = "all"
+    reduced: int = 0
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        """Count elements for a parameter of ``shape``."""
+        if self.kept_for != "all" and (len(shape) > 1) != (self.kept_for == "matrices"):
+            return 0
+        return math.prod(shape) // (shape[self.reduced] if self.reduced and shape[self.reduced] else 1)
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer of ``torch.optim``.
+
+    Attributes:
+        title: its class in ``torch.optim``.
+        state: tensors that it keeps for each parameter, counts of steps aside.
+        arguments: (argument of the class, keys of the section ``optimizer`` that give it; several keys make a tuple).
+            The learning rate is not among them. A key that stands in no row's argument is refused where it is set.
+        verified_with: arguments that ``verify`` steps with: a step far above rounding.
+        whole_matrices: the update of an element depends on more of its parameter than the element's own gradients, so
+            parameters must not be cut over ranks.
+        decayed_dims: least number of dims of a parameter whose weight decays; norms and biases have one.
+        low_bit: torchao has its step with states of 8 and 4 bits, and with stochastic rounding.
+        has_kernels: the class takes ``fused`` and ``foreach``.
+    """
+
+    title: str
+    state: tuple[StateTensor, ...]
+    arguments: tuple[tuple[str, tuple[str, ...]], ...]
+    verified_with: tuple[tuple[str, Any], ...]
+    whole_matrices: bool = False
+    decayed_dims: int = 2
+    low_bit: bool = False
+    has_kernels: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the section ``optimizer`` that the class takes."""
+        return tuple(key for _, keys in self.arguments for key in keys)
+
+    def state_elements(self, shape: tuple[int, ...]) -> int:
+        """Count elements of the state of a parameter of ``shape``."""
+        return sum(tensor.elements(shape) for tensor in self.state)
+
+    def takes(self, settings: Any) -> dict[str, Any]:
+        """Return the class's arguments, read from an object that has the section's keys as attributes."""
+        read = {argument: [getattr(settings, key) for key in keys] for argument, keys in self.arguments}
+        return {argument: tuple(values) if len(values) > 1 else values[0] for argument, values in read.items()}
+
+
+KINDS = {
+    "adamw": OptimizerKind(  # arXiv 1711.05101
+        "AdamW",
+        state=(StateTensor("exp_avg", signed=True), StateTensor("exp_avg_sq")),
+        arguments=(("betas", ("beta1", "beta2")), ("eps", ("eps",)), ("weight_decay", ("weight_decay",))),
+        # eps: a key's bias has a gradient of rounding alone, which a smaller eps would turn into a whole step
+        verified_with=(("lr", 1e-2), ("betas", (0.9, 0.95)), ("weight_decay", 0.1), ("eps", 1e-6)),
+        low_bit=True,
+    ),
+    "sgd": OptimizerKind(
+        "SGD",
+        state=(StateTensor("momentum_buffer", signed=True),),
+        arguments=(("momentum", ("beta1",)), ("weight_decay", ("weight_decay",))),
+        verified_with=(("lr", 0.1), ("momentum", 0.9)),
+    ),
+    "adafactor": OptimizerKind(  # arXiv 1804.04235
+        "Adafactor",
+        state=(
+            StateTensor("row_var", kept_for="matrices", reduced=-1),
+            StateTensor("col_var", kept_for="matrices", reduced=-2),
+            StateTensor("variance", kept_for="vectors"),
+        ),
+        arguments=(("weight_decay", ("weight_decay",)),),
+        verified_with=(("lr", 1e-2), ("weight_decay", 0.1)),
+        whole_matrices=True,
+        has_kernels=False,
+    ),
+}
+"""The optimizers by the word of ``techniques.optimizer``."""
+
+
+def kind_of(word: str) -> OptimizerKind:
+    """Return the row of a word. Raises ConfigError where there is none."""
+    if word not in KINDS:
+        raise ConfigError(f"techniques.optimizer = {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}")
+    return KINDS[word]

@@ -1,0 +1,57 @@
+"""An optimizer that is one row trains as one process does on every layout that the rules allow, and continues from a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+from support.states import DEEP, train
+
+from meshwright import Layout, parallelize
+from meshwright.checkpoint import load, save
+from meshwright.training.optim.build import make_optimizer
+from meshwright.verification.problem import RandomBatches
+from meshwright.verification.verify import verify
+
+BATCHES = RandomBatches(256, rows=8, seq_len=8)
+REPLICAS, STAGES, BOTH = Layout(dp_replicate=2, dp_shard=1), Layout(pp=2, dp_shard=1), Layout(dp_replicate=2, pp=2, dp_shard=1)
+SHARDS = Layout(dp_shard=2)
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
+def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
+    report = verify(DEEP, layout, BATCHES, steps=2, pool=pool, techniques={"optimizer": "adafactor"})
+    assert report, report
+    seen = {d.name.partition(" ")[0] for c in report.comparisons for d in c.differences if d.stage == "optimizer"}
+    assert {"row_var", "col_var", "variance"} <= seen, seen
+
+
+@pytest.mark.parametrize("layout", [SHARDS, BOTH], ids=str)
+def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
+    assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
+
+
+def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
+    """(norm of what three steps changed, distance of one and two steps in two runs from them, tensors of state)."""
+
+    def made():
+        model = parallelize(DEEP, layout, techniques={"optimizer": "adafactor"}, seed=3)
+        optimizer = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer).optimizer
+        return model, optimizer
+
+    model, optimizer = made()
+    begun = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, range(1))
+    save(model, folder, optimizer=optimizer)
+    train(model, optimizer, range(1, 3))
+    again, other = made()
+    load(again, folder, optimizer=other)
+    train(again, other, range(1, 3))
+    whole = dict(model.named_parameters())
+    apart = max(float((p.detach() - whole[name].detach()).abs().max()) for name, p in again.named_parameters())
+    moved = max(float((p.detach() - begun[name]).abs().max()) for name, p in model.named_parameters())
+    return moved, apart, sum(len(state) for state in other.state.values())
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
+def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(spmd, tmp_path, layout):
+    for moved, apart, tensors in spmd(layout.world, _resumed, layout, str(tmp_path / "at")):
+        assert moved > 1e-3 and apart == 0.0 and tensors > 20

@@ -1,0 +1,104 @@
+"""An optimizer is a row: planning, memory, groups, config, train and verify read the row, and refuse what the row cannot do."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import Layout, plan
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import SIZES, DecoderConfig
+from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.optimizer.kinds import KINDS, kind_of
+from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.training.config import Config
+from meshwright.training.optim.build import make_optimizer
+from meshwright.verification.verify import verify
+
+MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
+
+
+def stepped(word: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((12, 8), (3, 4, 5), (7,))]
+    optimizer = make_optimizer([{"params": parameters}], lr=0.01, plan=OptimizerPlan(kind=word)).optimizer
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer, parameters
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_a_row_says_what_torchs_class_is_and_keeps(word):
+    row = kind_of(word)
+    takes = inspect.signature(getattr(torch.optim, row.title)).parameters
+    assert {argument for argument, _ in row.arguments} | {argument for argument, _ in row.verified_with} <= set(takes)
+    assert ("fused" in takes and "foreach" in takes) == row.has_kernels
+    optimizer, parameters = stepped(word)
+    assert type(optimizer) is getattr(torch.optim, row.title)
+    for parameter in parameters:
+        state = {key: value for key, value in optimizer.state[parameter].items() if value.dim()}
+        assert sum(value.numel() for value in state.values()) == row.state_elements(tuple(parameter.shape))
+        assert set(state) == {tensor.name for tensor in row.state if tensor.elements(tuple(parameter.shape))}
+        assert all((state[t.name] >= 0).all() for t in row.state if t.name in state and not t.signed)
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_the_update_of_an_element_depends_on_others_where_the_row_says_so(word):
+    whole, half = (nn.Parameter(torch.arange(1.0, 9.0).view(4, 2)[:rows].clone()) for rows in (4, 2))
+    for parameter in (whole, half):
+        optimizer = make_optimizer([{"params": [parameter]}], lr=0.1, plan=OptimizerPlan(kind=word)).optimizer
+        parameter.grad = torch.tensor([[1.0, -2.0], [3.0, 0.5], [9.0, 7.0], [-8.0, 0.1]])[: len(parameter)].clone()
+        optimizer.step()
+    assert kind_of(word).whole_matrices != torch.equal(whole[:2], half)
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_memory_is_that_of_the_row(word):
+    facts = model_facts(as_module(MODEL))
+    made = plan(MODEL, Layout(dp_replicate=2, dp_shard=1), techniques={"optimizer": word})
+    assert plan_memory(made).optimizer == 4 * sum(kind_of(word).state_elements(p.shape) for p in facts.parameters)
+    assert made.optimizer.row.title in str(made) and type(made).from_json(made.to_json()) == made
+
+
+CUT = {
+    Layout(dp_shard=2): "layout.dp_shard = 2 cuts",
+    Layout(dp_shard=1, tp=2): "layout.tp = 2 cuts",
+    Layout(dp_replicate=2, dp_shard=2): "layout.dp_shard = 2 cuts",
+    Layout(dp_replicate=2, dp_shard=1, pp=2): "fully_shard makes parameters DTensors",
+}
+
+
+@pytest.mark.parametrize("layout", CUT, ids=str)
+def test_parameters_that_must_be_whole_are_not_cut(layout):
+    plan(MODEL, layout, techniques={"optimizer": "sgd"})
+    with pytest.raises(UnsupportedError, match=rf"adafactor: torch\.optim\.Adafactor computes .* whole parameter, and {CUT[layout]}"):
+        plan(MODEL, layout, techniques={"optimizer": "adafactor"})
+
+
+def test_words_that_are_no_row_are_refused_at_every_door():
+    words = r"techniques.optimizer = 'adamW': legal are adamw, sgd, adafactor\. Did you mean 'adamw'\?"
+    with pytest.raises(ConfigError, match=words):
+        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "adamW"})
+    with pytest.raises(ConfigError, match=words):
+        Config.from_dict({"techniques": {"optimizer": "adamW"}})
+    with pytest.raises(ConfigError, match=words):
+        verify(SIZES["debug"], Layout(dp_shard=1), techniques={"optimizer": "adamW"})
+
+
+def test_values_that_an_optimizer_does_not_read_are_refused():
+    with pytest.raises(ConfigError, match=r"optimizer.beta2 = 0.5 and techniques.optimizer = sgd, .* takes lr, beta1, weight_decay"):
+        Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta2": 0.5}})
+    Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta1": 0.5}})
+    with pytest.raises(ConfigError, match="Adafactor takes no 'betas' here; known are lr, weight_decay"):
+        make_optimizer([{"params": [nn.Parameter(torch.ones(2))]}], lr=0.1, plan=OptimizerPlan(kind="adafactor"), betas=(0.9, 0.9))
+
+
+@pytest.mark.parametrize("wish", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str)
+def test_low_bit_state_is_that_of_adamw(wish):
+    with pytest.raises(ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"):
+        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **wish})
