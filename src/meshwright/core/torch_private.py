@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "BatchNorm",
     "Dropout",
+    "EagerDispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -43,6 +44,18 @@ __all__ = [
     "tree_map_only",
     "without_modes",
 ]
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode for code that is never compiled: torch wraps others by its compiler, which takes a second to import.
+
+    Until a mode can say in public that it has nothing to do with the compiler.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 SAMPLES_NORMAL = "_no_grad_trunc_normal_"
 """Name of torch.nn.init's function that redraws out-of-bounds numbers, until ``trunc_normal_`` is one operator."""

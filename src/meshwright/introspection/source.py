@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.core.errors import ConfigError
@@ -14,6 +13,7 @@ from meshwright.models.decoder_config import DecoderConfig
 
 from .constructor.recording import NotRecordedError, built, record
 from .huggingface import CausalLM, is_config
+from .meta import on_meta
 
 BUILDER = "_meshwright_builder"
 """Under this name a module knows what built it."""
@@ -36,7 +36,7 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, 
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, DecoderConfig):
-        with torch.device("meta"):
+        with on_meta():
             return Decoder(model)
     if is_config(model):
         model = CausalLM(model)
@@ -52,7 +52,7 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, 
 def _without_memory(build: Callable[[], Any], seed: int) -> Any:
     """Call a factory on meta; with weights if it asks for values that it has only then."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             return build()
     except Exception as error:
         if "meta" not in str(error):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.meta import on_meta
 from meshwright.models.decoder import Decoder
 from meshwright.planning.plan import Plan
 
@@ -19,7 +18,7 @@ def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
     stage = facts.module
     if not isinstance(stage, PipelineStageModule) or stage.num_stages == 1:
         return None
-    with torch.device("meta"):
+    with on_meta():
         return replace(model_facts(Decoder(stage.config)), float8_plan=facts.float8_plan)
 
 

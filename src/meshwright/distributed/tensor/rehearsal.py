@@ -39,18 +39,31 @@ ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
 
 
 class Board:
-    """Where threads meet: each lays down a tensor, and takes those of all."""
+    """A meeting point of threads: each lays down a tensor, and reads those of all.
+
+    One thread computes at a time: threads that compete for the interpreter take twice as long together.
+    """
 
     def __init__(self, size: int):
         self.size = size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_SEC)
         self.laid: list[Tensor] = [torch.empty(0)] * size
+        self.turn = threading.Lock()
 
-    def all(self, rank: int, x: Tensor) -> list[Tensor]:
+    def meet(self) -> None:
+        """Let the other threads compute until all are here."""
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+    def all(self, rank: int, x: Tensor, read: Callable[[Tensor], Tensor] = lambda laid: laid) -> Tensor:
+        """Return (ranks, ...): what ``read`` gives of the tensor of every rank, copied."""
         self.laid[rank] = x
-        self.barrier.wait()
-        found = [tensor.clone() for tensor in self.laid]
-        self.barrier.wait()
+        self.meet()
+        found = torch.stack([read(laid) for laid in self.laid])
+        self.meet()  # until then nobody may write into what it laid down
         return found
 
 
@@ -61,19 +74,19 @@ class Thread:
         self.board, self.rank, self.size = board, rank, board.size
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        return joined(torch.stack(self.board.all(self.rank, x)), length)
+        return joined(self.board.all(self.rank, x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return torch.stack(self.board.all(self.rank, by_rank(x, self.size)[:])).sum(0)[self.rank].clone()
+        return self.board.all(self.rank, by_rank(x, self.size), lambda laid: laid[self.rank]).sum(0)
 
     def gather_features(self, x: Tensor) -> Tensor:
-        return torch.stack(self.board.all(self.rank, x))
+        return self.board.all(self.rank, x)
 
     def sum(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self.board.all(self.rank, x)).sum(0))
+        return x.copy_(self.board.all(self.rank, x).sum(0))
 
     def largest(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self.board.all(self.rank, x)).amax(0))
+        return x.copy_(self.board.all(self.rank, x).amax(0))
 
 
 def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
@@ -84,7 +97,8 @@ def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
 
     def run(rank: int) -> None:
         try:
-            results[rank] = job(Thread(board, rank))
+            with board.turn:
+                results[rank] = job(Thread(board, rank))
         except BaseException as error:  # noqa: BLE001  (raised below)
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from meshwright.core.names import clean
 from meshwright.core.torch_private import (
     SAMPLES_NORMAL,
+    EagerDispatchMode,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     address_of,
     schema_of,
     tree_leaves,
@@ -124,7 +124,7 @@ def _to_meta(model: nn.Module, inner: set[str]) -> None:
             held.update({name: of(tensor) for name, tensor in held.items() if isinstance(tensor, FakeTensor)})
 
 
-class _ConstructorRecorder(TorchDispatchMode):
+class _ConstructorRecorder(EagerDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._recording = ConstructorSteps()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.names import clean
-from meshwright.core.torch_private import TorchDispatchMode, address_of, tree_leaves
+from meshwright.core.torch_private import EagerDispatchMode, address_of, tree_leaves
 from meshwright.introspection.constructor.recording import READING, seeded
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -116,7 +116,7 @@ def _watched(
     yield module.register_forward_hook(leave, with_kwargs=True)
 
 
-class HeldRandomness(TorchDispatchMode):
+class HeldRandomness(EagerDispatchMode):
     """Random draws are held still, and it is seen where Python reads numbers that depend on the tokens or on a draw.
 
     Args:

@@ -14,6 +14,7 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.meta import on_meta
 from meshwright.introspection.signature import SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import compute_experts_one_by_one
@@ -111,7 +112,7 @@ def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[E
     for small in small_configs(config, needed, ranks, few_experts=few_experts):
         try:
             config = small.config
-            with torch.device("meta"):
+            with on_meta():
                 is_like = _names(grafted(model, kind(config))) == names
             if not is_like or not _is_small(kind, config):
                 continue
@@ -144,7 +145,7 @@ def _names(model: nn.Module) -> set[tuple]:
 
 
 def _is_small(kind: type[nn.Module], config: Any) -> bool:
-    with torch.device("meta"):
+    with on_meta():
         return sum(p.numel() for p in kind(config).parameters()) <= LARGEST
 
 

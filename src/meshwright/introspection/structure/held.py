@@ -25,6 +25,7 @@ class HeldOutputs:
         self.rest: dict[str, Tensor] = {}
         self._pushed: tuple[str, tuple[int, ...], float] | None = None
         self._seen: dict[str, Tensor] = {}
+        self._least: dict[str, Tensor] = {}
 
     @property
     def pairs(self) -> int:
@@ -55,7 +56,8 @@ class HeldOutputs:
         for path, value in self.inputs().items():
             rest = self.rest[path]
             if value.shape == rest.shape:
-                least = ROUNDING * rest.abs().flatten(0, -2).amax(0)
+                if (least := self._least.get(path)) is None:
+                    least = self._least[path] = ROUNDING * rest.abs().flatten(0, -2).amax(0)
                 found[path] = self.probe._by_token(((value - rest).abs() <= least).logical_not_())  # NaN has moved
         return found
 

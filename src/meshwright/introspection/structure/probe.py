@@ -180,10 +180,7 @@ class Probe:
                 for start in range(0, features, at_once):
                     pushed = range(start, min(start + at_once, features))
                     state.push(producer, *pushed)
-                    moved = state.moved()
-                    for pair, feature in enumerate(pushed):
-                        of_pair = {path: places[2 * pair : 2 * pair + 2] for path, places in moved.items()}
-                        self._note(found, producer, features, feature, of_pair if at_once > 1 else moved)
+                    self._note(found, producer, features, pushed, state.moved())
         return found
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
@@ -202,7 +199,7 @@ class Probe:
                 found.append({})
                 for index in range(size):
                     moved = self._moved_by(state, values.select(dim, index), amounts.select(dim, index))
-                    self._note(found[-1], name, size, index, moved)
+                    self._note(found[-1], name, size, range(index, index + 1), moved)
         return found
 
     def _moved_by(self, state: HeldOutputs, values: Tensor, amounts: Tensor) -> dict[str, Tensor]:
@@ -213,18 +210,23 @@ class Probe:
         finally:
             values.copy_(before)
 
-    def _note(self, found: Influence, producer: str, features: int, feature: int, moved: dict[str, Tensor]) -> None:
-        """Args:
-        moved: (rows, seq, features) of each consumer's input.
+    def _note(self, found: Influence, producer: str, features: int, pushed: range, moved: dict[str, Tensor]) -> None:
+        """Note what one run moved.
+
+        Args:
+            features: number of the producer's.
+            pushed: the features that were pushed: one in all rows, or each in a pair of rows of its own.
+            moved: (rows, seq, features) of each consumer's input.
         """
         for consumer, places in moved.items():
-            columns = places.flatten(0, 1).any(0)
+            by_push = places[None] if len(pushed) == 1 else places.unflatten(0, (-1, 2))[: len(pushed)]  # (pushes, rows, seq, features)
+            columns = by_push.flatten(1, 2).any(1)
             if consumer != producer and columns.any():
                 if (reach := found.get((producer, consumer))) is None:
-                    reach = Reach(torch.zeros((features, len(columns)), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
+                    reach = Reach(torch.zeros((features, columns.shape[1]), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
                     found[producer, consumer] = reach
-                reach.places[feature] = columns
-                reach.later[feature] = places[:, PUSHED + 1 :].any()
+                reach.places[pushed.start : pushed.stop] = columns
+                reach.later[pushed.start : pushed.stop] = by_push[:, :, PUSHED + 1 :].flatten(1).any(1)
 
     def is_linear(self, producer: str, feature: int, consumer: str, held: list[str]) -> bool:
         """Whether twice the push moves the consumer's input twice as far."""

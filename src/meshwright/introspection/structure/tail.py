@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.torch_private import TorchDispatchMode
+from meshwright.core.torch_private import EagerDispatchMode
 from meshwright.introspection.outputs import logits_of
 
 SHAPELESS = ("aten.slice.Tensor", "aten.alias.default", "aten.detach.default", "aten.clone.default", "aten.view.default")
@@ -58,7 +58,7 @@ def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
     return watch.tail(logits_of(output))
 
 
-class _LogitOperations(TorchDispatchMode):
+class _LogitOperations(EagerDispatchMode):
     """Notes the operations on what the head gave."""
 
     def __init__(self) -> None:

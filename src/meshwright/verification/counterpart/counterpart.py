@@ -19,6 +19,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.huggingface import CausalLM
+from meshwright.introspection.meta import on_meta
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.moe import Router
@@ -87,7 +88,7 @@ def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]
     Raises:
         UnsupportedError: transformers cannot build it, or parameters on one side have no counterpart on the other.
     """
-    with torch.device("meta"):
+    with on_meta():
         here, there = model_facts(Decoder(ours)), model_facts(_built(source))
     if len(here.blocks) != len(there.blocks):
         raise UnsupportedError(f"{there.kind} has {len(there.blocks)} blocks in these sizes, and the run's model {len(here.blocks)}")
