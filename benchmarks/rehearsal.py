@@ -23,7 +23,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 from meshwright import Layout, plan
 from meshwright.distributed.pipeline import rehearsal as stages
 from meshwright.distributed.tensor import rehearsal as cuts
-from meshwright.introspection.facts import model_facts, premises_of
+from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES
 
@@ -64,7 +64,7 @@ def main() -> None:
         with torch.device("meta"):
             models = [build() for _ in range(3)]
         facts = model_facts(models[0])
-        premises = seconds(lambda: premises_of(facts))  # noqa: B023  (called at once)
+        premises = seconds(lambda: facts.measurements.premises())  # noqa: B023  (called at once)
         tensor, pipeline = seconds(lambda: cut(models[1])), seconds(lambda: staged(models[2]))  # noqa: B023
         sizes = f"{name:16} {facts.numel / 1e9:6.2f} B"
         print(f"{sizes}   its forward {premises:5.2f} s   with tp = 2 {tensor:5.2f} s   with pp = 2 {pipeline:5.2f} s", flush=True)

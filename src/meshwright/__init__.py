@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
     from meshwright.distributed.step.results import StepLoss, StepResult
+    from meshwright.introspection.hints import Hints
     from meshwright.planning.build import plan
     from meshwright.planning.layout import Layout
     from meshwright.planning.plan import Plan
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "Hints",
     "IntegrityError",
     "Layout",
     "MeshwrightError",
@@ -52,6 +54,7 @@ __all__ = [
 _HOME = {
     "Config": "meshwright.training.config",
     "ConfigError": "meshwright.core.errors",
+    "Hints": "meshwright.introspection.hints",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",
     "MeshwrightError": "meshwright.core.errors",

@@ -23,7 +23,7 @@ from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.tensor import layers
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.introspection.converted import config_at
+from meshwright.introspection.module_kinds import config_at
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout

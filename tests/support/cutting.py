@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from meshwright.introspection.facts import ModelFacts, measure_structure, model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.structure import Measured
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
@@ -26,7 +26,7 @@ def user(name: str) -> ModelFacts:
 
 
 def measured(facts: ModelFacts, ranks: int = 2) -> Measured:
-    return measure_structure(facts, ranks)
+    return facts.measurements.structure(ranks)
 
 
 def cut(facts: ModelFacts, ranks: int = 2, **wishes: Any) -> tuple[TensorPlan, tuple[str, ...]]:

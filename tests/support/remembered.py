@@ -170,11 +170,11 @@ def remember() -> None:
     """From now on this process measures equal models once, and rehearses a plan of them once."""
     from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
     from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
-    from meshwright.introspection import facts
+    from meshwright.introspection import measurements
     from meshwright.introspection.premises import premises
 
     premises.play = _played_once
-    facts.measured, facts.measure_stacks = _measured_once, _stacks_once
+    measurements.measured, measurements.measure_stacks = _measured_once, _stacks_once
     tensor_rehearsal.rehearse, stages_rehearsal.rehearse = _rehearsed_once, _stages_once
 
 

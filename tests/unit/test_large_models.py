@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.tensor.rehearsal import prove
-from meshwright.introspection.facts import measure_structure, model_facts
+from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
@@ -89,8 +89,9 @@ class Wide(nn.Module):
 
 
 def test_a_large_model_without_a_config_is_refused():
+    facts = model_facts(as_module(Wide))
     with pytest.raises(UnsupportedError, match=r"has 32,\d+,\d+ parameters; .* Wide\(config\) failed .*takes 1 positional argument"):
-        measure_structure(model_facts(as_module(Wide)), 2)
+        facts.measurements.structure(2)
 
 
 class Deep(nn.Module):
@@ -110,8 +111,9 @@ class Deep(nn.Module):
 
 
 def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes_long():
+    facts = model_facts(as_module(Deep))
     with pytest.raises(UnsupportedError, match=r"21,016 features in 2 linear layers, 21,000 of them in 0: .* takes minutes"):
-        measure_structure(model_facts(as_module(Deep)), 2)
+        facts.measurements.structure(2)
 
 
 def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measured():
@@ -122,8 +124,9 @@ def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measure
         setattr(config, name, getattr(config, name)[-value:])
     config.n_routed_experts = config.moe_intermediate_size = 8
     config.head_dim, config.qk_rope_head_dim, config.o_lora_rank = 8, 8, 8
+    facts = model_facts(as_module(CausalLM(config)))
     with pytest.raises(UnsupportedError, match=r"none of them \(rows, seq, features\)"):
-        measure_structure(model_facts(as_module(CausalLM(config))), 2)
+        facts.measurements.structure(2)
 
 
 def test_heads_of_linear_attention_of_full_size_are_shared_out():

@@ -18,7 +18,7 @@ from meshwright.distributed.data.fully_sharded import gathering_orders
 from meshwright.distributed.experts.load import ExpertLoad, LayerLoad
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
 from meshwright.distributed.weights.weights import materialise
-from meshwright.introspection.facts import measure_experts, model_facts
+from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure import experts as stacks
@@ -300,7 +300,7 @@ SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 @pytest.mark.parametrize("name", SPARSE)
 def test_stacks_are_found_in_a_family_and_compute_alone(name):
     facts = model_facts(as_module(CausalLM(families.config_of(name))))
-    found = measure_experts(facts, 2)
+    found = facts.measurements.stacks(2)
     dense = 1 if "first_k_dense_replace" in families.SPARSE.get(name, {}) else 0
     assert len(found) == 2 - dense
     assert {stack.experts for stack in found} == {4} and {stack.width for stack in found} == {32}

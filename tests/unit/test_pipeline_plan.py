@@ -18,7 +18,7 @@ from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed import DistributedConfig
 from meshwright.distributed.pipeline import absent, rehearsal
 from meshwright.distributed.step.deferred import DeferredGradients
-from meshwright.introspection.facts import ModelFacts, measure_structure, model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.batch import Batch
@@ -251,7 +251,7 @@ def weights_of_another_dtype(patch: Any) -> None:
 @pytest.mark.parametrize("fault", [wrong_exit, forgotten_weights, weights_of_another_dtype])
 def test_a_fault_in_the_stages_is_caught(fault: Callable, monkeypatch):
     facts = model_facts(as_module(DEBUG))
-    sample = measure_structure(facts, 1).sample
+    sample = facts.measurements.structure(1).sample
     made = pipeline_of(facts, "zbv_zero_bubble")
     stages = tuple(replace(made.stages[0], blocks=(block,)) for block in sample.blocks)
     small = replace(made, stages=stages, dtype="float64")

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -326,7 +325,7 @@ FAULTS: dict[Callable[[], AbstractContextManager], tuple[Callable[[], ModelFacts
 def test_broken_code_is_caught(monkeypatch, fault):
     facts, ranks = FAULTS[fault]
     plan, _ = cut(facts(), ranks)
-    monkeypatch.setattr(rehearsal, "_PROVED", WeakKeyDictionary())
+    monkeypatch.setattr(facts().measurements, "proven", set())
     with fault(), pytest.raises(UnsupportedError, match="(is wrong|fails)"):
         rehearsal.prove(facts(), plan)
     rehearsal.prove(facts(), plan)

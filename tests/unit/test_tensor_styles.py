@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright import ConfigError, Layout, Plan, Techniques, UnsupportedError, plan
 from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.own_plan import own_tensor_plan
+from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.tensor.styles import given_styles
 

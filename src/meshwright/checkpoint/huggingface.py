@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean, is_within
+from meshwright.core.record import recall
 from meshwright.core.torch_private import is_persistent
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.pipeline.split import SHARED
+from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.transformers_private import names_to_ignore
@@ -132,7 +133,8 @@ class _Match:
 
 def _shared(model: nn.Module) -> set[str]:
     """List the tensors that a pipeline's first stage gives to its last."""
-    return set(model.__dict__.get(SHARED, ()))
+    ends = recall(model, SharedEnds)
+    return set(ends.names) if ends is not None else set()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.record import recall, remember
 from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.experts.plan import ExpertPlan
+from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
 
 from .data import fully_sharded, idle_parameters, replicated
@@ -41,6 +44,13 @@ class Site:
     """Device type on which initial weights are drawn; None: where they will be."""
     weights: Weights | None = None
     """Where the weights of a model on meta come from, instead of its initialiser."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Names of the techniques that are on a model, in the order in which they came."""
+
+    techniques: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ ORDER: tuple[Technique, ...] = (
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
     Technique(
         "float8",
-        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules) and site.facts.float8_plan is None,
+        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules) and site.facts.applied_plan(Float8Plan) is None,
         lambda model, plan, site: float8.apply(model, plan),
     ),
     Technique(
@@ -136,7 +146,7 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             before, model = model, row.apply(model, plan, site)
             keep_parts(model)  # a technique makes new parameters
             for module in (before, model):  # two where the technique wraps: neither may be laid out again
-                module.__dict__["_meshwright_applied"] = (*done, row.name)
+                remember(module, Applied((*done, row.name)))
     return model
 
 
@@ -149,7 +159,8 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
     """
     shares = {axis for row in ORDER if row.name in only and row.wanted(plan, site) for axis in row.shares}
     if not site.facts.on_meta:
-        refuse_unequal(model, groups_of(site.device_mesh, *(axis for axis in WORLD_AXES if axis in shares)), site.facts.expert_plan)
+        groups = groups_of(site.device_mesh, *(axis for axis in WORLD_AXES if axis in shares))
+        refuse_unequal(model, groups, site.facts.applied_plan(ExpertPlan))
     return apply(model, plan, site, only)
 
 
@@ -168,7 +179,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
 
 def applied(model: nn.Module) -> tuple[str, ...]:
     """Names of the techniques that are on the model, in the order in which they came."""
-    return model.__dict__.get("_meshwright_applied", ())
+    return (recall(model, Applied) or Applied()).techniques
 
 
 def refuse_misorder(name: str, done: tuple[str, ...], kind: str) -> None:

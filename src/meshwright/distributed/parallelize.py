@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import as_techniques, plan_for_mesh_sizes
 from meshwright.planning.build import plan as make_plan
@@ -27,6 +29,7 @@ from .float8.float8 import refuse_absent
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
+from .process import agree
 from .process.world import get_world_info, ranks_per_node
 from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_distributed
 from .step import own_loss
@@ -46,6 +49,7 @@ def parallelize(
     draw_on: str | None = None,
     weights: Weights | None = None,
     audit: bool = True,
+    hints: Hints | None = None,
 ) -> ParallelModel:
     """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
 
@@ -63,6 +67,7 @@ def parallelize(
         draw_on: "cpu" or "cuda": where the initial weights of our own decoder, and of a model beyond 2^30 elements, are drawn; by default
             where they will be. One seed gives other weights on a CPU than on a GPU.
         weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
+        hints: facts about a model that measurement cannot read (``meshwright.Hints``).
         audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
 
     Raises:
@@ -71,16 +76,17 @@ def parallelize(
     """
     if plan is not None and techniques is not None:
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
-    module = as_module(model, seed)
+    module = as_module(model, seed, hints)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
-    if loss_fn is None:
-        own_loss.refuse_dropped(facts)
     wishes = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
         mesh = known_mesh(mesh)
-        plan = plan or plan_for_mesh_sizes(facts, plan_sizes(mesh), mesh.device_type, wishes, "sum")
+        if plan is None:
+            sizes, device = plan_sizes(mesh), mesh.device_type
+            plan = agree.decided_once(lambda: plan_for_mesh_sizes(facts, sizes, device, wishes, "sum"))
+        refuse_absent(plan)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
@@ -89,9 +95,9 @@ def parallelize(
         elif mesh is not None:
             wished = config.resolve(plan.world)
             _refuse_other_sizes(plan, {axis.value: wished.wish(axis) for axis in (*WORLD_AXES, Axis.EP)})
-        _prove(facts, plan)
+        refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
-    _prove(facts, plan)
+    agree.decided_once(partial(_prove, facts, plan, with_own_loss=loss_fn is None))
     _refuse_other_mesh(plan, mesh)
     if loss_fn is not None:
         own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device))
@@ -103,9 +109,14 @@ def parallelize(
     return made
 
 
-def _prove(facts: ModelFacts, plan: Plan) -> None:
-    """What was only measured is rehearsed before its first use, and what is needed must be here."""
-    refuse_absent(plan)
+def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> None:
+    """Rehearse what was only measured. One rank does so for all: the small copies of a model are alike.
+
+    Args:
+        with_own_loss: the cross entropy of logits is the loss, so the model must have no other terms in its own.
+    """
+    if with_own_loss:
+        own_loss.refuse_dropped(facts)
     if plan.tensor is not None:
         prove(facts, plan.tensor)
     if plan.pipeline is not None:

@@ -7,6 +7,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from meshwright.core.names import clean, is_within
 
+from .hints import blocks_in, hints_of
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that only hold others and are never called."""
 
@@ -17,9 +19,12 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     A block is a child of a ``ModuleList`` or ``ModuleDict`` (or of a ``Sequential`` whose children are all of one class) that
     has parameters and submodules of its own; the outermost such containers count, so the experts inside a block do not. A container
     of containers only names what it holds: ``nn.ModuleDict(dict(wte=..., h=nn.ModuleList(...)))``.
+    Hints come first: blocks that they name are the blocks.
     Blocks that share a parameter with the rest of the model, or appear twice, are left out: they cannot be units of their own.
     """
     found: dict[str, nn.Module] = {}
+    if (hints := hints_of(model)).blocks:
+        return blocks_in(model, hints)
 
     def walk(path: str, module: nn.Module) -> None:
         if isinstance(module, (*CONTAINERS, nn.Sequential)):

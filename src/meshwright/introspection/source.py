@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from meshwright.core.errors import ConfigError
+from meshwright.core.record import recall, remember
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+from .constructor.meta import on_meta
 from .constructor.recording import NotRecordedError, built, record
+from .hints import Hints, give
 from .huggingface import CausalLM, is_config
-from .meta import on_meta
 
-BUILDER = "_meshwright_builder"
-"""Under this name a module knows what built it."""
+
+@dataclass(frozen=True)
+class _BuiltBy:
+    """The function, class or config that built a module."""
+
+    build: Callable[[], Any]
 
 
 def builder_of(module: nn.Module) -> Callable[[], nn.Module] | None:
     """The function, class or config that ``as_module`` built a module by; None where somebody handed over the module."""
-    return module.__dict__.get(BUILDER)
+    found = recall(module, _BuiltBy)
+    return found.build if found is not None else None
 
 
-def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, seed: int = 0) -> nn.Module:
+def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, seed: int = 0, hints: Hints | None = None) -> nn.Module:
     """The module itself; a config (ours, or one of transformers) or a factory is built on the meta device.
 
     Args:
         seed: of the weights of a factory that decides by the numbers that it draws: no other is built with weights here.
+        hints: given for the module.
 
     Raises:
         ConfigError: neither a module, a known config, nor a callable that returns a module.
     """
+    if hints is not None:
+        module = as_module(model, seed)
+        give(module, hints)
+        return module
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, DecoderConfig):
@@ -43,7 +56,7 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, 
     if callable(model):
         built = _without_memory(model, seed)
         if isinstance(built, nn.Module):
-            built.__dict__[BUILDER] = model
+            remember(built, _BuiltBy(model))
             return built
         raise ConfigError(f"the model factory returned {type(built).__name__}, not an nn.Module")
     raise ConfigError(f"a model is an nn.Module, a model config, or a function that returns a module; got {type(model).__name__}")

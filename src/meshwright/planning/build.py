@@ -13,12 +13,9 @@ from meshwright.introspection.cluster import Cluster, local_device
 from meshwright.introspection.facts import (
     ModelFacts,
     ParameterFact,
-    measure_experts,
-    measure_structure,
     model_facts,
-    premises_of,
-    router_loss_of,
 )
+from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import find_stacks
 
@@ -57,6 +54,7 @@ def plan(
     cluster: Cluster | None = None,
     techniques: Techniques | dict | None = None,
     reduction: str = "sum",
+    hints: Hints | None = None,
 ) -> Plan:
     """Decide everything about a layout, with no process group and no GPU.
 
@@ -67,13 +65,14 @@ def plan(
         cluster: ranks, ranks per node and device; by default the layout's own size on this machine's device.
         techniques: the typed request, or a plain dict of it.
         reduction: "sum", or "mean" for the functions that keep torch's averaging of gradients.
+        hints: facts about a model that measurement cannot read, for a module or a function that returns one.
 
     Raises:
         ConfigError, UnsupportedError: a rule is broken; the message names the rule and the remedy.
     """
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
-    facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model))
+    facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
     wishes = as_techniques(techniques)
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
@@ -157,7 +156,7 @@ def _assemble(
         pipeline=pipeline,
         experts=experts,
         loss=loss,
-        router_loss=router_loss_of(facts),
+        router_loss=facts.measurements.router_loss(),
         float8=float8,
         optimizer=optimizer,
         notes=(
@@ -194,9 +193,9 @@ def _collectives(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Collective
 
 
 def _expert_plan(facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]) -> ExpertPlan | None:
-    experts = facts.expert_plan
+    experts = facts.applied_plan(ExpertPlan)
     if experts is None and layout.ep > 1:
-        experts = ExpertPlan(expert_mesh_of(layout), measure_experts(facts, layout.ep))
+        experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
     if experts is not None and tensor is not None and not tensor.sequence_parallel:
         raise UnsupportedError(
             f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
@@ -221,13 +220,13 @@ def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
     """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
     if layout.dp_replicate * layout.dp_shard == 1:
         return facts
-    idle = set(premises_of(facts).idle)
+    idle = set(facts.measurements.premises().idle)
     skipped = {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}
     return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
 
 
 def _idle(facts: ModelFacts) -> tuple[str, ...]:
-    found = set(premises_of(facts).idle)
+    found = set(facts.measurements.premises().idle)
     return tuple(p.name for p in facts.parameters if p.trainable and p.name in found)
 
 
@@ -243,9 +242,9 @@ def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: Pipeline
 def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
     if layout.tp == 1:
         return None, ()
-    if facts.tensor_plan is not None:
-        return facts.tensor_plan, ()
-    measured = measure_structure(facts, layout.tp)
+    if facts.applied_plan(TensorPlan) is not None:
+        return facts.applied_plan(TensorPlan), ()
+    measured = facts.measurements.structure(layout.tp)
     words = words_for(facts, wishes.tensor_plan)
     if layout.ep > 1 and facts.module is not None:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
@@ -261,7 +260,7 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple
 def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPlan | None:
     if wishes.loss_chunks == 1:
         return None
-    structure = measure_structure(facts, layout.tp).structure
+    structure = facts.measurements.structure(layout.tp).structure
     assert structure.head is not None
     return LossPlan(structure.head, structure.tail, wishes.loss_chunks)
 

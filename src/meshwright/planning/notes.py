@@ -10,7 +10,7 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
-from meshwright.introspection.facts import ModelFacts, premises_of
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.introspection.transformers_private import brings_initialiser
@@ -50,7 +50,7 @@ def of(
 
 
 def _unrehearsed(facts: ModelFacts, layout: Layout):
-    if layout.world > 1 and (why := premises_of(facts).unknown):
+    if layout.world > 1 and (why := facts.measurements.premises().unknown):
         unseen = "whether rows depend on each other, or calls leave state, is not known"
         yield f"the forward of {facts.kind} could not be rehearsed ({why}): {unseen}"
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import is_within
-from meshwright.introspection.facts import premises_of
 from meshwright.introspection.premises.hooks import hooks_of
 from meshwright.introspection.premises.premises import GRADIENT
 
@@ -23,7 +22,7 @@ def calls_differ(case: Case) -> bool:
 def rows_stand_alone(case: Case) -> Found:
     if not calls_differ(case):
         return
-    where = premises_of(case.facts).mixes_rows
+    where = case.facts.measurements.premises().mixes_rows
     if case.layout.tp > 1 and where.startswith(GRADIENT):
         yield UnsupportedError(
             f"{where} is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch), which a cut table does"
@@ -47,7 +46,7 @@ def state_stays(case: Case) -> Found:
     """Refuse a forward that writes buffers, remembers its batches or counts its calls."""
     if not calls_differ(case):
         return
-    seen, kind = premises_of(case.facts), case.facts.kind
+    seen, kind = case.facts.measurements.premises(), case.facts.kind
     written = _some(w.name for w in seen.buffers)
     by_data = _some(w.name for w in seen.buffers if w.by_data) or ("what an earlier batch was" if seen.remembers else "")
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
@@ -91,7 +90,7 @@ def _recomputed(case: Case, names: list[str]) -> str:
 def weights_are_read_only(case: Case) -> Found:
     if case.layout.world == 1 and case.technique != "fully_shard":
         return
-    written = premises_of(case.facts).parameters
+    written = case.facts.measurements.premises().parameters
     if case.technique == "ddp":  # whole on each rank, written by each
         written = tuple(w for w in written if w.by_data)
     if written:
@@ -108,7 +107,7 @@ def parameters_are_reached(case: Case) -> Found:
     if layout.world == 1:
         return
     trained = {p.name for p in case.facts.parameters if p.trainable}
-    conditional = [name for name in premises_of(case.facts).conditional if name in trained]
+    conditional = [name for name in case.facts.measurements.premises().conditional if name in trained]
     if not conditional:
         return
     if layout.ep > 1:
@@ -129,7 +128,7 @@ def parameters_are_reached(case: Case) -> Found:
 
 
 def gradients_are_dense(case: Case) -> Found:
-    if calls_differ(case) and (names := premises_of(case.facts).sparse):
+    if calls_differ(case) and (names := case.facts.measurements.premises().sparse):
         yield UnsupportedError(
             f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or clip. Leave sparse"
             f" out: the values are the same."

@@ -77,12 +77,13 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     batch = batch_of(config, tokenizer)
-    facts = facts_of(source)
+    module = as_module(source, config.seed)  # one for plan and layout: what is measured of a model is remembered with it
+    facts = model_facts(module)
     plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)
     torchao_adamw.refuse_absent(plan.optimizer)
     if isinstance(weights, Pretrained):
-        weights.check(as_module(source))
+        weights.check(module)
     trace = open_trace(config)
     with timeline.phase("process group"), stop.released():
         mesh = init_distributed(_distributed_config(config), config.seed)
@@ -94,7 +95,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
             mesh = single_process_mesh(plan.device)
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights}
         rows = config.batch.microbatch
-        model = parallelize(source, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
+        model = parallelize(module, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
         optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer)
         if config.process.audit:
             model.audit(optimizer.optimizer)
@@ -111,7 +112,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         identity,
         where_weights_come_from(config),
         trace,
-        lambda: foresee(facts, plan, batch),
+        lambda: foresee(facts_of(source), plan, batch),
     )
 
 

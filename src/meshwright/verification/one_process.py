@@ -19,7 +19,7 @@ from meshwright.core.names import clean
 from meshwright.distributed.experts.routing import count_routed, routed_tokens, routers_of
 from meshwright.distributed.weights.weights import Weights, materialise
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
-from meshwright.introspection.facts import model_facts, router_loss_of
+from meshwright.introspection.facts import model_facts
 from meshwright.introspection.premises.narrowing import narrows
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module, builder_of
@@ -77,7 +77,7 @@ class OneProcess:
             generator = torch.Generator(self._device).manual_seed(seed)
             for module in self._computing.modules():
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
-        self._router_loss = router_loss_of(model_facts(model))
+        self._router_loss = model_facts(model).measurements.router_loss()
         if self._router_loss is not None:
             self._logits = RouterLogits(self._computing, self._router_loss)
 

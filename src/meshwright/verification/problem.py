@@ -15,6 +15,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
 from meshwright.core.torch_private import Dropout
+from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
 from meshwright.planning.optimizer.kinds import kind_of
 
@@ -87,6 +88,7 @@ class Problem:
         evaluating: compute in evaluation mode, since the model draws random numbers in training that no dropout layer owns.
         microbatches: for each row of a batch, the number of the microbatch that a layout computes it in, where a loss depends on that.
         means: data ranks whose mean losses are averaged, as torch's wrappers do; 0: the loss is the mean over all tokens.
+        hints: facts about a model that measurement cannot read.
     """
 
     model: Any
@@ -101,6 +103,7 @@ class Problem:
     evaluating: bool = False
     microbatches: tuple[int, ...] = ()
     means: int = 0
+    hints: Hints | None = None
 
     @property
     def master(self) -> str:
@@ -147,7 +150,7 @@ class Problem:
         model = CausalLM(model) if is_config(model) else model
         if isinstance(model, CausalLM) and self.dtype == "float64":
             return replace(model, experts="eager")  # grouped kernels take no float64; in other dtypes as training computes
-        return model
+        return Hinted(model, self.hints) if self.hints is not None and callable(model) else model
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The global batch of a step. Raises ConfigError where it is none."""

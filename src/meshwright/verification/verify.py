@@ -19,6 +19,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, UnsupportedError
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.hints import Hints
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
@@ -62,6 +63,7 @@ def verify(
     max_norm: float | None = 1.0,
     microbatch_rows: int = 0,
     pool: WorkerPool | None = None,
+    hints: Hints | None = None,
 ) -> Report:
     """Train a model for a few steps in one process with plain torch, and on a layout over local gloo processes, and compare.
 
@@ -86,6 +88,7 @@ def verify(
         max_norm: what gradients are clipped to; where the first is not longer, half its norm, so that clipping is compared too. None: none.
         techniques: what else the layout applies, such as {"activation_checkpointing": "full"}.
         pool: worker processes to use; by default new ones.
+        hints: facts about a model that measurement cannot read (``meshwright.Hints``).
 
     Returns:
         A Report; true where the layout is equal within rounding.
@@ -104,7 +107,14 @@ def verify(
     pool = pool or WorkerPool(world)
     try:
         problem = Problem(
-            model_factory, batches, steps, seed, max_norm=max_norm, techniques=techniques or {}, microbatch_rows=microbatch_rows
+            model_factory,
+            batches,
+            steps,
+            seed,
+            max_norm=max_norm,
+            techniques=techniques or {},
+            microbatch_rows=microbatch_rows,
+            hints=hints,
         )
         refuse_unseen(problem)
         if parallelize_fn is None:

@@ -17,11 +17,12 @@ from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
+from meshwright.core.record import recall
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, get_expert_mesh
 from meshwright.distributed.torch_private import groups_of_parameters
-from meshwright.introspection.facts import SHARED_OUT_BY
+from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
 
@@ -59,7 +60,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
 
 
 def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
-    if model.__dict__.get(SHARED_OUT_BY) is None:
+    if recall(model, ExpertPlan) is None:
         assert plan.experts is not None
         raise ConfigError(
             f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing would add up their"

@@ -17,11 +17,26 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import foreach_zero_, tree_leaves
 from meshwright.distributed.torch_private import has_recorded_graph
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Names of the parameters whose gradients a DDP wrapper reduces."""
+
+    names: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreduced:
+    """Whether ``.grad`` holds what this replica alone computed."""
+
+    is_so: bool
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
@@ -42,7 +57,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
             broadcast_buffers=plan.data.reduction == "mean",
             **options,
         )
-    setattr(wrapped, TRAINED, _trained(model))
+    remember(wrapped, Trained(_trained(model)))
     if plan.data.reduction == "sum":
         wrapped.register_comm_hook(device_mesh.get_group(Axis.DP_REPLICATE.value), _sum)
     return wrapped
@@ -67,9 +82,9 @@ def _tensors_are_seen(output: Any) -> bool:
 
 def refuse_other_trained(module: nn.Module) -> None:
     """Raise ConfigError where other parameters are trained than when DDP was told of them: it reduces those, and no others."""
-    told, now = getattr(module, TRAINED, None), _trained(module.module) if isinstance(module, DistributedDataParallel) else None
-    if told is not None and now is not None and told != now:
-        name = clean(min(told ^ now))
+    told = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
+    if told is not None and told.names != (now := _trained(module)):
+        name = min(told.names ^ now)
         raise ConfigError(
             f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of at the start. Lay"
             f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard, which follows."
@@ -77,7 +92,7 @@ def refuse_other_trained(module: nn.Module) -> None:
 
 
 def _trained(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return frozenset(clean(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -94,20 +109,14 @@ def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: 
     DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced already once, not
     from every replica, so all but the first give it up here. (The mean of equal values is that value: averaging needs nothing.)
     """
-    if data.reduction == "sum" and not getattr(wrapped, UNREDUCED, False) and dist.get_rank(wrapped.process_group) > 0:
+    if data.reduction == "sum" and recall(wrapped, Unreduced) != Unreduced(True) and dist.get_rank(wrapped.process_group) > 0:
         reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
         if reduced:
             foreach_zero_(reduced)
     # torch records a static graph in the first backward, which must be a synced one
     records = wrapped.static_graph and not has_recorded_graph(wrapped)
     travels = is_last or data.sync_grad_accum is True or records
-    setattr(wrapped, UNREDUCED, True)
+    remember(wrapped, Unreduced(True))
     with nullcontext() if travels else wrapped.no_sync():
         yield
-    setattr(wrapped, UNREDUCED, not travels)
-
-
-TRAINED = "_meshwright_trained"
-"""Set on the wrapper: names of the parameters of which DDP reduces gradients."""
-UNREDUCED = "_meshwright_unreduced"
-"""Set on the wrapper while ``.grad`` holds what this replica alone computed."""
+    remember(wrapped, Unreduced(not travels))

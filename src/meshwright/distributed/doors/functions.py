@@ -26,6 +26,7 @@ from meshwright.models.moe import Router
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
+from meshwright.planning.tensor.plan import TensorPlan
 
 from .other_config import decoder_config
 from .stage_plan import facts_of_whole, plan_of_stage_module
@@ -101,7 +102,7 @@ def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
     plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
-    if plan.tensor is not None and facts.tensor_plan is None:
+    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
         prove(facts, plan.tensor, sums_at_once=True)
     return plan
 
@@ -117,7 +118,7 @@ def averaging_plan(
     _warn_of_routers(facts)
     wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
     sizes = sizes_of_stage(device_mesh)
-    if not cuts and facts.tensor_plan is None and get_expert_mesh(device_mesh) is None:
+    if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)
     plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
     _warn_of_scaling(plan)

@@ -25,9 +25,10 @@ from meshwright.distributed.mesh import NEMO_NAMES, has_dp_mesh, known_mesh, siz
 from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.distributed.weights.wholes import whole_everywhere
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.own_plan import own_tensor_plan
+from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
 
 from .functions import averaging_plan, default_mp_policy
 from .given_styles import wishes_of
@@ -93,7 +94,7 @@ def fsdp2_strategy_parallelize(
         plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
     if isinstance(offload_policy, CPUOffloadPolicy):
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
-    if plan.tensor is not None and facts.tensor_plan is None:
+    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
         prove(facts, plan.tensor, sums_at_once=True)
         for note in (f"the plan is {plan.tensor.source}", *plan.notes):
             log.info("fsdp2_strategy_parallelize: %s", note)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.meta import on_meta
 from meshwright.models.decoder import Decoder
+from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
 
 from .stage_module import PipelineStageModule
@@ -19,7 +20,9 @@ def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
     if not isinstance(stage, PipelineStageModule) or stage.num_stages == 1:
         return None
     with on_meta():
-        return replace(model_facts(Decoder(stage.config)), float8_plan=facts.float8_plan)
+        whole = model_facts(Decoder(stage.config))
+    converted = facts.applied_plan(Float8Plan)
+    return whole if converted is None else replace(whole, applied={Float8Plan: converted})
 
 
 def plan_of_stage_module(plan: Plan, facts: ModelFacts) -> Plan:

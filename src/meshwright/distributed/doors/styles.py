@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, take
+from meshwright.core.record import wrap
 from meshwright.distributed.tensor import ends, functions, layers
 from meshwright.distributed.tensor.group import ProcessGroupRanks
-from meshwright.distributed.tensor.runtime import LocalView, Runtime, use_local_parameters, wrap
+from meshwright.distributed.tensor.runtime import LocalView, Runtime, use_local_parameters
 from meshwright.distributed.tensor.sequence import Sequence
 from meshwright.distributed.weights.placement import distribute, placement_of_cut
 from meshwright.planning.float8.operand_parts import ROW
@@ -107,7 +108,7 @@ class ColumnStyle(LinearStyle, ColwiseParallel):
         else:
             layers.SharedInput(runtime, [layers.ColumnLayer(module, transposed)])
         if gathers:
-            wrap(module, lambda forward: lambda x: functions.whole_vocabulary(forward(x), size, group))
+            _change_output(module, lambda output: functions.whole_vocabulary(output, size, group), f"output gathered over tp {group.size}")
         return placements
 
 
@@ -137,10 +138,13 @@ class RowStyle(LinearStyle, RowwiseParallel):
         if STYLES[self.word].whole_outside:
             parts = self._cut(module, "weight", dim, group.size)
 
-            def cut(x: Tensor) -> Tensor:
-                return take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size)
+            def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+                def cut_input_forward(x: Tensor) -> Any:
+                    return forward(take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size))
 
-            wrap(module, lambda forward: lambda x: forward(cut(x)))
+                return cut_input_forward
+
+            wrap(module, make, f"input cut over tp {group.size}")
         return placements
 
 
@@ -156,7 +160,8 @@ class EmbeddingStyle(Style):
         if by_rows:
             ends.vocabulary_embedding(module, runtime, rows, is_hidden=False)
         else:
-            wrap(module, lambda forward: lambda ids: functions.whole_vocabulary(forward(ids), features, runtime.group))
+            gathers = f"output gathered over tp {runtime.group.size}"
+            _change_output(module, lambda output: functions.whole_vocabulary(output, features, runtime.group), gathers)
         use_local_parameters(module)
         return placements
 
@@ -192,7 +197,7 @@ class SumStyle(Style):
                 return functions.summed(output, runtime.group)
             return type(output)((summed(output[0]), *output[1:]))
 
-        wrap(module, lambda forward: lambda *args, **kwargs: summed(forward(*args, **kwargs)))
+        _change_output(module, summed, f"output summed over tp {runtime.group.size}")
 
 
 class MlaStyle(Style):
@@ -211,16 +216,28 @@ class MlaStyle(Style):
             )
 
         def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def run(x: Tensor) -> Tensor:
+            def latent_forward(x: Tensor) -> Tensor:
                 output = forward(x)
                 passed, rotated = output.split([output.shape[-1] - features, features], dim=-1)
                 return torch.cat([passed, functions.summing_gradients(rotated, runtime.group)], dim=-1)
 
-            return run
+            return latent_forward
 
         use_local_parameters(module)
-        wrap(module, make)
+        wrap(module, make, f"gradient of rotary features summed over tp {runtime.group.size}")
         return {}
+
+
+def _change_output(module: nn.Module, change: Callable[[Any], Any], words: str) -> None:
+    """Wrap the module's forward so that it returns ``change`` of its output."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def changed_output_forward(*args: Any, **kwargs: Any) -> Any:
+            return change(forward(*args, **kwargs))
+
+        return changed_output_forward
+
+    wrap(module, make, words)
 
 
 class ExpertsStyle(Style):

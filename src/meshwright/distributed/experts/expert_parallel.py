@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
+from meshwright.core.record import remember, wrap
 from meshwright.distributed.recompute.kept import exchanged
-from meshwright.distributed.tensor.runtime import LocalView, use_local_parameters, wrap
+from meshwright.distributed.tensor.runtime import LocalView, use_local_parameters
 from meshwright.distributed.weights.placement import distribute
-from meshwright.introspection.facts import SHARED_OUT_BY
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.moe import tokens_per_expert
 from meshwright.planning.plan import Plan
@@ -42,8 +42,8 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
         for name in stack.counts:
             setattr(module, name, stack.experts // plan.experts.ranks)
         use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
-        wrap(module, functools.partial(_dispatching, stack, axis.get_group()))
-    model.__dict__[SHARED_OUT_BY] = plan.experts
+        wrap(module, functools.partial(_dispatching, stack, axis.get_group()), f"experts shared out over ep {plan.experts.ranks}")
+    remember(model, plan.experts)
     return model
 
 
@@ -59,7 +59,7 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
         return forward(*bound.args, **bound.kwargs)
 
     @torch.compiler.disable
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+    def dispatched_experts_forward(*args: Any, **kwargs: Any) -> Tensor:
         said = signature.bind(*args, **kwargs).arguments
         rows, index, weights = stack.arguments(said)
         compute = functools.partial(stack.compute, call)
@@ -67,7 +67,7 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
         shape = said[stack.rows].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
         return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
 
-    return run
+    return dispatched_experts_forward
 
 
 def _everywhere(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.distributed.tensor.group import TensorGroup
-from meshwright.introspection.converted import is_rounded
+from meshwright.introspection.module_kinds import is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE
 
 from .products import Largest, Products

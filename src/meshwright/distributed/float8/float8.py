@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
-from meshwright.introspection.facts import ROUNDED_BY
+from meshwright.core.record import remember
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
 
@@ -35,7 +35,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         made[linear] = _converted(linear, config)
     for parent in list(model.modules()):
         parent._modules.update({name: made[child] for name, child in parent._modules.items() if child in made})
-    model.__dict__[ROUNDED_BY] = plan.float8
+    remember(model, plan.float8)
     return model
 
 

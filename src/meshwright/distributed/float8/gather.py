@@ -31,7 +31,7 @@ from meshwright.distributed.torch_private import (
     padded_shard,
     spec_of_gathered,
 )
-from meshwright.introspection.converted import config_at
+from meshwright.introspection.module_kinds import config_at
 
 STALE = -1
 """No parameter's version."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.introspection.converted import config_at, is_rounded
+from meshwright.introspection.module_kinds import config_at, is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE, OperandParts
 
 from . import torchao_private

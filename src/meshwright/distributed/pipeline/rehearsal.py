@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
-from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.stages.between_blocks import read_outside
@@ -28,8 +27,6 @@ from .split import stage_of
 LARGEST_ERROR = 1e-6
 """In fp64, relative; models that compute in fp32 inside are not exact to more."""
 
-_PROVED: WeakKeyDictionary[nn.Module, set[PipelinePlan]] = WeakKeyDictionary()
-
 
 def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
     """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
@@ -40,13 +37,10 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
     Raises:
         UnsupportedError: the stages do not give what the whole model gives; the text says where.
     """
-    model = facts.module
-    assert model is not None
-    known: set[PipelinePlan] = _PROVED.setdefault(model, set())
-    sample = measure_structure(facts, ranks).sample
+    sample = facts.measurements.structure(ranks).sample
     stages = tuple(StagePlan(0, (block,)) for block in sample.blocks)
     small = replace(plan, stages=stages, dtype="float64")
-    if small in known:
+    if small in facts.measurements.proven:
         return
     for inputs in sample.inputs:
         try:
@@ -61,7 +55,7 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
             wrong = f"{what} is wrong (relative error {errors[worst]:.1e})"
             outside = read_outside(sample.model, sample.blocks, inputs)
             raise UnsupportedError(_refused(facts, plan, f"{wrong}: {outside}" if outside else wrong))
-    known.add(small)
+    facts.measurements.proven.add(small)
 
 
 def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.names import clean, is_within
+from meshwright.core.record import remember
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.pipeline.plan import PipelinePlan
@@ -17,8 +18,12 @@ from meshwright.planning.plan import Plan
 
 from .absent import AbsentBlock, AbsentModule, StageIO
 
-SHARED = "_meshwright_shared"
-"""Under this name the last stage's module knows the parameters that the first one gives it."""
+
+@dataclass(frozen=True)
+class SharedEnds:
+    """Names of the parameters that the first stage gives to the last, which remembers them."""
+
+    names: tuple[str, ...]
 
 
 @dataclass
@@ -38,7 +43,7 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
         passage = StageIO()
         module = stage_of(model, plan.pipeline, stage, passage)
         if stage == len(plan.pipeline.stages) - 1:
-            module.__dict__[SHARED] = tuple(last for _, last in plan.pipeline.tied)
+            remember(module, SharedEnds(tuple(last for _, last in plan.pipeline.tied)))
         parts.append(StagePart(module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage))
     return parts
 

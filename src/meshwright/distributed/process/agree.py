@@ -131,6 +131,13 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
     return result
 
 
+def decided_once(decide: Callable[[], Result]) -> Result:
+    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled); what it raises there is raised on all."""
+    if alone():
+        return decide()
+    return from_rank_zero(together(decide, here=dist.get_rank() == 0))
+
+
 def is_agreed(error: BaseException) -> bool:
     """Whether every rank raises this error (it came through ``together``)."""
     return getattr(error, "is_agreed", False)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import note
 from meshwright.core.torch_private import compiled_call, forward_hooks, graph_break_counts, set_compiled_call, with_activation_budget
 from meshwright.planning.plan import Plan
 
@@ -21,6 +22,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         module = model.get_submodule(name)
         keep_hooks_eager(module)
         module.compile(**dict(plan.compile_options))
+        note(module, "compiled")
         if plan.activation_memory_budget is not None:
             _compile_within(module, plan.activation_memory_budget)
     return model

@@ -6,8 +6,8 @@ fetched while this one's backward runs. On the CPU the same is done by plain cop
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.core.record import wrap
 from meshwright.core.torch_private import FakeTensor, address_of, version_of
 from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
 
+OFFLOADED = "activations in host memory"
+"""The change that is noted on a module."""
 LEAST_BYTES = 1024
 """Smaller tensors stay where they are."""
 
@@ -170,28 +173,28 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     What lies elsewhere anyway stays: parameters and views of them, buffers, arguments that take no gradient (masks, tables). So do
     small tensors, and those of other kinds than plain ones.
     """
-    forward = module.forward
 
-    @functools.wraps(forward)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
-        passage = store.begin(number)
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
+            passage = store.begin(number)
 
-        def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
-            stays = type(tensor) not in PLAIN or tensor.numel() * tensor.element_size() < LEAST_BYTES
-            if stays or (address := address_of(storage_of(tensor))) in given or address in _lying_elsewhere(module):
-                return tensor
-            return passage, passage.keep(tensor.detach())
+            def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
+                stays = type(tensor) not in PLAIN or tensor.numel() * tensor.element_size() < LEAST_BYTES
+                if stays or (address := address_of(storage_of(tensor))) in given or address in _lying_elsewhere(module):
+                    return tensor
+                return passage, passage.keep(tensor.detach())
 
-        with saved_tensors_hooks(pack, _unpack):
-            output = forward(*args, **kwargs)
-        store.end(passage)
-        return output
+            with saved_tensors_hooks(pack, _unpack):
+                output = forward(*args, **kwargs)
+            store.end(passage)
+            return output
 
-    offloaded.offloads = True  # type: ignore[attr-defined]
-    module.forward = offloaded
+        return offloaded_forward
+
+    wrap(module, make, OFFLOADED)
 
 
 def _unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:

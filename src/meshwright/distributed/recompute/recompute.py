@@ -4,16 +4,22 @@ of some operators (arXiv 2205.05198); or keep them in host memory."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.core.record import wrap
 from meshwright.planning.plan import Plan
 
 from .host_activations import HostActivations, offload
 from .kept import contexts, leaving
 from .operator_policy import OperatorPolicy
+
+RECOMPUTED = "recomputed"
+"""The change that is noted on a module."""
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -36,18 +42,19 @@ def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
     Args:
         policy: which results are kept; None: none.
     """
-    forward = module.forward
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
-    region = forward if policy is None else functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
-    @functools.wraps(forward)
-    def recomputed(*args, **kwargs):
-        if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):
-            return forward(*args, **kwargs)
-        return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        region = forward if policy is None else functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
-    recomputed.recomputes = True  # type: ignore[attr-defined]
-    module.forward = recomputed
+        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):
+                return forward(*args, **kwargs)
+            return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
+
+        return recomputed_forward
+
+    wrap(module, make, RECOMPUTED)
 
 
 def _takes_gradients(module: nn.Module, inputs: tuple) -> bool:

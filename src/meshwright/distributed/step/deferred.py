@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.record import wrap
 from meshwright.distributed.float8.products import Products, products_of
 
 
@@ -63,16 +64,18 @@ def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradient
     Args:
         transposed: its weight is stored (in, out).
     """
-    forward, way = module.forward, products_of(module, transposed)
+    way = products_of(module, transposed)
 
-    @functools.wraps(forward)
-    def run(x: Tensor) -> Tensor:
-        weight = module.weight
-        if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
-            return forward(x)
-        return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def deferring_linear_forward(x: Tensor) -> Tensor:
+            weight = module.weight
+            if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
+                return forward(x)
+            return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
 
-    module.forward = run
+        return deferring_linear_forward
+
+    wrap(module, make, "weight gradient deferred")
 
 
 class _DeferredLinear(torch.autograd.Function):

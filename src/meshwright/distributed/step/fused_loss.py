@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from meshwright.core.record import recall, remember
 from meshwright.distributed.tensor.ends import loss_computing_head
 from meshwright.distributed.tensor.runtime import LossSite, runtime_of
 from meshwright.planning.plan import Plan
@@ -16,10 +17,10 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     if runtime is None or (plan.tensor is not None and not plan.tensor.head):
         site = runtime or LossSite()
         loss_computing_head(model.get_submodule(plan.loss.head), site)
-        model.__dict__["_meshwright_loss"] = site
+        remember(model, site)
     return model
 
 
 def site_of(model: nn.Module) -> LossSite | None:
     """Where the model's head is asked for a loss; None of one whose head computes logits only."""
-    return runtime_of(model) or model.__dict__.get("_meshwright_loss")
+    return runtime_of(model) or recall(model, LossSite)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.introspection.facts import ModelFacts, premises_of
+from meshwright.introspection.facts import ModelFacts
 
 ROWS, SEQ, SOME_IDS = 2, 3, 11
 CLOSE = 1e-3
@@ -20,7 +20,7 @@ CLOSE = 1e-3
 
 def refuse_dropped(facts: ModelFacts) -> None:
     """Raise UnsupportedError for a model whose output carries a loss of its own, which a step that takes the logits would drop."""
-    if losses := premises_of(facts).losses:
+    if losses := facts.measurements.premises().losses:
         raise UnsupportedError(
             f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step would train the cross"
             f" entropy of the logits alone. Return the logits only; or give loss_fn=, which says that logits and labels are all of it."

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import wrap
 from meshwright.distributed.float8 import agreed
 
 from . import functions
 from .layers import ColumnLayer, Reduction, collect_deferred
-from .runtime import Runtime, wrap
+from .runtime import Runtime
 from .sequence import Sequence
 
 
@@ -34,7 +35,16 @@ class GatheredInput:
         self._whole: Tensor | None = None
         self._served: set[int] = set()
         for number, module in enumerate(modules):
-            wrap(module, lambda forward, number=number: lambda x, *args, **kwargs: forward(self.whole(number, x), *args, **kwargs))
+            wrap(module, self._make(number), f"input gathered over tp {runtime.group.size}")
+
+    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                return forward(self.whole(number, x), *args, **kwargs)
+
+            return gathered_input_forward
+
+        return make
 
     def whole(self, number: int, x: Tensor) -> Tensor:
         """For the module of this number: what ``x`` (or what it stands in for) is a part of."""
@@ -56,23 +66,23 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
     """
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def partial_sum_forward(x: Tensor) -> Tensor:
             weight, bias, way = layer.tensors(runtime)
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
                 bias = bias if runtime.group.rank == 0 else bias * 0  # a gradient on every rank, or their sum would wait for some
             return agreed.linear(x, weight, bias, way, runtime.group)
 
-        return run
+        return partial_sum_forward
 
-    wrap(layer.module, make)
+    wrap(layer.module, make, f"partial sums over tp {runtime.group.size}")
 
 
 def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
     """The module around a row-parallel layer and its adapters: what it gives are summands."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             summand = forward(x, *args, **kwargs)
             if reduction.defers:
                 return collect_deferred(runtime, x, summand, None, begins=reduction.begins)
@@ -80,9 +90,9 @@ def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
             runtime.deferred = None if reduction.takes_deferred else runtime.deferred
             return _reduced(summand if others is None else summand + others.view(summand.shape), runtime.sequence)
 
-        return run
+        return reduced_forward
 
-    wrap(around, make)
+    wrap(around, make, f"summed over tp {runtime.group.size}")
 
 
 def _reduced(x: Tensor, sequence: Sequence) -> Tensor:
@@ -109,12 +119,12 @@ def refuse_idle(module: nn.Module, path: str) -> None:
     """An adapter that was switched off when the model was cut stays whole, and cannot be used."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def refused_forward(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
                 f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was left whole and cannot"
                 f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
             )
 
-        return run
+        return refused_forward
 
-    wrap(module, make)
+    wrap(module, make, "switched off when the model was cut")

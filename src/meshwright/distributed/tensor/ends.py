@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
 
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
-from .runtime import LossRequest, LossSite, Runtime, argument, local, with_arguments, without_values, wrap
+from .runtime import LossRequest, LossSite, Runtime, argument, local, with_arguments, without_values
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
@@ -31,6 +32,7 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
         return args, kwargs
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
+    note(module, f"sequence cut here, tp {runtime.group.size}")
 
 
 def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
@@ -49,6 +51,7 @@ def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
         return type(output)((gathered(output[0], runtime.sequence), *output[1:]))
 
     module.register_forward_hook(leave)
+    note(module, f"sequence gathered behind, tp {runtime.group.size}")
 
 
 def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_hidden: bool) -> None:
@@ -63,7 +66,7 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
     first, size = shard.first, shard.size
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tokens: Tensor) -> Tensor:
+        def embedding_forward(tokens: Tensor) -> Tensor:
             elsewhere = (tokens < first) | (tokens >= first + size)
             padding = module.__dict__.get("padding_idx")
             if padding is not None:
@@ -85,9 +88,9 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
             runtime.arriving = functions.summed_part(summand, sequence)
             return without_values(summand, summand.shape)
 
-        return run
+        return embedding_forward
 
-    wrap(module, make)
+    wrap(module, make, f"vocabulary-parallel tp {runtime.group.size}")
 
 
 def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_whole: bool) -> None:
@@ -98,7 +101,7 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
     """
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def head_forward(x: Tensor) -> Tensor:
             if runtime.request is not None:
                 return _answered(runtime.request, module, x if takes_whole else functions.gathered(x, runtime.sequence))
             weight, bias = _held(module)
@@ -108,21 +111,21 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
                 (own,) = functions.column_parallel(x, [(weight, bias, PLAIN)], runtime.sequence)
             return own if runtime.logits == "own" else functions.whole_vocabulary(own, rows, runtime.group)
 
-        return run
+        return head_forward
 
-    wrap(module, make)
+    wrap(module, make, f"vocabulary-parallel tp {runtime.group.size}")
 
 
 def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
     """A whole head that computes the loss in chunks where it is asked for one."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def loss_forward(x: Tensor) -> Tensor:
             return forward(x) if runtime.request is None else _answered(runtime.request, module, x)
 
-        return run
+        return loss_forward
 
-    wrap(module, make)
+    wrap(module, make, "loss in chunks")
 
 
 def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.parts import FusedPart, ranges
+from meshwright.core.record import wrap
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products, products_of
 from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
@@ -20,7 +21,7 @@ from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, Operand
 
 from . import functions
 from .group import own_share
-from .runtime import Runtime, argument, local, with_arguments, wrap
+from .runtime import Runtime, argument, local, with_arguments
 from .sums import summing_copies
 
 
@@ -65,19 +66,26 @@ def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
     """A linear layer that computes with this rank's part of its weight, whatever sizes its own forward expects."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def local_linear_forward(x: Tensor) -> Tensor:
             return agreed.linear(x, *layer.tensors(runtime), runtime.group)
 
-        return run
+        return local_linear_forward
 
-    wrap(layer.module, make)
+    wrap(layer.module, make, f"column-parallel tp {runtime.group.size}")
 
 
 def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
     """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands are parts."""
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
-        wrap(module, lambda forward: lambda input: agreed.linear(input, module.weight, module.bias, way, runtime.group))
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def agreed_linear_forward(input: Tensor) -> Tensor:
+                return agreed.linear(input, module.weight, module.bias, way, runtime.group)
+
+            return agreed_linear_forward
+
+        wrap(module, make, f"scales agreed over tp {runtime.group.size}")
 
 
 class SharedInput:
@@ -88,7 +96,16 @@ class SharedInput:
         self._taken: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layers):
-            wrap(layer.module, lambda forward, number=number: lambda x: self.output(number, x))
+            wrap(layer.module, self._make(number), f"column-parallel tp {runtime.group.size}")
+
+    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def column_forward(x: Tensor) -> Tensor:
+                return self.output(number, x)
+
+            return column_forward
+
+        return make
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """That of the layer of this number, for the input ``x`` (or what it stands in for)."""
@@ -135,7 +152,7 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
     """A linear layer of which each rank has some input features."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def row_forward(x: Tensor) -> Tensor:
             weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
             assert weight is not None
             if bias is not None and reduction.sums_bias:
@@ -147,9 +164,9 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
             runtime.deferred = None if reduction.takes_deferred else runtime.deferred
             return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
 
-        return run
+        return row_forward
 
-    wrap(module, make)
+    wrap(module, make, f"row-parallel tp {runtime.group.size}")
 
 
 def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
@@ -169,7 +186,7 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
     numbers = [(module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers]
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def container_forward(*args: Any, **kwargs: Any) -> Any:
             given: dict[int | str, Tensor] = {}
             made = None
             if form.hidden and runtime.sequence.cut:
@@ -185,9 +202,9 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
             finally:
                 runtime.forget(made)
 
-        return run
+        return container_forward
 
-    wrap(module, make)
+    wrap(module, make, f"this rank's share of tp {runtime.group.size}")
 
 
 @contextmanager
@@ -219,12 +236,12 @@ def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runt
     (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x: Tensor) -> Tensor:
+        def gathered_norm_forward(x: Tensor) -> Tensor:
             return forward(functions.whole_features(x, copies, group))[..., low:high]
 
-        return run
+        return gathered_norm_forward
 
-    wrap(module, make)
+    wrap(module, make, f"gathers features over tp {runtime.group.size}")
 
 
 def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
@@ -235,14 +252,14 @@ def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             module.across = runtime.group.sum
-            wrap(module, lambda forward: _of_part(forward, runtime))
+            wrap(module, lambda forward: _of_part(forward, runtime), f"routes its tokens of tp {runtime.group.size}")
 
 
 def _of_part(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    def run(x: Tensor, routed: Tensor | None = None) -> Any:
+    def route_own_tokens(x: Tensor, routed: Tensor | None = None) -> Any:
         sequence = runtime.sequence
         if routed is None and sequence.filled:
             routed = torch.ones((len(x), sequence.length(x.shape[1])), dtype=torch.bool, device=x.device)
         return forward(x, None if routed is None else own_share(routed, sequence.group.rank, sequence.group.size))
 
-    return run
+    return route_own_tokens

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import wrap
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products
 
 from . import functions
 from .functions import now_or_later
 from .layers import ColumnLayer, SharedInput
-from .runtime import Runtime, holding, local, wrap
+from .runtime import Runtime, holding, local
 from .sequence import Sequence as TokenSequence
 
 Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -164,7 +165,7 @@ class SharedNormInput(SharedInput):
         self.branches = branches
         self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.way for x in b.layers)) for b in branches)
         for branch in branches:
-            wrap(branch.norm, lambda forward: lambda x: stand_in_for(x))  # a new function for each: it keeps what it wraps
+            wrap(branch.norm, _later, f"computed with the layers behind it, tp {runtime.group.size}")
 
     def input_of(self, x: Tensor) -> Tensor:
         entered = getattr(super().input_of(x), "normed_later", None)
@@ -182,6 +183,13 @@ class SharedNormInput(SharedInput):
             for layer in branch.layers:
                 tensors += layer.tensors(self.runtime)[:2]
         return normed_column_parallel(x, self.plan, tensors, self.runtime.sequence)
+
+
+def _later(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def norm_later_forward(x: Tensor) -> Tensor:  # a new function for each norm: a wrapped forward knows what it wraps
+        return stand_in_for(x)
+
+    return norm_later_forward
 
 
 def stand_in_for(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch.distributed.tensor import Replicate
 
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart
+from meshwright.core.record import remember
 from meshwright.distributed.weights.placement import distribute, placement_of_cut
-from meshwright.introspection.facts import CUT_BY
 from meshwright.introspection.structure.region import Cut, Region
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
@@ -35,7 +35,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     sums_at_once = plan.data.reduction == "mean"
     wrap_modules(model, tensor, ProcessGroupRanks(mesh.get_group()), sums_at_once=sums_at_once, overlap=overlap, leaving=plan.experts)
     distribute_parameters(model, tensor, mesh, leaving=plan.experts)
-    model.__dict__[CUT_BY] = tensor
+    remember(model, tensor)
     return model
 
 
@@ -87,7 +87,7 @@ def wrap_modules(
         leaving: whose experts another technique shares out.
     """
     runtime = Runtime(sequence=Sequence(group, plan.sequence_parallel, plan.regather, overlap))
-    model.__dict__["_meshwright_tensor"] = runtime
+    remember(model, runtime)
     if plan.sequence_parallel:
         routers_of_parts(model, runtime)
     done = {model.get_submodule(stack.path) for stack in (leaving.stacks if leaving is not None else ())}

@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
-from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import narrows
 from meshwright.introspection.small.copies import copy_of
@@ -114,9 +113,6 @@ def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
     return results
 
 
-_PROVED: WeakKeyDictionary[nn.Module, set[tuple[TensorPlan, bool]]] = WeakKeyDictionary()
-
-
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
     """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
 
@@ -127,10 +123,9 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
         UnsupportedError: the plan does not give what one process gives; the text says where.
     """
     model = facts.module
-    known: set[tuple[TensorPlan, bool]] = _PROVED.setdefault(model, set()) if model is not None else set()
-    if (plan, sums_at_once) in known:
+    if (plan, sums_at_once) in facts.measurements.proven:
         return
-    sample = measure_structure(facts, plan.ranks).sample
+    sample = facts.measurements.structure(plan.ranks).sample
     assert model is not None
     small = plan.for_sample(sample, model)
     for inputs, logits in _performances(sample):
@@ -142,7 +137,7 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
         if not errors[worst] <= LARGEST_ERROR and not _is_rounding(errors, sample.model, inputs):
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
-    known.add((plan, sums_at_once))
+    facts.measurements.proven.add((plan, sums_at_once))
 
 
 Logits = Literal["whole", "own", "never"]

@@ -6,7 +6,6 @@ A wrapped forward works on plain tensors, this rank's parts of the parameters, w
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.core.record import recall, wrap
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 
@@ -104,7 +104,7 @@ def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
 
 def runtime_of(model: nn.Module) -> Runtime | None:
     """What the wrapped modules of a cut model share; None of one that is not cut."""
-    return model.__dict__.get("_meshwright_tensor")
+    return recall(model, Runtime)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
@@ -134,12 +134,6 @@ class _Local(torch.autograd.Function):
         if gradient.stride() != ctx.strides:  # the whole's strides follow from the part's
             gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
         return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
-
-
-def wrap(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the module's forward by what ``make`` makes of it."""
-    forward = module.forward
-    module.forward = functools.wraps(forward)(make(forward))
 
 
 class holding:
@@ -198,7 +192,7 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
     found = tuple(LocalView.of(module) if views is None else views)
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
             held: list[tuple[dict[str, Any], str]] = []
             try:
                 for view in found:
@@ -211,9 +205,9 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
                 for place, name in held:
                     place.pop(name, None)
 
-        return run
+        return forward_with_local_parameters
 
-    wrap(module, make)
+    wrap(module, make, "local parameters")
 
 
 def _is_gathered(parameter: Tensor | None) -> bool:

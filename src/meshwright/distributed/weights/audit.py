@@ -15,8 +15,8 @@ from meshwright.core.names import clean, pattern
 from meshwright.distributed.float8.float8 import config_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.step.part import ModelPart
-from meshwright.introspection.converted import config_at
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.module_kinds import config_at
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
 

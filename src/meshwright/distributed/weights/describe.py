@@ -12,9 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.core.axes import Axis
 from meshwright.core.names import clean, pattern
+from meshwright.core.record import changes_of
 from meshwright.core.torch_private import compiled_call
 from meshwright.core.units import bytes_text, count_text
-from meshwright.introspection.converted import config_at
+from meshwright.distributed.recompute.host_activations import OFFLOADED
+from meshwright.distributed.recompute.recompute import RECOMPUTED
+from meshwright.introspection.module_kinds import config_at
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
 
@@ -74,8 +77,8 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
         "sharded units": lambda module: isinstance(module, FSDPModule),
         "products in float8": lambda module: (config := config_at(module)) is not None and not config.emulate,
         "products in emulated float8": lambda module: (config := config_at(module)) is not None and config.emulate,
-        "recomputed": lambda module: getattr(module.forward, "recomputes", False),
-        "activations in host memory": lambda module: getattr(module.forward, "offloads", False),
+        "recomputed": lambda module: RECOMPUTED in changes_of(module),
+        "activations in host memory": lambda module: OFFLOADED in changes_of(module),
         "compiled": lambda module: compiled_call(module) is not None,
     }
     for what, is_one in kinds.items():

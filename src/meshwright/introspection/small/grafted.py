@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.introspection.converted import config_at
+from meshwright.introspection.module_kinds import config_at
 
 
 class UnlikeError(Exception):

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.constructor.recording import built
-from meshwright.introspection.meta import on_meta
+from meshwright.introspection.hints import Hints, hints_of
 from meshwright.introspection.signature import SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import compute_experts_one_by_one
@@ -113,11 +115,11 @@ def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[E
         try:
             config = small.config
             with on_meta():
-                is_like = _names(grafted(model, kind(config))) == names
+                is_like = _names(_built_like(model, kind, config)) == names
             if not is_like or not _is_small(kind, config):
                 continue
             with torch.device("cpu"), torch.no_grad():
-                made = grafted(model, kind(config))
+                made = _built_like(model, kind, config)
                 before = {path: type(module) for path, module in made.named_modules()}
                 made.eval()(torch.zeros((1, 2), dtype=torch.int64))
         except Exception as error:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
@@ -125,6 +127,14 @@ def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[E
             continue
         _refuse_replaced(kind, before, made)
         yield made, small.heads
+
+
+def _built_like(model: nn.Module, kind: type[nn.Module], config: Any) -> nn.Module:
+    """Build a model of another config, in the wrappers and with the hints of this one."""
+    made = grafted(model, kind(config))
+    if recall(model, Hints) is not None:
+        remember(made, hints_of(model))
+    return made
 
 
 def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
@@ -174,7 +184,10 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
     if (build := builder_of(model)) is not None:
-        return built(build, 0)
+        made = built(build, 0)
+        if recall(model, Hints) is not None:
+            remember(made, hints_of(model))
+        return made
     made.to_empty(device="cpu")
     for module in reversed(list(made.modules())):
         reset: Callable[[], object] | None = resetting(module)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.small.sample import Sample, samples_of
 
@@ -66,6 +66,8 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
                 structure, tried = measure(sample, model)
             except UnsupportedError as error:  # what a small one shows does not hold for the large one: the next is larger
                 trouble = error
+            except ConfigError:  # hints name what the model does not have
+                raise
             except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
                 trouble = UnsupportedError(
                     f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of it"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.core.names import is_within, owner
 
 if TYPE_CHECKING:
-    from .probe import Call
+    from .call import Call
 
 TOLERANCE = 1e-8
 """Relative, in fp64: of what a module gives against the sum of what its layers give."""

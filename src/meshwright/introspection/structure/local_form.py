@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
 
-from .probe import Call, Probe
+from .call import Call
+from .probe import Probe
 from .region import Region
 
 TOLERANCE = 1e-5

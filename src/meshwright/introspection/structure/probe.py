@@ -7,6 +7,7 @@ of one head move together, features of an MLP alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 
 from .adapters import Adapted, find_adapted
+from .call import Call
 from .held import PUSHED, HeldOutputs
 
 MOST_EFFORT = 4e8
@@ -41,32 +43,6 @@ Influence = dict[tuple[str, str], Reach]
 """By (producer, consumer)."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a module, as it was recorded. The tensors are kept, so that their identity can be asked for."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    entered: Tensor | None
-    """A copy of the first tensor among the arguments, which may be changed in place later."""
-    left: Tensor | None
-    """A copy of the output, or of the first tensor of a tuple."""
-
-    @classmethod
-    def of(cls, args: tuple, kwargs: dict, output: Any) -> Call:
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        result = output[0] if isinstance(output, (tuple, list)) and output else output
-        result = result.clone() if isinstance(result, Tensor) else None
-        return cls(args, kwargs, output, None if first is None else first.clone(), result)
-
-    @property
-    def tensors(self) -> dict[int | str, Tensor]:
-        """The tensors among the arguments, by position or name."""
-        found = {key: value for key, value in enumerate(self.args) if isinstance(value, Tensor)}
-        return found | {key: value for key, value in self.kwargs.items() if isinstance(value, Tensor)}
-
-
 @dataclass
 class Probe:
     """One block of a model in fp64 on the CPU, with a recorded call.
@@ -77,12 +53,14 @@ class Probe:
         linears: path -> whether its weight is stored (in, out); those of adapters are not among them.
         adapted: linear layers with adapters, by path. Their calls are those of the modules around them.
         beside: those of adapters, as ``linears``.
+        residual: argument of the block that is the residual stream, by name or position; None: it is looked for.
         wide: of the same block, called with the same rows many times over, so that many features are pushed in one run.
     """
 
     block: nn.Module
     calls: dict[str, list[Call]]
     wide: Probe | None = None
+    residual: int | str | None = None
     linears: dict[str, bool] = field(init=False)
     adapted: dict[str, Adapted] = field(init=False)
     beside: dict[str, bool] = field(init=False)
@@ -105,6 +83,8 @@ class Probe:
         Raises:
             UnsupportedError: it is given none.
         """
+        if self.residual is not None:
+            return self._hinted(self.residual)
         for key, value in self.call.tensors.items():
             if value.is_floating_point() and value.dim() == 3:
                 return key
@@ -113,6 +93,19 @@ class Probe:
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what flows between them"
             " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
+
+    def _hinted(self, residual: int | str) -> int | str:
+        """Return the key of the argument that hints name, however it was passed."""
+        names = [name for name, _ in inspect.signature(self.block.forward).parameters.items()]
+        position = names.index(residual) if residual in names else residual
+        name = names[residual] if isinstance(residual, int) and residual < len(names) else residual
+        found = next((key for key in (position, name) if key in self.call.tensors), None)
+        if found is None:
+            raise ConfigError(
+                f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor; their forward takes"
+                f" {', '.join(names)}"
+            )
+        return found
 
     def refuse_slow(self) -> None:
         """Raise UnsupportedError where measuring would take minutes: each feature is pushed, and each input watched. Counted and not timed,
@@ -270,7 +263,11 @@ class Probe:
 
 
 def record(
-    model: nn.Module, inputs: dict[str, Any], blocks: list[str], wide: dict[str, Probe] | None = None
+    model: nn.Module,
+    inputs: dict[str, Any],
+    blocks: list[str],
+    wide: dict[str, Probe] | None = None,
+    residual: int | str | None = None,
 ) -> tuple[dict[str, Probe], dict[str, list[Call]]]:
     """Run the model once: a Probe for each block (with its wide one), and the calls of the modules outside them, in order."""
     inside: dict[str, dict[str, list[Call]]] = {block: {} for block in blocks}
@@ -295,7 +292,8 @@ def record(
     finally:
         for handle in handles:
             handle.remove()
-    probes = {block: Probe(model.get_submodule(block), calls, (wide or {}).get(block)) for block, calls in inside.items() if "" in calls}
+    wide = wide or {}
+    probes = {block: Probe(model.get_submodule(block), calls, wide.get(block), residual) for block, calls in inside.items() if "" in calls}
     return probes, outside
 
 

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.hints import hints_of
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
+from .call import Call
 from .held import PUSHED, ROUNDING
 from .local_form import LocalForm, local_form
 from .normed import side_by_side
-from .probe import Call, Probe, record
+from .probe import Probe, record
 from .region import Region, resized, shapes_of
 from .regions import find_regions
 from .tail import Tail, find_tail
@@ -86,7 +88,8 @@ Tried = list[tuple[list[Probe], tuple[Region, ...]]]
 def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     """The structure of ``model``, measured on a sample of it; and what was measured."""
     wide, _ = record(sample.model, sample.repeated, list(sample.blocks))
-    runs = [record(sample.model, inputs, list(sample.blocks), wide) for inputs in sample.inputs]
+    residual = hints_of(model).residual
+    runs = [record(sample.model, inputs, list(sample.blocks), wide, residual) for inputs in sample.inputs]
     first_probes, outside = runs[0]
     paths = {key: paths for key, (_, paths) in _by_layout(model).items()}
     kinds: list[BlockKind] = []

@@ -9,6 +9,7 @@ from meshwright.core.names import owner, pattern
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
+from meshwright.planning.experts.plan import ExpertPlan
 
 from .plan import sharing_ranks
 
@@ -16,7 +17,7 @@ from .plan import sharing_ranks
 def experts_fit(case: Case) -> Found:
     """Require an expert axis that divides the ranks it distributes over, and the experts of every stack."""
     layout, ranks = case.layout, case.layout.ep
-    if ranks == 1 or case.facts.expert_plan is not None:
+    if ranks == 1 or case.facts.applied_plan(ExpertPlan) is not None:
         return
     among = sharing_ranks(layout)
     if layout.tp > 1 and not case.techniques.sequence_parallel:

@@ -56,9 +56,13 @@ def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tupl
         ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
         UnsupportedError: only facts about the model are available, not its module.
     """
-    if facts.float8_plan is not None:
-        _refuse_twice(facts, wishes)
-        return facts.float8_plan, ()
+    if (applied := facts.applied_plan(Float8Plan)) is not None:
+        if wishes.float8 != "none":
+            raise ConfigError(
+                f"techniques.float8 = {wishes.float8}: layers of this {facts.kind} multiply in float8 already, by {applied.recipe}."
+                f" Leave it out, or give a model to which apply_float8 was not applied."
+            )
+        return applied, ()
     if wishes.float8 == "none":
         return None, ()
     if facts.module is None:
@@ -78,14 +82,6 @@ def make_float8_plan(facts: ModelFacts, wishes: Techniques, device: str) -> tupl
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
     told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
     return Float8Plan(wishes.float8, chosen, device != "cuda", wishes.float8_all_gather), tuple(f"float8: {text}" for text in told)
-
-
-def _refuse_twice(facts: ModelFacts, wishes: Techniques) -> None:
-    if wishes.float8 != "none":
-        raise ConfigError(
-            f"techniques.float8 = {wishes.float8}: layers of this {facts.kind} multiply in float8 already, by {facts.float8_plan.recipe}."
-            f" Leave it out, or give a model to which apply_float8 was not applied."
-        )
 
 
 def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:

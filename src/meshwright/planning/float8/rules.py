@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.case import Case, Found
+from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.tensor.rules import no_blocks
 
 from .plan import RECIPES
@@ -37,7 +38,7 @@ def float8_wishes(case: Case) -> Found:
 
 def float8_companions(case: Case) -> Found:
     """Refuse techniques that do not combine with float8."""
-    t, done = case.techniques, case.facts.float8_plan
+    t, done = case.techniques, case.facts.applied_plan(Float8Plan)
     if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
         said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
         yield UnsupportedError(
@@ -48,7 +49,7 @@ def float8_companions(case: Case) -> Found:
 
 def float8_gathering(case: Case) -> Found:
     """Require sharding that can gather weights in float8."""
-    t, shards, done = case.techniques, case.layout.dp_shard, case.facts.float8_plan
+    t, shards, done = case.techniques, case.layout.dp_shard, case.facts.applied_plan(Float8Plan)
     wished = t.float8 in RECIPES and t.float8_all_gather
     if wished and t.float8 != "tensorwise":
         yield UnsupportedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.names import owner
-from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.stages.block_flow import Flow, flow_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
@@ -19,7 +19,7 @@ from .split import balanced, given_cuts
 def make_pipeline_plan(facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan) -> PipelinePlan:
     """Decide stages, ranks and cuts; UnsupportedError says why a model cannot be cut between its blocks."""
     assert facts.module is not None
-    measured = measure_structure(facts, layout.tp)
+    measured = facts.measurements.structure(layout.tp)
     flow = flow_of(facts.module, measured)
     stages = count_stages(wishes, layout.pp, len(facts.blocks))
     ranks = _rank_of(wishes.pipeline_schedule, layout.pp, stages)

@@ -7,10 +7,10 @@ from dataclasses import fields
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.names import clean, is_within, selected
 from meshwright.core.torch_private import Dropout
-from meshwright.introspection.facts import measure_structure
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.case import Case, Found
 from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.tensor.rules import no_blocks
 
 from .operators import check_kept
@@ -93,8 +93,8 @@ def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
     """Refuse to recompute alone a part of what computes together on several ranks."""
     facts, layout = case.facts, case.layout
     inside: dict[str, str] = {}
-    if layout.tp > 1 and facts.tensor_plan is None:
-        for kind in measure_structure(facts, layout.tp).structure.kinds:
+    if layout.tp > 1 and facts.applied_plan(TensorPlan) is None:
+        for kind in facts.measurements.structure(layout.tp).structure.kinds:
             whole = {region.container for region in kind.regions}
             for block in kind.blocks:
                 parts = {path for path in chosen if is_within(path, block) and path != block}

@@ -27,7 +27,7 @@ def make_tensor_plan(
     structure, words = measured.structure, words or Words()
     given = words.given
     notes: list[str] = []
-    kinds = [_blocks_plan(measured, kind, given, notes) for kind in structure.kinds]
+    kinds = [_blocks_plan(measured, kind, words, notes) for kind in structure.kinds]
     if not any(kind.regions for kind in kinds):
         why = "the given plan cuts no layers of the blocks. Name a region, or set layout.tp = 1: " if given else ""
         raise UnsupportedError(f"layout.tp: {why}no layers of this model were found that could be cut: " + "; ".join(notes))
@@ -39,6 +39,7 @@ def make_tensor_plan(
         if path is None:
             notes.append(f"the {what} was not recognised and stays whole on every rank")
     embedding, head = given.ends(structure, words.tied) if given else (structure.embedding or "", structure.head or "")
+    embedding, head = ("" if path and words.hints.keeps_whole(path) else path for path in (embedding, head))
     for what, path, cut in (("embedding", structure.embedding, embedding), ("head", structure.head, head)):
         if path and not cut:
             notes.append(f"the {what} {path} stays whole: the plan does not cut it; {_bytes_of(measured, (path,))} on every rank")
@@ -66,17 +67,19 @@ def make_tensor_plan(
     return plan, tuple(notes)
 
 
-def _blocks_plan(measured: Measured, kind: BlockKind, given: GivenStyles | None, notes: list[str]) -> BlocksPlan:
+def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[str]) -> BlocksPlan:
     """Decide how blocks of one kind are cut, and note what stays whole."""
-    first, name = kind.blocks[0], pattern(kind.blocks[0])
+    first, name, given = kind.blocks[0], pattern(kind.blocks[0]), words.given
     kept: list[RegionPlan] = []
     if given is not None:
         given.check_alike(kind)
     for region in kind.regions:
-        if given is not None and not given.cuts(first, region):
+        hinted = any(words.hints.keeps_whole(f"{first}.{path}") for path in region.linears)
+        if hinted or (given is not None and not given.cuts(first, region)):
             paths = tuple(f"{block}.{path}" for block in kind.blocks for path in region.linears)
             where = ".".join(filter(None, (name, region.container)))
-            notes.append(f"{where} stays whole: the plan does not cut it; {_bytes_of(measured, paths)} on every rank")
+            why = "hints say so" if hinted else "the plan does not cut it"
+            notes.append(f"{where} stays whole: {why}; {_bytes_of(measured, paths)} on every rank")
             continue
         form = measured.forms[first, region.consumer]
         if form is None and given is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import pattern
-from meshwright.introspection.facts import ModelFacts, measure_structure
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.structure import legal_degrees
 from meshwright.planning.case import Case, Found
+from meshwright.planning.tensor.plan import TensorPlan
 
 from .styles import STYLES, unknown_style
 from .words import words_for
@@ -20,7 +21,7 @@ def tensor_words(case: Case) -> Found:
 
 def tensor_fits(case: Case) -> Found:
     ranks = case.layout.tp
-    if ranks == 1 or case.facts.tensor_plan is not None:
+    if ranks == 1 or case.facts.applied_plan(TensorPlan) is not None:
         return
     if not case.facts.blocks:
         yield ConfigError(no_blocks(f"layout.tp = {ranks}", case.facts))
@@ -30,7 +31,7 @@ def tensor_fits(case: Case) -> Found:
             f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to share it out to"
         )
         return
-    structure = measure_structure(case.facts, ranks).structure
+    structure = case.facts.measurements.structure(ranks).structure
     legal = ", ".join(map(str, legal_degrees(structure)))
     wishes = case.techniques.tensor_plan
     given = words_for(case.facts, wishes).given if wishes and all(wish.style in STYLES for wish in wishes) else None
@@ -54,7 +55,7 @@ def tensor_companions(case: Case) -> Found:
     if t.loss_chunks < 1:
         yield ConfigError(f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more")
     elif t.loss_chunks > 1:
-        structure = measure_structure(case.facts, case.layout.tp).structure
+        structure = case.facts.measurements.structure(case.layout.tp).structure
         if structure.head is None or structure.tail.obstacle:
             why = structure.tail.obstacle
             yield UnsupportedError(
@@ -88,4 +89,7 @@ def no_blocks(wish: str, facts: ModelFacts) -> str:
                 f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their own. Give each"
                 f" block a copy, or use the shared module outside the blocks"
             )
-    return f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own"
+    return (
+        f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own, or name them:"
+        f" hints=meshwright.Hints(blocks=('layer_*',))"
+    )

@@ -9,8 +9,8 @@ from torch import nn
 
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.module_kinds import ModuleKind, module_kinds, tied_modules
-from meshwright.introspection.own_plan import own_tensor_plan
+from meshwright.introspection.hints import NONE, Hints, hints_of
+from meshwright.introspection.module_kinds import ModuleKind, module_kinds, own_tensor_plan, tied_modules
 from meshwright.planning.techniques import TensorStyleWish
 
 from .styles import GivenStyles, given_styles
@@ -26,6 +26,7 @@ class Words:
             notes say where the two differ.
         kinds: kinds of the model's modules.
         tied: groups of modules that share their weight.
+        hints: what the model's author says of it.
         elsewhere: modules that are distributed over another axis.
     """
 
@@ -33,11 +34,12 @@ class Words:
     own: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, ModuleKind] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
+    hints: Hints = NONE
     elsewhere: tuple[str, ...] = ()
 
 
 def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
-    """Read the user's plan where there is one, else the model's own.
+    """Read the user's plan where there is one, else the regions of the model's hints, else its own plan.
 
     Raises:
         ConfigError, UnsupportedError: the user's plan does not fit the model.
@@ -45,8 +47,9 @@ def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
     model = facts.module
     assert model is not None
     kinds = module_kinds(model)
-    tied = tuple(tied_modules(model))
+    tied, hints = tuple(tied_modules(model)), hints_of(model)
+    wishes = wishes or tuple(TensorStyleWish(wildcard, style) for wildcard, style in hints.regions.items())
     if not wishes:
-        return Words(own=own_tensor_plan(model), kinds=kinds, tied=tied)
+        return Words(own=own_tensor_plan(model), kinds=kinds, tied=tied, hints=hints)
     linears = {clean(path): (m.out_features, m.in_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return Words(given_styles(wishes, kinds, linears), kinds=kinds, tied=tied)
+    return Words(given_styles(wishes, kinds, linears), kinds=kinds, tied=tied, hints=hints)

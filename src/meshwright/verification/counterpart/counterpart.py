@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from meshwright.comparison.equality import relative_errors
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within
+from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.meta import on_meta
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.moe import Router

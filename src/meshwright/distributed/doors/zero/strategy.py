@@ -36,6 +36,7 @@ from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
+from meshwright.planning.tensor.plan import TensorPlan
 
 from . import megatron
 from .gradient_check import GradientCheck
@@ -171,7 +172,7 @@ def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, optio
 def _planned(facts: ModelFacts, sizes: dict[str, int], device: str, wishes: Techniques) -> Plan:
     """With torch's averaging; what it cuts is rehearsed."""
     plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
-    if plan.tensor is not None and facts.tensor_plan is None:
+    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
         prove(facts, plan.tensor, sums_at_once=True)
     for note in plan.notes:
         log.info("nvfsdp_strategy_parallelize: %s", note)

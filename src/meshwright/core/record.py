@@ -1,0 +1,74 @@
+"""Keep on a module, under one attribute, what this library knows of the module and did to it.
+
+A record holds one value of each type, and a line for each change to how the module computes, in the order of the
+changes. ``print(model)`` shows the lines. A copy of a module begins with the record of the original; what is then
+remembered of one is not remembered of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+ATTRIBUTE = "_meshwright"
+Value = TypeVar("Value")
+Forward = Callable[..., Any]
+
+
+def remember(module: nn.Module, value: object) -> None:
+    """Keep a value on the module, in place of one of the same type."""
+    values, changes = _record(module)
+    module.__dict__[ATTRIBUTE] = ({**values, type(value): value}, changes)
+
+
+def recall(module: nn.Module, kind: type[Value]) -> Value | None:
+    """Return the value of this very type that is kept on the module."""
+    return _record(module)[0].get(kind)
+
+
+def values_of(module: nn.Module) -> Mapping[type, Any]:
+    """Return all values that are kept on the module now, by their types."""
+    return _record(module)[0]
+
+
+def changes_of(module: nn.Module) -> tuple[str, ...]:
+    """List what was done to how the module computes, in words; the last was done last and acts first."""
+    return _record(module)[1]
+
+
+def note(module: nn.Module, change: str) -> None:
+    """Add a line on how the module computes from now on, which ``print(model)`` shows."""
+    values, changes = _record(module)
+    module.__dict__[ATTRIBUTE] = (values, (*changes, change))
+    if "extra_repr" not in module.__dict__:
+        module.__dict__["extra_repr"] = _Description(module)
+
+
+def wrap(module: nn.Module, make: Callable[[Forward], Forward], change: str) -> None:
+    """Replace the module's forward by the function that ``make`` makes of it, and note the change.
+
+    The new function keeps its own name, so that a debugger and a traceback show which technique runs; signature and
+    documentation are those of the forward that it wraps.
+    """
+    forward = module.forward
+    made = make(forward)
+    module.forward = functools.update_wrapper(made, forward, assigned=("__doc__", "__annotations__"))
+    note(module, change)
+
+
+class _Description:
+    """A module's ``extra_repr``, with the lines of its record."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self) -> str:
+        own = type(self.module).extra_repr(self.module)
+        return ", ".join([*([own] if own else []), *dict.fromkeys(changes_of(self.module))])
+
+
+def _record(module: nn.Module) -> tuple[dict[type, Any], tuple[str, ...]]:
+    return module.__dict__.get(ATTRIBUTE, ({}, ()))

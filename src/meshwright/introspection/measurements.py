@@ -1,0 +1,127 @@
+"""Find out about a model by running small copies of it, each question once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from torch import nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import recall, remember
+
+from .constructor.recording import seeded
+from .hints import NONE, hints_of
+from .premises import premises
+from .premises.hooks import lies_on_mesh
+from .premises.premises import Premises
+from .signature import Signature
+from .structure import Measured, measured
+from .structure.experts import Stack, measure_stacks
+from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss
+
+Answer = TypeVar("Answer")
+
+
+class Measurements:
+    """Answers about one model, and the plans that were proven on it.
+
+    The model remembers this object, so every ModelFacts of the model has the same one.
+
+    Attributes:
+        proven: plans that a rehearsal found equal to one process, with the settings of the rehearsal.
+    """
+
+    def __init__(self, model: nn.Module | None = None):
+        self._model = None if model is None else weakref.ref(model)
+        self._hints = NONE if model is None else hints_of(model)
+        self._answers: dict[Hashable, object] = {}
+        self.proven: set[Hashable] = set()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Measurements:
+        return Measurements()  # the copy of a model is another model
+
+    def __reduce__(self) -> tuple[type[Measurements], tuple[()]]:
+        return Measurements, ()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Tell whether the answers are about this model, as its hints are now."""
+        return self.model is model and self._hints == hints_of(model)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as somebody holds it."""
+        return None if self._model is None else self._model()
+
+    def structure(self, ranks: int) -> Measured:
+        """Measure on a small copy how the model can be cut among ``ranks``.
+
+        Raises:
+            UnsupportedError: the model cannot be measured.
+        """
+        cannot = "cannot be cut inside its blocks or between them"
+        model = self.model
+        if model is None:
+            raise UnsupportedError(f"this model {cannot}: the model itself is not at hand")
+        if stated(model, "vocab_size") is None and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+            raise UnsupportedError(
+                f"{type(model).__name__} {cannot}: it has no nn.Embedding and says nowhere how many token ids it takes (config.vocab_size)"
+            )
+        return self._once(("structure", ranks), lambda: measured(model, Signature.of(model).takes, ranks))
+
+    def stacks(self, ranks: int) -> tuple[Stack, ...]:
+        """List the stacks of experts, proven on a small copy to be what ``ranks`` can share out.
+
+        Raises:
+            UnsupportedError: they cannot be shared out, or there are none.
+        """
+        model = self.model
+        assert model is not None
+        return self._once(("stacks", ranks), lambda: measure_stacks(model, Signature.of(model).takes, ranks))
+
+    def router_loss(self) -> RouterLoss | None:
+        """Return the routers' loss that a model of transformers has in its own by its config; None where it has none.
+
+        Raises:
+            UnsupportedError: it is another loss than the known one.
+        """
+        model = self.model
+        if model is None or not asks_for_router_loss(model):
+            return None
+        return self._once("router loss", lambda: measure_router_loss(model, Signature.of(model).takes))
+
+    def premises(self) -> Premises:
+        """See on a small copy what the forward does besides giving each row's tokens their logits.
+
+        The premises of a model that was laid out in part are those from before.
+        """
+        model = self.model
+        if model is None:
+            return Premises(unknown="the model itself is not at hand")
+        if "premises" not in self._answers and lies_on_mesh(model):
+            return Premises(unknown="the model is laid out in part already")
+        return self._once("premises", lambda: premises.play(model))
+
+    def _once(self, question: Hashable, measure: Callable[[], Answer]) -> Answer:
+        if question not in self._answers:
+            with seeded(0):
+                self._answers[question] = measure()
+        return self._answers[question]  # type: ignore[return-value]
+
+
+def measurements_of(model: nn.Module) -> Measurements:
+    """Return what is measured of the model, now or later; a copy of a model is measured anew."""
+    known = recall(model, Measurements)
+    if known is None or not known.is_of(model):
+        known = Measurements(model)
+        remember(model, known)
+    return known
+
+
+def stated(model: nn.Module, *keys: str) -> int | None:
+    """Return the first of these sizes that the model's config states."""
+    config = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):  # of transformers: one for text and images has several inside
+        config = of_text()
+    return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)
