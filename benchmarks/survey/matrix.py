@@ -15,10 +15,10 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, data_layouts
 from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.report import Report
 from meshwright.verification.verify import verify

@@ -16,7 +16,7 @@ from meshwright import plan as make_plan
 from meshwright.distributed.tensor import overlap
 from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
+from meshwright.planning.values import Batch
 
 TP2, TP4 = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, tp=4)
 UNTIED = DecoderConfig(257, 16, 3, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True)

@@ -38,8 +38,8 @@ from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router
-from meshwright.planning.batch import Batch
 from meshwright.planning.layout import Layout
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

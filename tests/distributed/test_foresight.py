@@ -28,10 +28,10 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.memory.step import Foresight, MemoryUse
 from meshwright.planning.plan import Plan
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, SEQ, ROWS = 258, 64, 4

@@ -11,9 +11,9 @@ from meshwright import Layout, Precision, Techniques, parallelize
 from meshwright.distributed.parallelizer import to_cpu
 from meshwright.distributed.process.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.techniques import TensorStyleWish
 from meshwright.planning.traffic import step_traffic
+from meshwright.planning.values import Batch
 
 SMALL = DecoderConfig(vocab_size=33, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True)
 DOUBLE = Precision("float64", "float64", "float64")

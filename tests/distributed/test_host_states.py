@@ -24,7 +24,7 @@ from meshwright.distributed.weights import shards
 from meshwright.planning.explain import table
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryUse as Kind
-from meshwright.training.metrics.memory_table import Shares, memory_table
+from meshwright.training.metrics.memory_table import MemoryShares, memory_table
 
 OFFLOADED = {"cpu_offload": "optimizer"}
 SMALL = 1 << 17
@@ -151,7 +151,7 @@ def told(layout: str) -> tuple[str, str]:
     account.add_optimizer(optimizer)
     found = {Kind.OPTIMIZER: account.most[Kind.OPTIMIZER]}
     assert found[Kind.OPTIMIZER] == pytest.approx(plan_memory(model.plan).optimizer, rel=0.01)
-    return memory_table(found, model.plan, Shares(4, 1)), table(model.plan)
+    return memory_table(found, model.plan, MemoryShares(4, 1)), table(model.plan)
 
 
 def test_the_plan_and_the_account_say_where_it_is(spmd):

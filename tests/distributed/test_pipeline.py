@@ -33,12 +33,12 @@ from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.schedules.simulate import peak_live
 from meshwright.planning.pipeline.schedules.table import write_schedule
 from meshwright.planning.pipeline.stages import pipeline_collectives
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
@@ -412,8 +412,9 @@ def proved(layout: Layout) -> tuple[list[Any], list[Any]]:
 
 
 def test_the_plan_that_is_laid_out_is_the_one_that_was_proved(spmd):
-    for before, laid_out in spmd(4, proved, TENSOR):
-        assert all(plan in before for plan in laid_out) and None not in laid_out
+    (before, laid_out), *others = spmd(4, proved, TENSOR)
+    assert all(plan in before for plan in laid_out) and None not in laid_out
+    assert all(rehearsed == [] and plans == laid_out for rehearsed, plans in others), "one rank rehearses for all"
 
 
 def unproved() -> bool:

@@ -24,10 +24,10 @@ from meshwright.distributed.recompute import compilation, host_activations, kept
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router, is_recomputing
-from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.stages import pipeline_collectives
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

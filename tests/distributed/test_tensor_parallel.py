@@ -25,8 +25,8 @@ from meshwright.distributed.tensor.runtime import local
 from meshwright.distributed.tensor.sums import Sums
 from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.layout import Layout
+from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

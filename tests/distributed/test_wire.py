@@ -35,7 +35,7 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
+from meshwright.planning.values import Batch
 
 
 def one_warm_step(problem: Problem, way: Way, loss_fn: LossFunction | None = None) -> tuple[Figures, Figures]:

@@ -12,8 +12,8 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.planning.batch import Batch
 from meshwright.planning.traffic import step_traffic
+from meshwright.planning.values import Batch
 
 Figures = dict[tuple[str, int], tuple[int | None, float]]
 """(operation, ranks) -> (calls, bytes per rank)."""

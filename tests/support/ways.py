@@ -27,12 +27,12 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.stages import pipeline_collectives
+from meshwright.planning.values import Batch
 
 from . import families
 from .laid_out import Figures, counted, foreseen, own_rows

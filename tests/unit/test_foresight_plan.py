@@ -9,12 +9,12 @@ import pytest
 
 from meshwright import Layout, plan
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.batch import Batch
 from meshwright.planning.explain import table
 from meshwright.planning.memory import step as foresight
 from meshwright.planning.memory.step import Foresight, MemoryUse, StageMemory, over_ranks, unforeseen
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.simulate import peak_live
+from meshwright.planning.values import Batch
 
 MIB = 1 << 20
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)

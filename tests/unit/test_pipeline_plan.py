@@ -21,9 +21,9 @@ from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.batch import Batch
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.split import balanced, compute_layer_assignment, given_cuts
+from meshwright.planning.values import Batch
 
 DEBUG = replace(SIZES["debug"], n_layers=4)
 PP2 = Layout(pp=2, dp_shard=1)

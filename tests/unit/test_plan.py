@@ -19,8 +19,8 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, parameter_count
-from meshwright.planning.batch import Batch
 from meshwright.planning.explain import table
+from meshwright.planning.values import Batch
 
 DEBUG = SIZES["debug"]
 

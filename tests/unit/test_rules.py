@@ -16,7 +16,7 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning import rules
-from meshwright.planning.batch import Batch
+from meshwright.planning.values import Batch
 
 DEBUG = SIZES["debug"]
 BUDGET = {"activation_checkpointing": "memory_budget", "compile": True}

@@ -22,6 +22,3 @@ class Axis(StrEnum):
 
 WORLD_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 """The axes whose sizes multiply to the world size, in mesh order."""
-
-DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
-"""The axes along which ranks hold different samples."""

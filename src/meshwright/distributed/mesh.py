@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.rules import absent_sizes, raise_all
+from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -97,11 +98,11 @@ def can_merge_data(device_mesh: DeviceMesh) -> bool:
 def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
     """Make a mesh of the same ranks with all data ranks on one of the data axes, and one on the other. Collective."""
     sizes = axis_sizes(device_mesh)
-    names, data = list(sizes), [each.value for each in DATA_AXES if each.value in sizes]
+    names, data = list(sizes), [each.value for each in SAMPLES if each.value in sizes]
     others = [name for name in names if name not in data]
     ranks = device_mesh.mesh.permute([names.index(name) for name in (*others, *data)])
-    shape = [sizes[name] for name in others] + [-1 if each is axis else 1 for each in DATA_AXES]
-    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in DATA_AXES)))
+    shape = [sizes[name] for name in others] + [-1 if each is axis else 1 for each in SAMPLES]
+    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in SAMPLES)))
 
 
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
@@ -123,7 +124,7 @@ def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
     """Whether ranks with different samples exist: a data axis larger than 1."""
     sizes = axis_sizes(device_mesh)
-    return any(sizes.get(axis.value, 1) > 1 for axis in DATA_AXES)
+    return any(sizes.get(axis.value, 1) > 1 for axis in SAMPLES)
 
 
 def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
@@ -132,7 +133,7 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     Raises:
         ValueError: neither dp_replicate nor dp_shard is larger than 1 (``has_dp_mesh`` asks first).
     """
-    large = [axis.value for axis in DATA_AXES if _is_large(device_mesh, axis)]
+    large = [axis.value for axis in SAMPLES if _is_large(device_mesh, axis)]
     if not large:
         said = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
         raise ValueError(f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first")
@@ -141,9 +142,15 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
     """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1; or None."""
-    if _is_large(device_mesh, Axis.CP) and _named(device_mesh, Axis.DP_SHARD):
-        return flattened(device_mesh[Axis.DP_SHARD.value, Axis.CP.value], "dp_shard_cp")
-    return _one_axis(device_mesh, Axis.DP_SHARD)
+    return sharding_axis(device_mesh) if any(_is_large(device_mesh, axis) for axis in SHARDS) else None
+
+
+def sharding_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """The same axis of whatever size; None where the mesh has none of that name."""
+    large = [axis.value for axis in SHARDS if _is_large(device_mesh, axis)]
+    if len(large) > 1:
+        return flattened(device_mesh[tuple(large)], "_".join(large))
+    return device_mesh[large[0]] if large else next((device_mesh[name] for name in _named(device_mesh, Axis.DP_SHARD)), None)
 
 
 def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
@@ -198,8 +205,8 @@ def groups_of(device_mesh: DeviceMesh | None, *axes: Axis) -> list[ProcessGroup]
 
 
 def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
-    """The process groups of the data axes that are larger than 1, replicas first."""
-    return groups_of(device_mesh, *DATA_AXES)
+    """The process groups, larger than 1, of ranks that hold other tokens of the batch, replicas first."""
+    return groups_of(device_mesh, *BATCH)
 
 
 def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
@@ -210,7 +217,7 @@ def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
 def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
     """(rank, size) of this process among those that hold different samples, replicas outermost."""
     rank, size = 0, 1
-    for name in _named(device_mesh, *DATA_AXES):
+    for name in _named(device_mesh, *SAMPLES):
         extent = axis_sizes(device_mesh)[name]
         rank, size = rank * extent + (device_mesh.get_local_rank(name) if device_mesh is not None else 0), size * extent
     return rank, size

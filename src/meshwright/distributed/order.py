@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.record import recall, remember
@@ -16,6 +16,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
+from meshwright.planning.shares import EXPERTS, REPLICAS, SHARDS
 
 from .data import fully_sharded, idle_parameters, replicated
 from .experts import expert_parallel
@@ -104,7 +105,7 @@ ORDER: tuple[Technique, ...] = (
         "expert_parallel",
         lambda plan, site: plan.experts is not None,
         lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
-        shares=(Axis.DP_SHARD, Axis.TP),
+        shares=EXPERTS,
     ),
     Technique("fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)),
     Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
@@ -113,7 +114,7 @@ ORDER: tuple[Technique, ...] = (
         "fully_shard",
         lambda plan, site: plan.data.technique == "fully_shard",
         _fully_shard,
-        shares=DATA_AXES,
+        shares=(*REPLICAS, *SHARDS),
     ),
     Technique("weights", lambda plan, site: True, _weights),
     Technique(

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.collectives import COPYING_AXES
 from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
+from meshwright.planning.shares import COPIES
 
 from .data import accumulation, fully_sharded, replicated
 from .experts import routing
@@ -71,9 +71,8 @@ class ParallelModel:
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
-        self._copy_groups = groups_of(mesh, *COPYING_AXES)
-        cuts_sequences = plan.tensor is not None and plan.tensor.sequence_parallel
-        self._token_groups = groups_of(mesh, *DATA_AXES, *((Axis.TP,) if cuts_sequences else ()))
+        self._copy_groups = groups_of(mesh, *COPIES)
+        self._token_groups = groups_of(mesh, *plan.shares.routed)
         self._routers = routing.routers_of(self.parts)
         routing.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None

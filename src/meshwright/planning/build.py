@@ -20,7 +20,6 @@ from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import find_stacks
 
 from . import notes
-from .batch import Batch
 from .case import Case
 from .collectives import step_collectives
 from .data.units import trained_cuts, units_of
@@ -38,12 +37,13 @@ from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stage
 from .plan import Plan
 from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
+from .shares import shares_of
 from .techniques import Techniques
 from .tensor.collectives import tensor_collectives
 from .tensor.make import make_tensor_plan
 from .tensor.plan import TensorPlan, placement_words
 from .tensor.words import words_for
-from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan
+from .values import Batch, Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan
 
 
 def plan(
@@ -105,7 +105,7 @@ def _with_schedule_of(layout: Layout, wishes: Techniques) -> Techniques:
 
 
 def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
-    ranks = layout.dp_replicate * layout.dp_shard
+    ranks = shares_of(layout).data_ranks
     if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
         return "fully_shard"
     if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)):
@@ -129,7 +129,7 @@ def _assemble(
     reshard = wishes.reshard_after_forward
     assert reshard != "auto"  # resolved above
     optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer", wishes.optimizer)
-    shards = layout.dp_shard if technique == "fully_shard" else 1
+    shards = shares_of(layout, technique).shards
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, wishes)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
@@ -166,7 +166,7 @@ def _assemble(
             *zero_notes(wishes, layout, technique),
         ),
     )
-    made = replace(made, collectives=_collectives(facts, made, shards))
+    made = replace(made, collectives=_collectives(facts, made))
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 
 
@@ -177,19 +177,19 @@ def _frozen(facts: ModelFacts, wishes: Techniques) -> ModelFacts:
     return replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
 
 
-def _collectives(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Collective, ...]:
-    """List the collectives of a step without a pipeline; ``shards``: number of ranks that shard parameters."""
-    mesh, tensor, experts, precision = dict(plan.mesh), plan.tensor, plan.experts, plan.precision
+def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
+    """List the collectives of a step without a pipeline."""
+    shares, tensor, experts, precision = plan.shares, plan.tensor, plan.experts, plan.precision
     dense = without_experts(facts, experts)
     recomputed = recomputed_in(facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep))
     activations = (
-        *(tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shards, plan.float8) if tensor is not None else ()),
-        *router_collectives(facts, mesh, tensor, precision, recomputed, plan.router_loss),
-        *scales_of_gathered(plan.float8, tensor, shards),
+        *(tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shares.shards, plan.float8) if tensor is not None else ()),
+        *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
+        *scales_of_gathered(plan.float8, tensor, shares.shards),
         *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
     )
     trained = sum(p.trainable for p in facts.parameters)
-    return step_collectives(mesh, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained)
+    return step_collectives(shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained)
 
 
 def _expert_plan(facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]) -> ExpertPlan | None:
@@ -212,13 +212,13 @@ def _data_plan(facts: ModelFacts, wishes: Techniques, layout: Layout, technique:
         wishes.cpu_offload is True,
         pin_memory=device == "cuda",
         gathers_per_step=technique == "fully_shard" and gathers_per_step(wishes, layout),
-        idle=_idle(facts) if layout.dp_replicate * layout.dp_shard > 1 and layout.pp == 1 else (),
+        idle=_idle(facts) if shares_of(layout).data_ranks > 1 and layout.pp == 1 else (),
     )
 
 
 def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
     """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
-    if layout.dp_replicate * layout.dp_shard == 1:
+    if shares_of(layout).data_ranks == 1:
         return facts
     idle = set(facts.measurements.premises().idle)
     skipped = {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}

@@ -9,6 +9,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.introspection.facts import ModelFacts
 
 from .layout import Layout
+from .shares import shares_of
 from .techniques import Techniques
 from .values import PrecisionPlan
 
@@ -30,4 +31,4 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        return self.layout.dp_replicate * self.layout.dp_shard
+        return shares_of(self.layout).data_ranks

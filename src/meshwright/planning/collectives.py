@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 
 from .experts.plan import ExpertPlan
+from .shares import BATCH, COPIES, Shares
 from .values import Collective, DataParallel, PrecisionPlan, Unit
 
 COUNT_ELEMENTS = 6
@@ -18,7 +19,7 @@ They are: real tokens, their weight, routed tokens, microbatches, their square, 
 
 
 def step_collectives(
-    mesh: dict[str, int],
+    shares: Shares,
     units: tuple[Unit, ...],
     data: DataParallel,
     precision: PrecisionPlan,
@@ -35,54 +36,43 @@ def step_collectives(
             it cuts.
         trained: number of trained parameters.
     """
-    replicas, shards = (mesh.get(axis, 1) for axis in DATA_AXES)
-    found = [*over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")]
+    found = [*over_batch(shares, "token count", COUNT_ELEMENTS, "float64")]
     if data.technique == "fully_shard":
-        found += sharded_units(units, data, precision, shards, replicas, experts)
+        found += sharded_units(units, data, precision, shares, experts)
         per = "microbatch" if data.sync_grad_accum is True else "step"
-        found += [replace(c, per=per) for c in over_data_axes(mesh, "parameters used", len(data.idle), "int64")]
+        found += [replace(c, per=per) for c in over_batch(shares, "parameters used", len(data.idle), "int64")]
     elif data.technique == "ddp":
         total = sum(unit.trainable_elements for unit in units)
         per = "microbatch" if data.sync_grad_accum else "step"
-        found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "gradients", total, precision.master, per, calls=None))
+        over, ranks = Axis.DP_REPLICATE.value, shares.replicas
+        found.append(Collective("all_reduce", over, ranks, "gradients", total, precision.master, per, calls=None))
         if data.idle:
-            found.append(Collective("all_reduce", Axis.DP_REPLICATE.value, replicas, "parameters used", trained, "int32", per))
+            found.append(Collective("all_reduce", over, ranks, "parameters used", trained, "int32", per))
     found += activations
-    found += over_data_axes(mesh, "loss", 1, "float64")
+    found += over_batch(shares, "loss", 1, "float64")
     own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None
-    return (*found, *step_norm(data, precision, shards, mesh.get(Axis.TP, 1), trained_cuts, own), *step_agreement(mesh))
+    return (*found, *step_norm(precision, shares, trained_cuts, own), *step_agreement(shares))
 
 
-def step_norm(
-    data: DataParallel,
-    precision: PrecisionPlan,
-    shards: int,
-    tensor_ranks: int,
-    trained_cuts: tuple[bool, ...],
-    experts: ExpertPlan | None,
-):
+def step_norm(precision: PrecisionPlan, shares: Shares, trained_cuts: tuple[bool, ...], experts: ExpertPlan | None):
     """List the norm's all-reduces, one number per sharding axis: of whole, of cut and of expert parameters."""
     dtype = "float64" if precision.master == "float64" else "float32"
-    sharded = data.technique == "fully_shard" and shards > 1
+    tensor_ranks = shares.size(Axis.TP)
     for over_tensor in trained_cuts:
-        if sharded:
-            yield Collective("all_reduce", Axis.DP_SHARD.value, shards, "gradient norm", 1, dtype, "step")
+        if shares.shards > 1:
+            yield Collective("all_reduce", Axis.DP_SHARD.value, shares.shards, "gradient norm", 1, dtype, "step")
         if over_tensor:
             yield Collective("all_reduce", Axis.TP.value, tensor_ranks, "gradient norm", 1, dtype, "step")
-    if experts is not None and not _spans_as(experts, shards if sharded else 1, tensor_ranks, trained_cuts):
+    if experts is not None and not _spans_as(experts, shares.shards, tensor_ranks, trained_cuts):
         for axis, ranks in ((Axis.EFSDP, experts.shards), (Axis.EP, experts.ranks)):
             if ranks > 1:
                 yield Collective("all_reduce", axis.value, ranks, "gradient norm", 1, dtype, "step")
 
 
-COPYING_AXES = (Axis.DP_REPLICATE, Axis.TP)
-"""Axes over whose ranks parameters are replicated, each rank computing the norm of its own copy."""
-
-
-def step_agreement(mesh: dict[str, int]):
+def step_agreement(shares: Shares):
     """List one number per axis of copies: the norm by which all copies clip, or that the step is skipped."""
-    for axis in COPYING_AXES:
-        if (ranks := mesh.get(axis, 1)) > 1:
+    for axis in COPIES:
+        if (ranks := shares.size(axis)) > 1:
             yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
 
 
@@ -93,10 +83,10 @@ def _spans_as(experts: ExpertPlan, shards: int, tensor_ranks: int, trained_cuts:
     return experts.ranks == world and any(sorted(sizes) == [1, world] for sizes in dense)
 
 
-def over_data_axes(mesh: dict[str, int], unit: str, elements: int, dtype: str):
-    """List the all-reduces of ``elements`` numbers over the ranks with other rows."""
-    for axis in DATA_AXES:
-        if (ranks := mesh.get(axis, 1)) > 1 and elements:
+def over_batch(shares: Shares, unit: str, elements: int, dtype: str):
+    """List the all-reduces of ``elements`` numbers over the ranks with other tokens."""
+    for axis in BATCH:
+        if (ranks := shares.size(axis)) > 1 and elements:
             yield Collective("all_reduce", axis.value, ranks, unit, elements, dtype, "step")
 
 
@@ -104,8 +94,7 @@ def sharded_units(
     units: tuple[Unit, ...],
     data: DataParallel,
     precision: PrecisionPlan,
-    shards: int,
-    replicas: int,
+    shares: Shares,
     experts: ExpertPlan | None = None,
     *,
     postponed: bool = False,
@@ -117,10 +106,9 @@ def sharded_units(
     """
     scatter_per = "microbatch" if data.sync_grad_accum else "step"
     reduce_per = "microbatch" if data.sync_grad_accum is True else "step"
-    among = shards
     for unit in units:
         own = experts if unit.experts else None
-        shard, shards = (Axis.DP_SHARD.value, among) if own is None else (Axis.EFSDP.value, own.shards)
+        shard, shards = (Axis.DP_SHARD.value, shares.shards) if own is None else (Axis.EFSDP.value, own.shards)
         gather = Collective("all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch")
         if shards > 1:
             kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
@@ -132,6 +120,6 @@ def sharded_units(
                 yield replace(gather, ranks=shards if again is True else int(again))
             if unit.trainable_elements:
                 yield replace(gather, op="reduce_scatter", elements=unit.trainable_elements, dtype=precision.reduce, per=scatter_per)
-        if replicas > 1 and unit.trainable_elements:
+        if shares.replicas > 1 and unit.trainable_elements:
             own, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
-            yield Collective("all_reduce", axis, replicas, unit.name or "root", own, precision.reduce, reduce_per)
+            yield Collective("all_reduce", axis, shares.replicas, unit.name or "root", own, precision.reduce, reduce_per)

@@ -10,11 +10,11 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
 
-from .batch import Batch
 from .data.zero import stage_of
 from .memory.states import plan_memory
 from .memory.step import Foresight, MemoryUse
 from .traffic import resolved, step_traffic
+from .values import Batch
 
 if TYPE_CHECKING:
     from .plan import Plan

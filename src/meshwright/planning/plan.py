@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from meshwright.core.axes import DATA_AXES, WORLD_AXES, Axis
+from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.router_loss import RouterLoss
 
@@ -13,6 +13,7 @@ from .experts.plan import ExpertPlan
 from .float8.plan import Float8Plan
 from .optimizer.plan import OptimizerPlan
 from .pipeline.plan import PipelinePlan
+from .shares import Shares
 from .tensor.plan import TensorPlan
 from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
 
@@ -61,10 +62,12 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Number of ranks that hold different samples."""
-        total = 1
-        for axis in DATA_AXES:
-            total *= self.size(axis)
-        return total
+        return self.shares.data_ranks
+
+    @property
+    def shares(self) -> Shares:
+        """Who shares what."""
+        return Shares(dict(self.mesh), self.data.technique == "fully_shard", self.tensor is not None and self.tensor.sequence_parallel)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -12,7 +12,6 @@ from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedErro
 from meshwright.core.names import matching
 from meshwright.introspection.facts import ModelFacts
 
-from .batch import Batch
 from .case import Case, Found
 from .data.zero import zero_fits
 from .experts.rules import experts_companions, experts_fit, own_loss_of_experts
@@ -31,7 +30,7 @@ from .premise_rules import (
 from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .techniques import Precision, Techniques
 from .tensor.rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
-from .values import PrecisionPlan
+from .values import Batch, PrecisionPlan
 
 if TYPE_CHECKING:
     from .plan import Plan

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
 
-from .batch import Batch
 from .rules import check_batch
+from .values import Batch
 
 if TYPE_CHECKING:
     from .plan import Plan

@@ -26,11 +26,11 @@ from meshwright.distributed.setup import DistributedConfig, choose_backend, init
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
-from meshwright.planning.batch import Batch
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.memory.step import Foresight
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.plan import Plan
+from meshwright.planning.values import Batch
 
 from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions

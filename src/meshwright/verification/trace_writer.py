@@ -20,6 +20,7 @@ from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.rules import resolve_precision
+from meshwright.planning.shares import shares_of
 from meshwright.training.build import build_optimizer, build_schedule, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
@@ -173,7 +174,7 @@ def rows_per_forward(config: Config) -> int:
     In bfloat16 that matters: an embedding's gradient adds up the tokens of a forward in bfloat16, and the more there are, the more is lost.
     """
     layout, batch = config.layout, config.batch
-    ranks = layout.dp_replicate * layout.dp_shard if layout.is_resolved else 1
+    ranks = shares_of(layout).data_ranks if layout.is_resolved else 1
     return batch.microbatch or max(1, batch.global_batch // ranks)
 
 

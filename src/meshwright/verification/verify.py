@@ -26,6 +26,7 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.shares import shares_of
 
 from . import coverage
 from .aspects.float8 import refuse_unseen
@@ -120,7 +121,7 @@ def verify(
         if parallelize_fn is None:
             problem = replace(problem, microbatches=_microbatches(problem, layout))
         else:
-            problem = replace(problem, means=layout.dp_replicate * layout.dp_shard)
+            problem = replace(problem, means=shares_of(layout).data_ranks)
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
@@ -165,7 +166,7 @@ def default_batches(model: Any, world: int) -> RandomBatches:
 
 def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None) -> Iterator[Comparison]:
     """In each dtype one process several times (its sums in other orders), then the layout; random numbers once."""
-    _check_rows(problems[0], layout.dp_replicate * layout.dp_shard)
+    _check_rows(problems[0], shares_of(layout).data_ranks)
     _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
     known = _nature(pool, problems[0])
     for number, problem in enumerate(problems):
@@ -189,7 +190,7 @@ def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
     facts = model_facts(as_module(problem.source()))
     if not facts.balances_microbatches:
         return ()
-    rows, ranks = len(problem.batch(0)["tokens"]), layout.dp_replicate * layout.dp_shard
+    rows, ranks = len(problem.batch(0)["tokens"]), shares_of(layout).data_ranks
     own = rows // ranks
     made = plan(facts, layout, techniques=problem.wishes)
     size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
@@ -249,7 +250,7 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
     """With a loss in chunks too, the products of the head's backward have other shapes, and add up in another order."""
-    return layout.world > layout.pp * layout.dp_replicate * layout.dp_shard or problem.techniques.get("loss_chunks", 1) > 1
+    return layout.world > layout.pp * shares_of(layout).data_ranks or problem.techniques.get("loss_chunks", 1) > 1
 
 
 def _rerouted(

@@ -20,7 +20,7 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
-from meshwright.distributed.mesh import axis_sizes, get_expert_mesh
+from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, sharding_axis
 from meshwright.distributed.torch_private import groups_of_parameters
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
@@ -47,7 +47,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
                 block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
-    if plan.float8 is not None and plan.float8.all_gather and plan.size(Axis.DP_SHARD) > 1:
+    if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
         float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
@@ -242,12 +242,14 @@ def reshard(model: nn.Module) -> None:
 
 
 def _mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    sizes = axis_sizes(device_mesh)
-    if Axis.DP_SHARD.value not in sizes:
+    """Return the axes over which dense parameters are replicated and cut: the replicas first, where there are any."""
+    sizes, shards = axis_sizes(device_mesh), sharding_axis(device_mesh)
+    if shards is None:
         raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {tuple(sizes)}")
-    if sizes.get(Axis.DP_REPLICATE.value, 1) > 1:
-        return device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]
-    return device_mesh[Axis.DP_SHARD.value]
+    if sizes.get(Axis.DP_REPLICATE.value, 1) == 1:
+        return shards
+    assert shards.mesh_dim_names is not None
+    return device_mesh[Axis.DP_REPLICATE.value, shards.mesh_dim_names[0]]
 
 
 def _offload(plan: Plan) -> OffloadPolicy:

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.axes import DATA_AXES
 from meshwright.core.names import clean
 from meshwright.core.torch_private import call_behind_backward
-from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.process.agree import word_device
 from meshwright.distributed.torch_private import gathered, has_partial_sums
 from meshwright.planning.plan import Plan
@@ -36,7 +35,7 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
         if names.get(id(parameter.sharded_param)) in plan.data.idle
     ]
     if watched:
-        usage = _Usage([parameter for _, parameter in watched], groups_of(device_mesh, *DATA_AXES))
+        usage = _Usage([parameter for _, parameter in watched], data_groups(device_mesh))
         for group in dict.fromkeys(group for group, _ in watched):
             group.post_backward = _filling(group, [parameter for other, parameter in watched if other is group], usage)
 

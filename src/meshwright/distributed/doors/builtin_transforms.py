@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
-from meshwright.distributed import order
 from meshwright.distributed.mesh import (
     axis_sizes,
     build_mesh,
@@ -40,9 +39,11 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.recompute.operators import check_kept
 from meshwright.planning.rules import raise_all
+from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Techniques, TensorStyleWish
 
-from .functions import averaging_plan, float8_plan, proven_tensor_plan
+from .functions import averaging_plan, float8_plan, tensor_plan
+from .lay_out import lay_out_module
 from .transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
@@ -75,9 +76,9 @@ class _Planned(BaseDistributedTransform):
             model = model.to(device)
         device_mesh = self.device_mesh()
         plan = self.plan(facts, device_mesh)
-        site = order.Site(device_mesh, facts, self.context.get("seed", 0))
-        lay = order.apply if self.broadcasts else order.apply_brought
-        return equip(self.finish(lay(model, plan, site, self.rows), facts, plan, device_mesh), plan)
+        options = {"door": type(self).__name__, "seed": self.context.get("seed", 0), "takes_any_weights": self.broadcasts}
+        model = lay_out_module(model, facts, plan, device_mesh, self.rows, **options)
+        return equip(self.finish(model, facts, plan, device_mesh), plan)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         """What is left to do when the plan has been applied."""
@@ -194,7 +195,7 @@ class FullyShardTransform(_Planned):
             if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
                 layout = replace(layout, dp_replicate=1)
             given = mesh_of_world(layout)
-        replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in DATA_AXES)
+        replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
             if self.collective is not None and can_merge_data(given):  # it has ranks; a mesh that is given says who replicates
                 return with_data_on(given, Axis.DP_SHARD)
@@ -238,7 +239,7 @@ class TensorParallelTransform(_Planned):
             log.info("tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
         rows = tuple(TensorStyleWish(pattern, style) for pattern, style in c.plan.items())
         wishes = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
-        return proven_tensor_plan(facts, device_mesh, wishes)
+        return tensor_plan(facts, device_mesh, wishes)
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()

@@ -28,6 +28,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 
+from .lay_out import lay_out_module
 from .other_config import decoder_config
 from .stage_plan import facts_of_whole, plan_of_stage_module
 
@@ -67,7 +68,7 @@ def apply_fsdp2(
         return model
     facts = model_facts(model)
     plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
-    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("fully_shard",))
+    return lay_out_module(model, facts, plan, device_mesh, ("fully_shard",), door="apply_fsdp2")
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -87,24 +88,27 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
         return model
     facts = model_facts(model)
-    plan = proven_tensor_plan(facts, device_mesh, Techniques())
-    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+    plan = tensor_plan(facts, device_mesh, Techniques())
+    return lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door="apply_tensor_parallel")
 
 
-def proven_tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
-    """A plan that cuts over the tensor axis of a mesh alone, rehearsed; it cuts nothing where there is no such axis."""
+def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+    """Make a plan that cuts over the tensor axis of a mesh alone; it cuts nothing where there is no such axis.
+
+    A stage module is cut as the whole decoder is, whose plan is proven here.
+    """
     if (whole := facts_of_whole(facts)) is not None:
-        return plan_of_stage_module(proven_tensor_plan(whole, device_mesh, wishes), facts)
+        plan = tensor_plan(whole, device_mesh, wishes)
+        if plan.tensor is not None:
+            prove(whole, plan.tensor, sums_at_once=True)
+        return plan_of_stage_module(plan, facts)
     ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
     if ranks > 1 and facts.module is not None:
         order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
-    plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
-    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
-        prove(facts, plan.tensor, sums_at_once=True)
-    return plan
+    return plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
 
 
 def averaging_plan(
@@ -179,7 +183,7 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
     facts = model_facts(model)
     order.refuse_misorder("expert_parallel", order.applied(model), facts.kind)
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
-    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("expert_parallel",))
+    return lay_out_module(model, facts, plan, device_mesh, ("expert_parallel",), door="apply_expert_parallel")
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
@@ -196,7 +200,7 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
     wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)
     plan = plan_for_mesh_sizes(facts, {}, "cpu", wishes, "mean")
-    return order.apply_brought(model, plan, order.Site(None, facts), only=("activation_checkpoint",))
+    return lay_out_module(model, facts, plan, None, ("activation_checkpoint",), door="apply_ac")
 
 
 def apply_float8(
@@ -224,11 +228,11 @@ def apply_float8(
         log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
     facts = model_facts(model)
     wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
-    return order.apply_brought(model, float8_plan(facts, wishes, gathers), order.Site(None, facts), only=("float8",))
+    return lay_out_module(model, facts, float8_plan(facts, wishes, gathers), None, ("float8",), door="apply_float8")
 
 
 def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan:
-    """A plan for this process alone; what stays in high precision is logged. Raises ConfigError where another technique came first.
+    """Make a plan for this process alone. Raises ConfigError where another technique came first.
 
     Args:
         all_gather: FSDP, when it is applied, gathers weights in float8.
@@ -236,8 +240,6 @@ def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
     plan = plan_for_mesh_sizes(facts, {}, local_device(), wishes, "mean")
-    for note in plan.notes:
-        log.info("%s", note)
     assert plan.float8 is not None
     return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
 
@@ -291,4 +293,5 @@ def build_parallel_model(
     mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
     wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
     plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes, cuts=True)
-    return order.apply(module, plan, order.Site(device_mesh, facts, seed))
+    options = {"door": "build_parallel_model", "seed": seed, "takes_any_weights": True}
+    return lay_out_module(module, facts, plan, device_mesh, order.NAMES, **options)

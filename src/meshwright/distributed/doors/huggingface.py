@@ -17,18 +17,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_classes_from_paths
-from meshwright.distributed import order
+from meshwright.distributed.doors.lay_out import lay_out_module
 from meshwright.distributed.mesh import NEMO_NAMES, has_dp_mesh, known_mesh, sizes_of_stage
-from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.distributed.weights.wholes import whole_everywhere
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Techniques
-from meshwright.planning.tensor.plan import TensorPlan
 
 from .functions import averaging_plan, default_mp_policy
 from .given_styles import wishes_of
@@ -80,7 +79,7 @@ def fsdp2_strategy_parallelize(
     sizes = sizes_of_stage(device_mesh)
     wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
-    has_data_axis = any(axis.value in sizes for axis in DATA_AXES)  # of size 1 too: a call computes in one dtype, however many ranks
+    has_data_axis = any(axis.value in sizes for axis in SAMPLES)  # of size 1 too: a call computes in one dtype, however many ranks
     shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
         log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
@@ -94,11 +93,9 @@ def fsdp2_strategy_parallelize(
         plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
     if isinstance(offload_policy, CPUOffloadPolicy):
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
-    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
-        prove(facts, plan.tensor, sums_at_once=True)
-        for note in (f"the plan is {plan.tensor.source}", *plan.notes):
-            log.info("fsdp2_strategy_parallelize: %s", note)
-    return order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel", "fully_shard"))
+    if plan.tensor is not None:
+        log.info("fsdp2_strategy_parallelize: the plan is %s", plan.tensor.source)
+    return lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel", "fully_shard"), door="fsdp2_strategy_parallelize")
 
 
 def _offloads(policy: OffloadPolicy | None) -> bool:

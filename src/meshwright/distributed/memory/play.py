@@ -27,11 +27,10 @@ from meshwright.distributed.tensor.parallel import wrap_modules
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.batch import Batch
 from meshwright.planning.memory.step import Foresight, StageMemory, over_ranks, unforeseen
 from meshwright.planning.plan import Plan
 from meshwright.planning.traffic import resolved
-from meshwright.planning.values import DataParallel
+from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, MemoryUse, dims_of_logits
 from .imagined import ImaginedRanks, Unplayable, casting, imagining, same_random_numbers, untouched, without_memory

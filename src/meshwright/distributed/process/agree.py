@@ -132,10 +132,22 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
-    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled); what it raises there is raised on all."""
+    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled); what it raises there is raised on all.
+
+    ``decide`` runs as if there were no process group: a model that sends messages in its forward would wait for ranks
+    that do not run it.
+    """
     if alone():
         return decide()
-    return from_rank_zero(together(decide, here=dist.get_rank() == 0))
+
+    def decide_alone() -> Result:
+        world, dist.group.WORLD = dist.group.WORLD, None
+        try:
+            return decide()
+        finally:
+            dist.group.WORLD = world
+
+    return from_rank_zero(together(decide_alone, here=dist.get_rank() == 0))
 
 
 def is_agreed(error: BaseException) -> bool:

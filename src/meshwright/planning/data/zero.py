@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.planning.case import Case, Found
 from meshwright.planning.layout import Layout
+from meshwright.planning.shares import shares_of
 from meshwright.planning.techniques import Techniques
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def zero_fits(case: Case) -> Found:
 
 def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[str]:
     """Note what a stage means for the layout: the traffic of a step with P parameter elements."""
-    stage, ranks = wishes.zero_stage, layout.dp_replicate * layout.dp_shard
+    stage, ranks = wishes.zero_stage, shares_of(layout).data_ranks
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
     elif stage == 1:
@@ -98,7 +98,7 @@ def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[s
 def stage_of(plan: Plan) -> int:
     """Return the ZeRO stage of a plan: 0 (nothing sharded) to 3."""
     data = plan.data
-    if data.technique != "fully_shard" or plan.size(Axis.DP_SHARD) == 1:
+    if data.technique != "fully_shard" or plan.shares.shards == 1:
         return 0
     if not data.gathers_per_step:
         return 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.router_loss import RouterLoss
-from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.shares import BATCH, Shares
 from meshwright.planning.values import Collective, PrecisionPlan
 
 from .plan import ExpertPlan
@@ -16,8 +16,7 @@ from .plan import ExpertPlan
 
 def router_collectives(
     facts: ModelFacts,
-    mesh: Mapping[str, int],
-    tensor: TensorPlan | None,
+    shares: Shares,
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
     router_loss: RouterLoss | None,
@@ -28,20 +27,19 @@ def router_collectives(
     that have others of its sequences, and, once in a step, the load that moves biases. Routers of other models sum
     the load for the loss of all layers, once in a microbatch.
     """
-    cut = tensor is not None and tensor.sequence_parallel
     wide = "float64" if precision.compute == "float64" else "float32"
-    ranks = mesh.get(Axis.TP, 1)
+    ranks = shares.size(Axis.TP)
     for router in facts.routers:
         calls, what = 1 + _is_recomputed(router.path, recomputed), f"load by {router.path}"
         elements = calls * (router.experts + 1)
-        if cut and router.sums_sequences:
+        if shares.cuts_sequences and router.sums_sequences:
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
-        for axis in DATA_AXES if router.sums_batches else ():
-            if (others := mesh.get(axis, 1)) > 1:
+        for axis in BATCH if router.sums_batches else ():
+            if (others := shares.size(axis)) > 1:
                 yield Collective("all_reduce", axis.value, others, what, router.experts + 1, wide, "microbatch", calls)
     balanced = sum(router.experts for router in facts.routers if router.balances)
-    for axis in (*DATA_AXES, *((Axis.TP,) if cut else ())):
-        if (ranks := mesh.get(axis, 1)) > 1 and balanced:
+    for axis in shares.routed:
+        if (ranks := shares.size(axis)) > 1 and balanced:
             yield Collective("all_reduce", axis.value, ranks, "tokens per expert", balanced, "int64", "step")
         if ranks > 1 and router_loss is not None:
             yield Collective("all_reduce", axis.value, ranks, "load of all routers", router_loss.experts + 1, "int64", "microbatch")

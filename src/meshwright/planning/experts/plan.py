@@ -10,6 +10,7 @@ from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import Stack
 from meshwright.planning.layout import Layout
+from meshwright.planning.shares import EXPERTS, shares_of
 
 EXPERT_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.EFSDP, Axis.EP)
 """Axes of the expert mesh, outermost first: the ranks of dp_shard, cp and tp, in other rows and columns."""
@@ -79,4 +80,4 @@ def expert_mesh_of(layout: Layout) -> tuple[tuple[str, int], ...]:
 
 def sharing_ranks(layout: Layout) -> int:
     """Count the ranks among which experts can be distributed."""
-    return layout.dp_shard * layout.cp * layout.tp
+    return shares_of(layout).size(*EXPERTS)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.core.axes import Axis
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
@@ -204,9 +203,9 @@ def _block(plan: Plan, units: list[Unit]) -> _Block:
 
 
 def _shards(plan: Plan, unit: Unit) -> int:
-    if plan.data.technique != "fully_shard":
-        return 1
-    return plan.experts.shards if unit.experts and plan.experts is not None else plan.size(Axis.DP_SHARD)
+    if plan.data.technique == "fully_shard" and unit.experts and plan.experts is not None:
+        return plan.experts.shards
+    return plan.shares.shards
 
 
 def _gathered(plan: Plan, rooms: list[_Room]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.collectives import COUNT_ELEMENTS, over_data_axes, sharded_units, step_agreement, step_norm
+from meshwright.planning.collectives import COUNT_ELEMENTS, over_batch, sharded_units, step_agreement, step_norm
 from meshwright.planning.data.units import make_unit, trained_cuts
 from meshwright.planning.experts.collectives import expert_collectives, router_collectives
 from meshwright.planning.experts.plan import without_experts
@@ -78,16 +78,15 @@ def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Coll
 
 
 def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
-    pipeline, mesh = plan.pipeline, dict(plan.mesh)
+    pipeline, shares = plan.pipeline, plan.shares
     assert pipeline is not None
-    shards = mesh[Axis.DP_SHARD] if plan.data.technique == "fully_shard" else 1
-    yield from over_data_axes(mesh, "token count", COUNT_ELEMENTS, "float64")
+    shards = shares.shards
+    yield from over_batch(shares, "token count", COUNT_ELEMENTS, "float64")
     for stage in pipeline.stages_on(rank):
         own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
         if plan.data.technique == "fully_shard":
-            yield from sharded_units(
-                _units_of(own, part, shards), part.data, part.precision, shards, mesh[Axis.DP_REPLICATE], part.experts, postponed=True
-            )
+            units = _units_of(own, part, shards)
+            yield from sharded_units(units, part.data, part.precision, shares, part.experts, postponed=True)
         recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
@@ -97,18 +96,18 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
             yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
         yield from _messages(plan, pipeline, stage)
     yield from _ties(facts, plan, pipeline, rank)
-    yield from over_data_axes(mesh, "loss", 1, "float64")
+    yield from over_batch(shares, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
     routers = [router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers]
     again = recomputed_in(facts.blocks, _sent_again(plan))
-    yield from router_collectives(replace(facts, routers=tuple(routers)), mesh, plan.tensor, plan.precision, again, plan.router_loss)
+    yield from router_collectives(replace(facts, routers=tuple(routers)), shares, plan.precision, again, plan.router_loss)
     copies = {last for _, last in pipeline.tied}
     own = [p for stage in pipeline.stages_on(rank) for p in facts_of_stage(facts, pipeline, stage).parameters if p.name not in copies]
     cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)
     experts = plan.experts if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own) else None
-    yield from step_norm(plan.data, plan.precision, shards, mesh.get(Axis.TP, 1), cuts, experts)
+    yield from step_norm(plan.precision, shares, cuts, experts)
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
-    yield from step_agreement(mesh)
+    yield from step_agreement(shares)
 
 
 def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:
@@ -132,8 +131,7 @@ def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> I
     for fact in facts.parameters:
         if fact.trainable and any(first in (fact.name, *fact.aliases) for first, _ in pipeline.tied):
             shape = fact.shape if plan.tensor is None else plan.tensor.local_shape(fact.name, fact.shape)
-            shards = plan.size(Axis.DP_SHARD) if plan.data.technique == "fully_shard" else 1
-            own = -(-shape[0] // shards) * math.prod(shape[1:])
+            own = -(-shape[0] // plan.shares.shards) * math.prod(shape[1:])
             yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, plan.precision.master, "step")
 
 
@@ -142,7 +140,7 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
     frozen, pipeline = set(plan.frozen), plan.pipeline
     assert pipeline is not None
     facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
-    shards = plan.size(Axis.DP_SHARD) if plan.data.technique == "fully_shard" else 1
+    shards = plan.shares.shards
     numbers = range(len(pipeline.stages))
     return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)
 

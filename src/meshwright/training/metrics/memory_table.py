@@ -24,7 +24,7 @@ NOTHING: Mapping[MemoryUse, int] = {}
 
 
 @dataclass(frozen=True)
-class Shares:
+class MemoryShares:
     """How a rank's step is cut.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shares:
     microbatches: int
 
 
-def foreseen(plan: Plan, shares: Shares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
+def foreseen(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
     """Bytes at peak by kind, of those that a plan knows.
 
     Args:
@@ -51,7 +51,7 @@ def foreseen(plan: Plan, shares: Shares, kept: Mapping[MemoryUse, int] = NOTHING
     }
 
 
-def memory_table(found: Mapping[MemoryUse, int], plan: Plan, shares: Shares, kept: Mapping[MemoryUse, int] = NOTHING) -> str:
+def memory_table(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> str:
     """One line for each kind: the most that was held, and the plan's figure where it has one."""
     planned = foreseen(plan, shares, kept)
     rows = [
@@ -72,7 +72,7 @@ def _where(kind: MemoryUse, plan: Plan) -> str:
     return ", in host memory" if kind is MemoryUse.OPTIMIZER and (plan.optimizer.in_host_memory or plan.data.cpu_offload) else ""
 
 
-def suggestions(found: Mapping[MemoryUse, int], plan: Plan, shares: Shares, kept: Mapping[MemoryUse, int] = NOTHING) -> list[str]:
+def suggestions(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> list[str]:
     """The switches that would save most, best first, with about how many bytes of this rank. A step that failed has found less than it
     would have held: then what was foreseen counts."""
     planned = foreseen(plan, shares, kept)
@@ -81,7 +81,7 @@ def suggestions(found: Mapping[MemoryUse, int], plan: Plan, shares: Shares, kept
     return [f"{switch} saves about {bytes_text(saved)}" for saved, switch in best[:SUGGESTED] if saved > 0]
 
 
-def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: Shares) -> Iterator[tuple[int, str]]:
+def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) -> Iterator[tuple[int, str]]:
     activations, logits = held.get(MemoryUse.ACTIVATIONS, 0), held.get(MemoryUse.LOGITS, 0)
     states = sum(held[kind] for kind in (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER))
     data, ranks = plan.data, plan.data_ranks
@@ -119,7 +119,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    error: BaseException, found: Mapping[MemoryUse, int], plan: Plan, shares: Shares, kept: Mapping[MemoryUse, int] = NOTHING
+    error: BaseException, found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
 ) -> str:
     """What a user is told of it."""
     what = str(error).splitlines()[0] if str(error) else type(error).__name__

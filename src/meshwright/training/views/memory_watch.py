@@ -14,7 +14,7 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.planning.memory.step import Foresight, MemoryUse
 from meshwright.training.build import Run
 from meshwright.training.metrics.memory import read_memory
-from meshwright.training.metrics.memory_table import Shares, is_out_of_memory, memory_table, out_of_memory
+from meshwright.training.metrics.memory_table import MemoryShares, is_out_of_memory, memory_table, out_of_memory
 
 
 class MemoryWatch:
@@ -63,7 +63,7 @@ class MemoryWatch:
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
         foresight = self.r.foresee() if is_rank_zero() else Foresight((), "the first rank says it")
-        table = memory_table(self.found, self.r.plan, shares_of(self.r), self._of_this_rank(foresight))
+        table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(foresight))
         unknown = f"\n  activations and logits were not foreseen: {foresight.why_not}" if foresight.why_not else ""
         return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
 
@@ -74,13 +74,13 @@ class MemoryWatch:
     def _explain(self, error: Exception) -> None:
         if is_out_of_memory(error):
             kept = self._of_this_rank(self.r.foresee())
-            raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, shares_of(self.r), kept)) from error
+            raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, memory_shares(self.r), kept)) from error
 
 
-def shares_of(run: Run) -> Shares:
+def memory_shares(run: Run) -> MemoryShares:
     """How this rank's part of a step is cut."""
     plan, batch = run.plan, run.config.batch
     own = max(1, batch.global_batch // plan.data_ranks)
     suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own
     rows = min(own, batch.microbatch or suggested)
-    return Shares(rows, math.ceil(own / rows))
+    return MemoryShares(rows, math.ceil(own / rows))

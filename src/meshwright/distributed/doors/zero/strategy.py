@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from meshwright.core.axes import DATA_AXES, Axis
+from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
-from meshwright.distributed import order
 from meshwright.distributed.data.fully_sharded import sharded_modules
 from meshwright.distributed.doors.given_styles import wishes_of
+from meshwright.distributed.doors.lay_out import lay_out_module
 from meshwright.distributed.doors.transform_registry import equip
 from meshwright.distributed.mesh import (
     NEMO_NAMES,
@@ -31,12 +31,11 @@ from meshwright.distributed.mesh import (
     sizes_of_stage,
     with_data_on,
 )
-from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
+from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Precision, Techniques
-from meshwright.planning.tensor.plan import TensorPlan
 
 from . import megatron
 from .gradient_check import GradientCheck
@@ -45,6 +44,7 @@ from .options import ZeroOptions
 from .units import unit_classes, with_units
 
 log = logging.getLogger("meshwright")
+DOOR = "nvfsdp_strategy_parallelize"
 
 
 def nvfsdp_strategy_parallelize(
@@ -116,8 +116,9 @@ def nvfsdp_strategy_parallelize(
             raise UnsupportedError("the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize.")
         classes = unit_classes(model, facts, options)
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
-            plan = _planned(facts, {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}, device_mesh.device_type, wishes)
-            model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=("tensor_parallel",))
+            sizes = {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}
+            plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+            model = lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door=DOOR)
             if swap is not None:
                 swap.apply(model)
         model, optimizer = megatron.lay_out(model, optimizer, device_mesh, options, classes)
@@ -153,7 +154,7 @@ def _by_kind(
 def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, wishes: Techniques) -> nn.Module:
     device_mesh = _mesh_of_stage(device_mesh, options)
     wishes = replace(wishes, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options))  # type: ignore[arg-type]
-    plan = _planned(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes)
+    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
     plan = with_units(model, facts, plan, options)
     _check(plan, options)
     if plan.data_ranks == 1:
@@ -162,21 +163,11 @@ def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, optio
             options.strategy,
         )
     rows = ("master_dtype", "tensor_parallel", "fully_shard", *(("weights",) if facts.on_meta else ()))
-    model = order.apply_brought(model, plan, order.Site(device_mesh, facts), only=rows)
+    model = lay_out_module(model, facts, plan, device_mesh, rows, door=DOOR)
     _configure(model, plan, options)
     if options.check_for_nan_in_grad:
-        GradientCheck(model, groups_of(device_mesh, *DATA_AXES, Axis.TP))
+        GradientCheck(model, groups_of(device_mesh, *SAMPLES, Axis.TP))
     return equip(model, plan)
-
-
-def _planned(facts: ModelFacts, sizes: dict[str, int], device: str, wishes: Techniques) -> Plan:
-    """With torch's averaging; what it cuts is rehearsed."""
-    plan = plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
-    if plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
-        prove(facts, plan.tensor, sums_at_once=True)
-    for note in plan.notes:
-        log.info("nvfsdp_strategy_parallelize: %s", note)
-    return plan
 
 
 def _check_meta(facts: ModelFacts, options: ZeroOptions) -> None:
@@ -198,7 +189,7 @@ def _precision(facts: ModelFacts, options: ZeroOptions) -> Precision:
 def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
     """The mesh; for no_shard with all data ranks on the replicating axis."""
     sizes = axis_sizes(device_mesh)
-    replicas, shards = (sizes.get(axis.value, 1) for axis in DATA_AXES)
+    replicas, shards = (sizes.get(axis.value, 1) for axis in SAMPLES)
     if options.stage and shards == 1 < replicas:
         raise ConfigError(
             f"data_parallel_sharding_strategy = {options.strategy} shards over dp_shard, which is 1 on this mesh beside dp_replicate ="

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.core.axes import DATA_AXES, Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean, is_within, owner
@@ -15,6 +14,7 @@ from meshwright.planning.collectives import step_collectives
 from meshwright.planning.data.units import trained_cuts, units_of
 from meshwright.planning.float8.messages import scales_of_gathered
 from meshwright.planning.plan import Plan
+from meshwright.planning.shares import SAMPLES, Shares
 
 from .options import ZeroOptions
 
@@ -41,11 +41,10 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
-    shards = plan.size(Axis.DP_SHARD)
-    units = units_of(facts, shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
-    mesh = {axis.value: plan.size(axis) for axis in DATA_AXES}
-    scales = tuple(scales_of_gathered(plan.float8, None, shards))
-    moved = step_collectives(mesh, units, plan.data, plan.precision, scales, trained_cuts(facts, None))
+    shares = Shares({axis.value: plan.size(axis) for axis in SAMPLES}, plan.data.technique == "fully_shard")
+    units = units_of(facts, shares.shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
+    scales = tuple(scales_of_gathered(plan.float8, None, shares.shards))
+    moved = step_collectives(shares, units, plan.data, plan.precision, scales, trained_cuts(facts, None))
     return replace(plan, units=units, collectives=moved)
 
 

@@ -1,0 +1,74 @@
+"""Say who shares what: the mesh axes along which ranks hold other samples, tokens, parameters and experts.
+
+Loss, norms, routing, FSDP's mesh, loaders, audits and the plan's messages read the axes here and nowhere else, so that
+a new axis is named once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.core.axes import WORLD_AXES, Axis
+
+from .layout import Layout
+
+SAMPLES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+"""Axes along which ranks hold other rows of the batch."""
+TOKENS = (Axis.CP,)
+"""Axes along which ranks hold other tokens of the same rows, from embedding to loss."""
+BATCH = (*SAMPLES, *TOKENS)
+"""Axes over which counts and losses of tokens are summed."""
+SHARDS = (Axis.DP_SHARD, Axis.CP)
+"""Axes over which fully_shard cuts dense parameters, as one: ranks that hold other tokens of a row use the same weights."""
+REPLICAS = (Axis.DP_REPLICATE,)
+"""Axes along which ranks hold equal shards, whose gradients are summed."""
+COPIES = (*REPLICAS, Axis.TP)
+"""Axes over which parameters are replicated, each rank computing the norm of its own copy."""
+EXPERTS = (*SHARDS, Axis.TP)
+"""Axes whose ranks form the expert mesh of a stage: efsdp × ep."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who shares what on one mesh, under one plan.
+
+    Attributes:
+        mesh: axis -> size; axes that are not there have size 1.
+        sharded: dense parameters are cut over ``SHARDS``.
+        cuts_sequences: between blocks, ranks of the tensor axis hold other tokens of the same rows.
+    """
+
+    mesh: Mapping[str, int]
+    sharded: bool = False
+    cuts_sequences: bool = False
+
+    def size(self, *axes: Axis) -> int:
+        """Count the ranks along these axes together."""
+        return math.prod(self.mesh.get(axis.value, 1) for axis in axes)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that hold other samples."""
+        return self.size(*SAMPLES)
+
+    @property
+    def shards(self) -> int:
+        """Number of parts that fully_shard cuts a dense parameter in; 1 without it."""
+        return self.size(*SHARDS) if self.sharded else 1
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with equal shards."""
+        return self.size(*REPLICAS)
+
+    @property
+    def routed(self) -> tuple[Axis, ...]:
+        """Axes along which routers are given other tokens."""
+        return (*BATCH, *((Axis.TP,) if self.cuts_sequences else ()))
+
+
+def shares_of(layout: Layout, technique: str = "") -> Shares:
+    """Return the shares of a resolved layout, before what the tensor axis does to sequences is known."""
+    return Shares({axis.value: layout.wish(axis) for axis in WORLD_AXES}, technique == "fully_shard")
