@@ -1,1 +1,1 @@
-"""A layout against one process: losses, gradients, parameters, and where they first differ."""
+"""Compare a layout with one process: losses, gradients, parameters, and where they first differ."""

@@ -1,4 +1,4 @@
-"""Comparing outcomes: everything that was computed, tensor by tensor, step by step and rank by rank."""
+"""Compare outcomes: everything that was computed, tensor by tensor, step by step and rank by rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TINY = 1e-300
 
 
 def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str, *, sees_products: bool = False) -> list[Difference]:
-    """All that can be compared.
+    """Compare all that can be compared.
 
     Args:
-        floors: how far rounding may move it.
-        dtype: of what is compared.
+        floors: how far rounding may move each value.
+        dtype: dtype of the compared computation.
         sees_products: products in float8 were counted in both.
     """
     judge = _Judge(dtype, floors, dtype == "float64" and (reference.narrows or floors.round_inside))
@@ -50,25 +50,26 @@ def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str
 
 
 def notes(found: Outcome, reference: Reference) -> list[str]:
-    """What was not compared."""
+    """Note what was not compared."""
     parts = len(Rows(found, reference, "forward", 1).parts)
     modules = "module has its output" if parts == 1 else "modules have their outputs"
     return [f"{parts} {modules} shared out or never whole: only what comes of them was compared"] if parts else []
 
 
 class _Judge:
-    """Knows the bound of everything in one dtype."""
+    """A source of bounds and differences for everything that is computed in one dtype."""
 
     def __init__(self, dtype: str, floors: Floors, rounds: bool):
         self.dtype, self.floors, self.rounds = dtype, floors, rounds
 
     def bound(self, floor: float, step: int = 1, *, is_stepped: bool = False) -> float:
-        if self.rounds and (step > 1 or is_stepped):  # what was rounded to float32 has gone through the optimizer, as in a float32 run
+        # values rounded to float32 have gone through the optimizer, as in a float32 run
+        if self.rounds and (step > 1 or is_stepped):
             return bound_of("float32", floor)
         return bound_of(self.dtype, floor, rounds=self.rounds)
 
     def tensors(self, stage: str, found: Named, reference: Named, step: int = 1) -> Iterator[Difference]:
-        """Whole tensors, on the first rank."""
+        """Compare whole tensors, on the first rank."""
         floors = self.floors.whole[stage, step]
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
@@ -81,7 +82,7 @@ class _Judge:
             yield Difference(stage, "", error, bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds), step=step)
 
     def rows(self, stage: str, found: Outcome, reference: Reference) -> Iterator[Difference]:
-        """What modules computed of each row, on the rank that has it."""
+        """Compare what modules computed of each row, on the rank that has the row."""
         for step, there in getattr(reference.seen[0], stage).items():
             floors = self.floors.seen[stage, step]
             rows = Rows(found, reference, stage, step)
@@ -91,7 +92,7 @@ class _Judge:
                 yield Difference(stage, name, error, bounds[name], step=step, ranks=ranks)
 
     def recomputed(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
-        """What the backward computed once more on a rank, against what its forward had computed."""
+        """Compare what the backward recomputed on a rank with what its forward had computed."""
         for step in reference.seen[0].forward:
             by_rank = [seen.recomputed[step] for seen in found.seen]
             for name in reference.seen[0].forward[step]:
@@ -100,12 +101,12 @@ class _Judge:
                     yield _worst("recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step)
 
     def sketches(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
-        """Every rank's state, also where replicas should be equal."""
+        """Compare every rank's state, also where replicas should be equal."""
         for (stage, step), there in reference.seen[0].sketches.items():
             floors = self.floors.seen[stage, step]
             grouped = [name for name, error in floors.items() if stage == "buffer" and error > NOISE_FLOOR]
             expected = dict(there)
-            for name in grouped:  # it depends on how rows are grouped into forwards: at least ranks have it alike
+            for name in grouped:  # such a buffer depends on how forwards group rows: at least ranks must agree
                 expected[name] = found.seen[0].sketches[stage, step].get(name, there[name])
             by_rank = [state_errors(seen.sketches[stage, step], expected) for seen in found.seen]
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
@@ -115,13 +116,13 @@ class _Judge:
 
 
 def _worst(stage: str, name: str, errors: Sequence[float], bound: float, step: int) -> Difference:
-    """Of all ranks' errors; says on which ranks it is beyond, where it is not on all."""
+    """Return the worst of all ranks' errors, with the ranks beyond the bound unless all are."""
     beyond = tuple(rank for rank, error in enumerate(errors) if not error <= bound)
     return Difference(stage, name, max(errors), bound, step=step, ranks=beyond if len(beyond) < len(errors) else ())
 
 
 def _merged(on_first: Sequence[Difference], by_rank: Sequence[Difference]) -> Iterator[Difference]:
-    """One difference for each thing: whole tensors tell more, sketches of every rank see more."""
+    """Yield one difference per quantity: whole tensors give more detail, sketches cover every rank."""
     others = {(d.stage, d.name, d.step): d for d in by_rank}
     for whole in on_first:
         other = others.pop((whole.stage, whole.name, whole.step), None)

@@ -1,4 +1,4 @@
-"""How far the batches of a verification reach into what a model's structure has."""
+"""Describe how far the batches of a verification reach into a model's structure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from meshwright.introspection.source import as_module
 from .problem import Problem, count, share
 
 TOKENS = 16
-"""Of a row, where nothing asks for more."""
+"""Tokens of a row, where nothing asks for more."""
 LARGEST = 256
-"""Tokens of a row to which a window may bring it."""
+"""The most tokens of a row that a window may ask for."""
 REACHES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window", "local_window_size", "chunk_size")
-"""Keys of configs that say beyond how many tokens a layer computes otherwise."""
+"""Config keys that hold the number of tokens beyond which a layer computes differently."""
 
 
 def tokens_wanted(model: nn.Module) -> int:
-    """Tokens of a row that reach beyond the model's windows and chunks, as far as those are not too large."""
+    """Return a number of tokens per row that reaches beyond the model's windows and chunks, except too large ones."""
     return max([TOKENS, *(size + TOKENS // 2 for size in _reaches(model).values() if size + TOKENS // 2 <= LARGEST)])
 
 
 def of(problem: Problem) -> str:
-    """Say what was tried, and what was not reached."""
+    """Describe what was tried, and what was not reached."""
     batch = problem.batch(0)
     rows, tokens = batch["tokens"].shape
     beside = sorted(set(batch) - {"tokens", "labels"})
@@ -34,7 +34,7 @@ def of(problem: Problem) -> str:
 
 
 def of_means(problem: Problem) -> str:
-    """Say which loss is compared, where that is not the mean over all tokens."""
+    """Describe the loss that is compared, where it is not the mean over all tokens; "" otherwise."""
     batch = problem.batch(0)
     counts = [count(share(batch, rank, max(problem.means, 1))) for rank in range(problem.means)]
     if len(set(counts)) < 2:

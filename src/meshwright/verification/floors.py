@@ -1,4 +1,4 @@
-"""How far rounding goes: one process computes a problem several times, each time rounding otherwise."""
+"""Measure how far rounding goes: one process computes a problem several times, rounding differently each time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ Errors = dict[tuple[str, int], dict[str, float]]
 """(stage, step) → name → relative error."""
 
 ORDERS = (1, 2, 3)
-"""Rows at a time. By chance one run may be close where a small tensor is concerned; that several are is rarer."""
+"""Rows per forward. One run may be close by chance where a tensor is small; several rarely are."""
 SHAKEN = 5
-"""More runs, of all rows at a time, where outputs are changed at random. The gradient of a norm of two elements is off along one
-direction, like one number: in one case of seven three draws of it are all within 0.7 standard deviations, and then four times the farthest
-is less than three of them; with eight draws that is one case of two hundred."""
+"""Number of further runs, of all rows at once, with random changes to outputs.
+
+The gradient of a norm of two elements is off along one direction, like one number: in one case of seven three draws
+of it are all within 0.7 standard deviations, and then four times the farthest is less than three of them; with eight
+draws that is one case of two hundred."""
 NOISE_FLOOR = 1e-12
-"""A float64 run whose reordered sums differ by more than this rounds to float32 somewhere inside."""
+"""Difference by reordered sums above which a float64 run rounds to float32 somewhere inside."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """How far rounding may move what is compared.
+    """Bounds on how far rounding may move what is compared.
 
     Attributes:
-        whole: of gradients, parameters, losses and norms.
-        seen: of the sketches of what modules compute, and of every step's state.
-        scores: by step and stack of experts, absolutely, of what they are chosen by.
+        whole: relative errors of gradients, parameters, losses and norms.
+        seen: relative errors of the sketches of what modules compute, and of every step's state.
+        scores: by step and stack of experts, absolute errors of the scores that experts are chosen by.
     """
 
     whole: Errors
@@ -53,17 +55,20 @@ class Floors:
 def references(
     problem: Problem, *, are_features_cut: bool = False, always_clips: bool = False, routes: Sequence[Routes] = ()
 ) -> tuple[Reference, Floors]:
-    """The oracle, and how far rounding moves it.
+    """Compute the oracle, and how far rounding moves it.
 
-    In float32 that is the farthest of three more runs, which take one, two and three rows at a time and so add up in other orders. In
-    bfloat16 and float16 it is the farthest of three runs (all rows at a time, one, two) from one in float32. In float64, one more run shows
-    whether the model rounds to float32 somewhere. Where features are cut, there are five runs more.
+    In float32 the floor is the farthest of three more runs, which take one, two and three rows at a time and so add
+    up in other orders. In bfloat16 and float16 it is the farthest of three runs (all rows at a time, one, two) from
+    one in float32. In float64, one more run shows whether the model rounds to float32 somewhere. Where features are
+    sharded, five more runs are made.
 
     Args:
-        are_features_cut: the layout adds up features in another order too, which one process cannot: every module's output is changed by
-            as much as that rounds; in float64 too, if the model computes in float32 somewhere.
-        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
-        routes: of each step's batch; by default all runs have that of the first, so that how far they are apart is rounding.
+        are_features_cut: the layout adds up features in another order too, which one process cannot: every module's
+            output is changed by as much as that rounds; in float64 too, if the model computes in float32 somewhere.
+        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in
+            clipping does not show.
+        routes: routes of each step's batch; by default all runs use those of the first, so that only rounding sets
+            them apart.
 
     Raises:
         IntegrityError: two runs begin with different weights or buffers.
@@ -82,13 +87,13 @@ def references(
 
 
 def _from_float32(problem: Problem, one: Reference, are_features_cut: bool, routes: Sequence[Routes]) -> Floors:
-    noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # it rounds to the nearest
+    noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # rounding is to nearest
     exact = _started_alike(reference(problem.unrounded, routes=routes), one)
     return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))])
 
 
 def _more(problem: Problem, orders: Sequence[int], noise: float, routes: Sequence[Routes]) -> Iterator[Reference]:
-    """A run for each number of rows; where there is noise, some of all rows at a time too."""
+    """Run once for each number of rows, and where there is noise also several times with all rows at once."""
     for seed, rows in enumerate((*orders, *[0] * (SHAKEN if noise else 0)), 1):
         yield reference(problem, rows, noise=noise, seed=seed, routes=routes)
 
@@ -120,7 +125,7 @@ def _distances(found: Reference, one: Reference) -> Floors:
 
 
 def _apart(found: Tensor, reference: Tensor) -> float:
-    """Of numbers that both have."""
+    """Return the largest absolute difference where both are finite."""
     both = found.isfinite() & reference.isfinite()
     return (found - reference)[both].abs().amax().item() if both.any() else 0.0
 
@@ -131,7 +136,7 @@ def _farthest(runs: Sequence[Floors]) -> Floors:
 
 
 def state_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative errors, each kind of optimizer state ("exp_avg of …") for itself."""
+    """Compute relative errors, separately for each kind of optimizer state ("exp_avg of …")."""
     kinds = dict.fromkeys(name.rpartition(" of ")[0] for name in (*reference, *found))
     errors = {}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""A problem's model laid out, by us or by somebody else, and stepped as its users do."""
+"""Lay out a problem's model, by meshwright or by another library, and step it as its users do."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from .problem import Batch, Parallelize, Problem, count, without_dropout
 
 
 class LaidOut:
-    """A module over a mesh.
+    """A module laid out over a mesh.
 
     Attributes:
         models: the local modules, wrappers included.
-        place: (rank, size) among those that hold different rows.
-        stage: rank on the pipeline axis: those of other stages have other modules.
-        part, parts: rank on the tensor axis, and its size: the others have other tokens of the same rows, or the same.
-        is_staged: whether there are others.
+        place: (rank, size) among the ranks that hold different rows.
+        stage: rank on the pipeline axis; ranks of other stages have other modules.
+        part, parts: rank on the tensor axis, and its size; the axis's other ranks have other tokens of the same rows,
+            or the same tokens.
+        is_staged: whether there are several pipeline stages.
     """
 
     def __init__(self, models: Sequence[nn.Module], mesh: Any, problem: Problem):
@@ -46,35 +47,35 @@ class LaidOut:
         return {clean(name): parameter for model in self.models for name, parameter in model.named_parameters()}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of what is given to its users as the parameters."""
+        """Build the optimizer of the parameters that the module's users are given."""
         return self.problem.make_optimizer([parameter for model in self.models for parameter in model.parameters()])
 
     def buffers(self) -> dict[str, Tensor]:
-        """All of them, also those that no checkpoint holds."""
+        """Return all buffers, also those that no checkpoint holds."""
         return {clean(name): buffer for model in self.models for name, buffer in model.named_buffers()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, gradient) for name, p in self.parameters().items() if (gradient := p.grad) is not None)
 
     def forward_backward(self, rows: Batch) -> float:
-        """This rank's share of a step; the loss of the whole step."""
+        """Compute this rank's share of a step, and return the loss of the whole step."""
         raise NotImplementedError
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
-        """Clip, step and clear; the norm before clipping."""
+        """Clip the gradients, step and clear them; return the norm before clipping."""
         raise NotImplementedError
 
     def summed_elsewhere(self) -> tuple[str, ...]:
-        """Modules that give what another computes in one process: sums of several layers are reduced at once."""
+        """Name modules that give another module's output in one process: sums of several layers are reduced at once."""
         return ()
 
     def backward_share(self, rows: Batch, batch: Batch) -> float:
-        """How many times the gradients that this rank's backward sees are those of the mean over the whole batch."""
+        """Return the ratio of the gradients in this rank's backward to those of the mean over the whole batch."""
         return 1.0
 
 
 class Ours(LaidOut):
-    """By meshwright."""
+    """A module laid out by meshwright."""
 
     def __init__(self, parallel: ParallelModel, problem: Problem):
         super().__init__(parallel.parts, parallel.mesh, problem)
@@ -98,7 +99,9 @@ class Ours(LaidOut):
 
 
 class Theirs(LaidOut):
-    """By somebody else, whose users take the mean over a rank's tokens, and leave it to the wrapper to average over ranks."""
+    """A module laid out by another library.
+
+    Its users take the mean over a rank's tokens, and leave averaging over ranks to the wrapper."""
 
     def __init__(self, model: nn.Module, mesh: Any, problem: Problem):
         super().__init__([model], mesh, problem)
@@ -124,13 +127,13 @@ class Theirs(LaidOut):
 
 
 def _sum_up(parameter: Any) -> None:
-    """Of a parameter that tensor-parallel ranks have whole, autograd may leave each of them a summand of the gradient."""
+    """Sum partial gradients, which autograd may leave tensor-parallel ranks of parameters that they have whole."""
     if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None, *, dropout: bool = False) -> LaidOut:
-    """The model of a problem on a layout. Collective.
+    """Lay out the model of a problem. Collective.
 
     Args:
         dropout: leave dropout layers as they are.
@@ -140,7 +143,8 @@ def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None
         mesh = init_distributed(layout, problem.seed)
         return Theirs(parallelize_fn(module, mesh), mesh, problem)
     if problem.techniques.get("compile"):
-        torch.compiler.reset()  # what this process compiled before counts towards the limit beyond which torch runs uncompiled
+        # earlier compilations of this process count towards the limit beyond which torch runs uncompiled
+        torch.compiler.reset()
     module = as_module(problem.source())
     module = module if dropout else without_dropout(module)
     made = parallelize(module, layout, techniques=problem.wishes, seed=problem.seed, microbatch_rows=problem.microbatch_rows)

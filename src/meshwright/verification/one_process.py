@@ -1,4 +1,4 @@
-"""The oracle: one process with plain torch."""
+"""Compute the oracle: one process with plain torch."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ from .problem import Batch, Problem, divisors, labels_of, without_dropout
 
 @dataclass(frozen=True)
 class OneStep:
-    """What a forward and backward of the global batch came to, besides the gradients."""
+    """The results of a forward and backward of the global batch, besides the gradients."""
 
     losses: Tensor
     """(rows,) each row's share of the loss; their sum is the mean over the real tokens of the batch."""
     observed: Observed
     routes: Routes
-    """Of the tokens, one behind the other."""
+    """The experts of the tokens, concatenated."""
 
 
 class OneProcess:
-    """Computes steps with plain torch, the loss by ``F.cross_entropy``.
+    """A process that computes steps with plain torch, the loss by ``F.cross_entropy``.
 
     Args:
-        model: with its weights. Its gradients come in its own dtype.
-        compute: dtype of parameters in forward and backward, where it is another than the model's (mixed precision: weights are rounded
-            for the step, gradients of each forward and backward are added up in the model's dtype).
+        model: the model with its weights; its gradients come in its own dtype.
+        compute: dtype of parameters in forward and backward, where it differs from the model's (mixed precision:
+            weights are rounded for the step, gradients of each forward and backward are added up in the model's
+            dtype).
         rows: rows per forward; 0: the whole batch. Fewer rows add the same gradients in another order.
         noise: relative size of random changes to every module's output, as rounding in other kernels makes them.
-        seed: of the noise.
-        scale: what losses are multiplied by for the backward; gradients come divided by it.
+        seed: seed of the noise.
+        scale: factor on losses for the backward; gradients come divided by it.
     """
 
     def __init__(
@@ -82,18 +83,18 @@ class OneProcess:
             self._logits = RouterLogits(self._computing, self._router_loss)
 
     def replay(self, routes: Routes) -> Replay:
-        """Of a batch's routing, for one step."""
+        """Make a replay of a batch's routing, for one step."""
         return Replay(self._computing, routes)
 
     def forward_backward(
         self, batch: Batch, *, observe: bool = True, replay: Replay | None = None, microbatches: Sequence[int] = (), means: int = 0
     ) -> OneStep:
-        """The gradients of the mean loss over the real tokens of ``batch`` are added to the parameters' ``grad``.
+        """Add the gradients of the mean loss over the real tokens of ``batch`` to the parameters' ``grad``.
 
         Args:
-            replay: tokens go to the experts that it says.
-            microbatches: for each row, the one whose tokens a router's loss per microbatch counts; none: all rows are one.
-            means: the loss is the mean of the means of so many ranks' rows instead.
+            replay: a replay of the experts that tokens go to.
+            microbatches: for each row, the microbatch whose tokens a router's loss counts; empty: all rows are one.
+            means: number of ranks the mean of whose mean losses is the loss instead; 0: off.
         """
         self._round_weights()
         tokens, routed = divisors(batch, means).to(self._device), max(count_routed([batch]), 1)
@@ -121,8 +122,12 @@ class OneProcess:
 
     @torch.no_grad()
     def _loads(self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]) -> tuple[dict[Router, Tensor], Tensor]:
-        """For each row what all rows of its microbatch count together, found in a forward for that alone: by router of ours, (rows, experts
-        + 1); and of those of a model of transformers the choices' shares, (rows, experts), of all layers."""
+        """Count for each row what all rows of its microbatch count together, in a separate forward.
+
+        Returns:
+            By router of ours, (rows, experts + 1) counts; and for a model of transformers the choices' shares of all
+            layers, (rows, experts).
+        """
         noted: dict[Router, Tensor] = {}
         before = [(router, router.counts, router.z) for router in self._routers]
         for router in self._routers:
@@ -143,7 +148,7 @@ class OneProcess:
         return {router: same.to(counted.dtype) @ counted for router, counted in noted.items()}, shares
 
     def end_step(self) -> None:
-        """Move the biases of routers by what their experts were given since the last step."""
+        """Move the biases of routers by the loads of their experts since the last step."""
         for router, kept in zip(self._routers, routers_of([self.model]), strict=True):
             if router.counts is not None:
                 router.balance(router.counts)
@@ -174,13 +179,13 @@ def _noted(noted: dict[Router, Tensor], router: Router, counted: Tensor) -> Tens
 
 
 def _real(batch: Batch, device: torch.device) -> Tensor:
-    """(rows, seq) float64: 0 for padding."""
+    """Mark real tokens by 1 and padding by 0: (rows, seq) float64."""
     real = routed_tokens(batch)
     return (torch.ones_like(batch["tokens"]) if real is None else real).to(device, torch.float64)
 
 
 def _chosen(loss: RouterLoss, logits: Sequence[Tensor], batch: Batch, replay: Replay | None) -> tuple[Tensor, Tensor]:
-    """By row, how often each expert was chosen, (rows, experts), and of how many choices, (rows, 1); with given routes those of them."""
+    """Count by row each expert's choices, (rows, experts), and all choices, (rows, 1); a replay's routes win."""
     layers = [layer.view(*batch["tokens"].shape, -1) for layer in logits]
     picked = [layer.softmax(-1).topk(loss.top_k).indices for layer in layers]
     if replay is not None and len(replay.routes) == len(layers):
@@ -191,7 +196,7 @@ def _chosen(loss: RouterLoss, logits: Sequence[Tensor], batch: Batch, replay: Re
 
 
 def _balance(loss: RouterLoss, logits: Sequence[Tensor], piece: Batch, shares: Tensor) -> Tensor:
-    """The sum over the tokens of ``piece`` of E · Σₑ Fₑ pₑ, the mean of all layers, with its coefficient.
+    """Sum E · Σₑ Fₑ pₑ, the mean of all layers, over the tokens of ``piece``, times the loss's coefficient.
 
     Args:
         shares: F of each row's microbatch: (rows, experts).
@@ -202,17 +207,17 @@ def _balance(loss: RouterLoss, logits: Sequence[Tensor], piece: Batch, shares: T
 
 
 def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:
-    """The model of a problem with its initial weights, in one process.
+    """Build the model of a problem with its initial weights, in one process.
 
     Args:
         dropout: leave dropout layers as they are.
-        weights: where those of a model on meta come from instead of its initialiser.
+        weights: source of the weights of a model on meta, instead of its initialiser.
     """
     model = as_module(problem.source(), problem.seed)
     facts = model_facts(model)
     is_drawn_alike = facts.on_meta and weights is None and facts.numel <= STREAM_ELEMENTS
     build = builder_of(model) if is_drawn_alike else None
-    if build is not None:  # by plain torch: the code that gives a layout its weights is on trial too
+    if build is not None:  # by plain torch: the code that gives a layout its weights is under test too
         model = built(build, problem.seed)
     model = model.to(getattr(torch, problem.master))
     model = model if dropout else without_dropout(model)
@@ -227,13 +232,13 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
 
 
 def narrows_inside(problem: Problem) -> bool:
-    """Whether the model's forward computes in a narrower dtype somewhere."""
+    """Tell whether the model's forward computes in a narrower dtype somewhere."""
     model = build(problem)
     return narrows(lambda: model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu"))))
 
 
 def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: torch.device | None = None) -> Tensor:
-    """(rows,) the sum of each row's losses, in at least float32."""
+    """Sum the losses of each row: (rows,), in at least float32."""
     output = model(**signature.inputs(batch, device or torch.device("cpu")))
     logits = output if isinstance(output, Tensor) else output.logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

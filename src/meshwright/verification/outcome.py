@@ -1,4 +1,4 @@
-"""Outcomes: a problem computed by one process with plain torch, and by a layout."""
+"""Compute the outcomes of a problem, by one process with plain torch and by a layout."""
 
 from __future__ import annotations
 
@@ -31,26 +31,29 @@ Named = dict[str, Tensor]
 
 @dataclass
 class Seen:
-    """What one rank saw of a run, small enough to be sent."""
+    """One rank's observations of a run, small enough to be sent."""
 
     place: tuple[int, int] = (0, 1)
-    """(rank, size) among those that hold different rows."""
+    """(rank, size) among the ranks that hold different rows."""
     stage: int = 0
     """Rank on the pipeline axis."""
     forward: dict[int, Named] = field(default_factory=dict)
-    """By step that is watched, sketches by module: (rows of this rank, width)."""
+    """By observed step, sketches by module: (rows of this rank, width)."""
     backward: dict[int, Named] = field(default_factory=dict)
     recomputed: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By step, the error of what the backward computed once more, by module."""
+    """By step, the relative error of recomputed outputs, by module."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
     """Modules that ran compiled: nothing inside them was observed."""
     summed: tuple[str, ...] = ()
-    """Modules whose outputs are not those of one process: see ``LaidOut.summed_elsewhere``."""
+    """Modules whose outputs differ from one process's: see ``LaidOut.summed_elsewhere``."""
     products: Products = field(default_factory=dict)
-    """In float8, of the first step."""
+    """Multiplications in float8, in the first step."""
     sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
-    """By stage and step: of the initial state, and in float64 of every step's gradients, parameters, buffers and optimizer state."""
+    """Sketches by stage and step.
+
+    They are of the initial state, and in float64 of every step's gradients, parameters, buffers and optimizer
+    state."""
 
     def observe(self, step: int, observed: Observed, backward_share: float = 1.0) -> None:
         forward, backward = observed.rows()
@@ -61,7 +64,7 @@ class Seen:
         self.compiled = tuple(observed.compiled)
 
     def join(self, other: Seen) -> None:
-        """Take over what another pipeline stage saw of the same rows."""
+        """Merge what another pipeline stage saw of the same rows."""
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward), (self.recomputed, other.recomputed)):
             for step, named in theirs.items():
                 mine[step] = {**named, **mine.get(step, {})}  # type: ignore[assignment]
@@ -73,18 +76,18 @@ class Seen:
     def __getstate__(self) -> dict[str, Any]:
         return {key: _mapped(value, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf) for key, value in vars(self).items()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # thousands of small tensors would take their time; arrays do not
+    def __setstate__(self, state: dict[str, Any]) -> None:  # arrays, since thousands of small tensors unpickle slowly
         for key, value in state.items():
             setattr(self, key, _mapped(value, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf))
 
     def sketch(self, stage: str, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Collective over the ranks that share a tensor out."""
+        """Sketch the tensors of a stage. Collective over the ranks that share a tensor."""
         self.sketches[stage, step] = sketches({name: _real(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass
 class Outcome:
-    """What a run came to; tensors on rank 0 only."""
+    """The results of a run; tensors on rank 0 only."""
 
     losses: list[float] = field(default_factory=list)
     """Mean over the real tokens of the global batch, per step."""
@@ -93,43 +96,43 @@ class Outcome:
     initial: Named = field(default_factory=dict)
     """Parameters before the first step."""
     gradients: Named = field(default_factory=dict)
-    """Of the first step, by parameter."""
+    """Gradients of the first step, by parameter."""
     parameters: dict[int, Named] = field(default_factory=dict)
-    """After the first and after the last step."""
+    """Parameters after the first and after the last step."""
     seen: list[Seen] = field(default_factory=list)
-    """By rank."""
+    """Observations, by rank."""
     routes: list[Routes] = field(default_factory=list)
-    """Where the tokens of each step's batch went."""
+    """The experts of the tokens of each step's batch."""
     products: Products = field(default_factory=dict)
-    """In float8, of the first step, on all ranks together."""
+    """Multiplications in float8, in the first step, on all ranks together."""
 
     def is_kept(self, step: int, steps: int) -> bool:
-        """Whether the parameters after a step (1 the first) are kept whole."""
+        """Tell whether the parameters after a step (1 the first) are kept whole."""
         return step in (1, steps)
 
 
 @dataclass
 class Reference(Outcome):
-    """The same of one process, with what tells how much rounding may move a sum."""
+    """An outcome of one process, with what bounds how far rounding may move a sum."""
 
     buffers: Named = field(default_factory=dict)
-    """Before the first step."""
+    """Buffers before the first step."""
     loss_parts: list[Tensor] = field(default_factory=list)
     """Per step (rows,): each row's share of the loss."""
     norm_parts: list[Tensor] = field(default_factory=list)
     """Per step: the squared norm of each parameter's gradient."""
     max_norm: float | None = None
-    """What gradients were clipped to."""
+    """Norm that gradients were clipped to."""
     lacks: dict[tuple[int, str], float] = field(default_factory=dict)
-    """With given routes, by step and stack: by how much they are worse than what this process would have chosen."""
+    """With given routes, by step and stack: the shortfall of their scores against this process's own choices."""
     scores: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """With given routes, by step and stack: what would have been chosen by."""
+    """With given routes, by step and stack: the scores that this process would have chosen by."""
     narrows: bool = False
-    """Whether the model computes in less than its own dtype somewhere, where a layout adds up in another order."""
+    """Whether the model computes in a narrower dtype somewhere; measured where a layout adds up in another order."""
 
 
 def whole_ranks(seen: Sequence[Seen]) -> list[Seen]:
-    """What the ranks of a pipeline saw, put together to what ranks with whole models would have seen."""
+    """Join what the ranks of a pipeline saw into what ranks with whole models would have seen."""
     first = [one for one in seen if one.stage == 0]
     for stage in sorted({one.stage for one in seen} - {0}):
         for one, other in zip(first, (one for one in seen if one.stage == stage), strict=True):
@@ -138,21 +141,24 @@ def whole_ranks(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def watches(problem: Problem, step: int) -> bool:
-    """Whether modules are observed in a step (1 the first): later ones where rounding cannot be taken for a fault."""
+    """Tell whether to observe modules in a step (1 the first).
+
+    Later steps count only where rounding cannot be taken for a fault."""
     return step == 1 or problem.dtype == "float64"
 
 
 def reference(
     problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int = 0, always_clips: bool = False, routes: Sequence[Routes] = ()
 ) -> Reference:
-    """The oracle.
+    """Compute the oracle.
 
     Args:
-        rows: per forward; cut batches round otherwise. 0: all.
+        rows: rows per forward; cut batches round differently. 0: all.
         noise: relative size of random changes to every module's output.
-        seed: of the noise.
-        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in clipping does not show.
-        routes: of each step's batch, what its tokens' routing is to be.
+        seed: seed of the noise.
+        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in
+            clipping does not show.
+        routes: routing to give the tokens of each step's batch.
     """
     model = build(problem)
     one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed, scale=problem.loss_scale)
@@ -196,7 +202,7 @@ def reference(
 
 
 def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> Outcome:
-    """The same on a layout; every rank calls it."""
+    """Compute the outcome on a layout. Collective."""
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
     named = laid_out.parameters()
@@ -235,7 +241,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
 
 
 def _of_all(laid_out: LaidOut) -> Named:
-    """The gradients; of parameters that are shared out only where every rank has one, or putting them together would wait for ever."""
+    """Return the gradients; a sharded parameter's only if every rank has one, or gathering it would wait for ever."""
     gradients = dict(laid_out.gradients())
     said = agree.everybody_says((laid_out.stage, list(gradients)))
     everywhere = set.intersection(*(set(names) for stage, names in said if stage == laid_out.stage))
@@ -271,7 +277,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _real(tensor: Any) -> Tensor:
-    """A tensor of any dtype as float64; put together where ranks hold summands of it."""
+    """Convert a tensor of any dtype to float64, summed up where ranks hold partial sums."""
     if any(place.is_partial() for place in getattr(tensor, "placements", ())):
         tensor = tensor.full_tensor()
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""A problem: what is computed, by one process and by a layout alike."""
+"""Define a problem: the computation that one process and a layout share."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ Batch = Mapping[str, Tensor]
 
 
 class BatchFactory(Protocol):
-    """The global batch of each step: tensors of shape (rows, seq), the same in every process."""
+    """A function that returns the global batch of a step: tensors of shape (rows, seq), the same in every process."""
 
     def __call__(self, step: int) -> Batch: ...
 
 
 SCALE = 1024.0
-"""Of losses in float16: gradients of the small models that are verified neither vanish nor overflow."""
+"""Loss scale in float16: gradients of the small models that are verified neither vanish nor overflow."""
 FLOAT8 = ("float8", "float8_filter")
-"""What of the techniques says which products are in float8."""
+"""The techniques that decide which products are in float8."""
 GAP = 3
-"""Positions leave out so many numbers inside a document, and begin at 0 to 2: a rotary model that ignores them shows."""
+"""Numbers that positions skip inside a document: a rotary model that ignores positions shows. They begin at 0 to 2."""
 
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Batches that bring out what goes wrong: rows of unequal length, several documents in a row, tokens and a row without a loss.
+    """Random batches that bring out faults.
 
-    ``keys``: what the model takes besides tokens: ``positions``, ``document_ids``. Positions stay below ``seq_len + GAP + 3``.
+    Rows have unequal lengths and several documents; some tokens and one row have no loss. ``keys`` names the model's
+    inputs besides tokens: ``positions``, ``document_ids``. Positions stay below ``seq_len + GAP + 3``.
     """
 
     vocab_size: int
@@ -58,7 +59,8 @@ class RandomBatches:
         lengths = torch.randint(max(1, self.seq_len // 3), self.seq_len + 1, (self.rows, 1), generator=g)
         is_real = place < lengths
         is_padding = ~is_real
-        is_real[self.rows // 2] &= self.rows == 1  # a row without a loss has nothing to average, alone in its microbatch or on its rank
+        # a row without a loss has nothing to average, alone in its microbatch or on its rank
+        is_real[self.rows // 2] &= self.rows == 1
         loss_mask = torch.rand(shape, generator=g) > 0.15
         loss_mask[:, 0] = True
         second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # where the second document begins
@@ -73,21 +75,24 @@ class RandomBatches:
 
 @dataclass(frozen=True)
 class Problem:
-    """Some steps of training, whoever computes them.
+    """Some steps of training, independent of what computes them.
 
     Attributes:
         model: a model config, "package.module:factory", or a function (importable by name) that returns a module.
         batches: the global batch of a step.
-        steps: optimizer steps.
-        seed: of the initial weights of a model on meta.
-        dtype: float64 or float32, of everything; or bfloat16 or float16, in which forward and backward are computed from float32 weights.
+        steps: number of optimizer steps.
+        seed: seed of the initial weights of a model on meta.
+        dtype: float64 or float32 for everything; or bfloat16 or float16 for forward and backward from float32
+            weights.
         optimizer: word of ``planning/optimizer/kinds``; SGD where rounding must not be amplified.
-        max_norm: clipping; None: none.
-        techniques: what the layout applies besides dtype; a plain dict of Techniques.
+        max_norm: norm that gradients are clipped to; None: no clipping.
+        techniques: the layout's techniques besides dtype; a plain dict of Techniques.
         microbatch_rows: rows per forward on each rank; 0: all at once.
-        evaluating: compute in evaluation mode, since the model draws random numbers in training that no dropout layer owns.
-        microbatches: for each row of a batch, the number of the microbatch that a layout computes it in, where a loss depends on that.
-        means: data ranks whose mean losses are averaged, as torch's wrappers do; 0: the loss is the mean over all tokens.
+        evaluating: compute in evaluation mode, since the model draws random numbers in training outside dropout
+            layers.
+        microbatches: for each row of a batch, the number of its microbatch on a layout, where a loss depends on that.
+        means: data ranks whose mean losses are averaged, as torch's wrappers do; 0: the loss is the mean over all
+            tokens.
         hints: facts about a model that measurement cannot read.
     """
 
@@ -118,12 +123,12 @@ class Problem:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by for the backward."""
+        """Factor on the loss for the backward."""
         return SCALE if self.dtype == "float16" else 1.0
 
     @property
     def rounds_to(self) -> str:
-        """What everything is compared in: the dtype that rounds most."""
+        """The dtype in which everything is compared: the one that rounds most."""
         return "float8" if self.techniques.get("float8", "none") != "none" else self.dtype
 
     @property
@@ -133,19 +138,19 @@ class Problem:
 
     @property
     def unrounded(self) -> Problem:
-        """The same with nothing but float32."""
+        """The same problem in float32 only."""
         return replace(
             self, dtype="float32", techniques={key: value for key, value in self.techniques.items() if not key.startswith("float8")}
         )
 
     def of_one_process(self) -> Problem:
-        """What of it one process computes: problems that differ in how a layout computes them have it in common."""
+        """Return the part that one process computes, which problems that differ only in their layout share."""
         keys = ("freeze", *FLOAT8) if self.rounds_to == "float8" else ("freeze",)
         kept = {key: self.techniques[key] for key in keys if self.techniques.get(key)}
         return replace(self, techniques=kept, microbatch_rows=0)
 
     def source(self) -> Any:
-        """The model config or factory."""
+        """Return the model config or factory."""
         model = import_object(self.model) if isinstance(self.model, str) else self.model
         model = CausalLM(model) if is_config(model) else model
         if isinstance(model, CausalLM) and self.dtype == "float64":
@@ -153,7 +158,7 @@ class Problem:
         return Hinted(model, self.hints) if self.hints is not None and callable(model) else model
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of a step. Raises ConfigError where it is none."""
+        """Return the global batch of a step; ConfigError where the factory returns no valid batch."""
         batch = dict(self.batches(step))
         if not {"tokens", "labels"} <= set(batch) or len({len(value) for value in batch.values()}) != 1:
             raise ConfigError(f"the batch of step {step} must be a dict of tensors of equal numbers of rows, tokens and labels among them")
@@ -166,7 +171,7 @@ class Problem:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with its dropout layers switched off: what they draw is random, and not what is compared."""
+    """Switch off the model's dropout layers: their random draws are not compared."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
@@ -174,12 +179,12 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def count(batch: Batch) -> int:
-    """Tokens that have a loss, at least 1."""
+    """Count the tokens that have a loss, at least 1."""
     return max(int((labels_of(batch) != -100).sum()), 1)
 
 
 def divisors(batch: Batch, means: int) -> Tensor:
-    """(rows,) float64: what the sum of each row's losses is divided by."""
+    """Return the divisors of the sums of each row's losses: (rows,) float64."""
     ranks = max(means, 1)
     return (
         torch.tensor([ranks * count(share(batch, rank, ranks)) for rank in range(ranks)])
@@ -189,19 +194,19 @@ def divisors(batch: Batch, means: int) -> Tensor:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """(rows, seq) labels, -100 where there is no loss."""
+    """Return the (rows, seq) labels, -100 where there is no loss."""
     mask = batch.get("loss_mask")
     return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), -100)
 
 
 def share(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
-    """The rows of one of ``ranks``."""
+    """Return the rows of one of ``ranks``."""
     rows = len(batch["tokens"]) // ranks
     return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
 
 
 def digests(problem: Problem) -> list[tuple[str, str]]:
-    """What the batch of each step holds, when asked for and when asked for again."""
+    """Hash the batch of each step, at a first and at a second request."""
     first, again = ([_digest(problem.batch(step)) for step in range(problem.steps)] for _ in range(2))
     return list(zip(first, again, strict=True))
 
@@ -215,6 +220,6 @@ def _digest(batch: Batch) -> str:
 
 
 Parallelize = Callable[..., nn.Module]
-"""(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out by somebody else.
+"""(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out.
 
 Ranks along dp_replicate and dp_shard are given different rows, those along the other axes the same."""

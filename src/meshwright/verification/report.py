@@ -1,4 +1,4 @@
-"""What a verification found, for people and for machines."""
+"""Report what a verification found, for people and for machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Report:
     comparisons: tuple[Comparison, ...]
     seconds: float
     coverage: str = ""
-    """What was tried, and what of the model's structure that does not reach."""
+    """What was tried, and which parts of the model's structure that does not reach."""
 
     @property
     def is_equal(self) -> bool:
@@ -34,7 +34,7 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Everything, as JSON."""
+        """Return the whole report as JSON."""
         rows = [comparison.plain() for comparison in self.comparisons]
         return json.dumps(
             {

@@ -1,4 +1,4 @@
-"""Shrinking: a model of the same structure that fits anywhere."""
+"""Shrink a model to one of the same structure that fits anywhere."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ VOCABULARY = 307
 
 
 def shrunk(config: DecoderConfig) -> DecoderConfig:
-    """A small decoder of the same structure: the ratio of query to key heads, ties, norms, rotary scaling and the number of experts stay.
+    """Shrink a decoder to a small one of the same structure.
 
-    What is already small stays as it is: at most 2 key heads, heads of 8, 2 blocks (one of them dense if some are), 307 token ids.
+    The ratio of query to key heads, ties, norms, rotary scaling and the number of experts stay. Small values stay
+    too: at most 2 key heads, heads of 8, 2 blocks (one of them dense if some are), 307 token ids.
     """
     group = config.n_heads // config.n_kv_heads
     n_kv_heads = min(config.n_kv_heads, 2)

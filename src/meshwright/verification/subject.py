@@ -1,4 +1,4 @@
-"""What a config asks to be verified: its model, batches of its shape, its techniques."""
+"""Build the subject of a verification from a config: its model, batches of its shape, its techniques."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from .shrink import shrunk
 from .verify import default_batches
 
 BYTES_PER_PARAMETER = 2 * 8 * 7
-"""One process and a layout in float64: weight, gradient, two moments, and copies of gradient and weights (twice) to compare."""
+"""Bytes per parameter of one process and a layout in float64.
+
+Each holds weight, gradient, two moments, and copies of gradient and weights (twice) to compare."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What ``verify`` is given."""
+    """The inputs of ``verify``."""
 
     model: Any
     batches: RandomBatches
     techniques: dict[str, Any]
 
     def batches_for(self, world: int) -> RandomBatches:
-        """The batches, with as many more rows as it takes for that many ranks to share them."""
+        """Return the batches, with as many more rows as ``world`` ranks need to divide them."""
         return replace(self.batches, rows=world * -(-self.batches.rows // world))
 
 
 def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool) -> Subject:
-    """The model of a config (or "package.module:factory"), and batches of its shape.
+    """Take the model of a config (or "package.module:factory"), and batches of its shape.
 
     Args:
         world: the largest number of ranks.
@@ -68,7 +70,7 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
 
 
 def _of_hugging_face(model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool) -> Subject:
-    """Of its weights only the sizes count: they are drawn, in float64 and float32."""
+    """Build a Hugging Face model's subject; its weights are drawn, in float64 and float32, so only sizes count."""
     if shrink:
         raise UnsupportedError(
             "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json and give it as model.hf"
@@ -79,7 +81,7 @@ def _of_hugging_face(model: CausalLM, config: Config, techniques: dict[str, Any]
 
 
 def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
-    """Refuse what this machine's free memory does not hold. Raises ConfigError."""
+    """Refuse a model that this machine's free memory does not hold, by a ConfigError."""
     numel = model_facts(as_module(Problem(model, RandomBatches(1)).source())).numel
     needed, free = numel * bytes_per_parameter, psutil.virtual_memory().available
     if needed > free:

@@ -1,4 +1,4 @@
-"""For the tests of your own project."""
+"""Assert in your own project's tests that a layout equals one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .verify import verify
 def assert_layout_equals_single_process(
     model_factory: Any, layout: Layout, batch_factory: BatchFactory | None = None, **options: Any
 ) -> None:
-    """Fail, with the report as the message, unless a layout equals one process; takes what ``meshwright.verify`` takes.
+    """Fail, with the report as the message, unless a layout equals one process.
+
+    The arguments are those of ``meshwright.verify``.
 
         from my_code import MyModel
         from meshwright import Layout
@@ -23,7 +25,7 @@ def assert_layout_equals_single_process(
             assert_layout_equals_single_process(MyModel, Layout(dp_shard=4))
 
     Raises:
-        AssertionError: the layout differs; names the first place.
+        AssertionError: the layout differs; the message names the first place.
     """
     report = verify(model_factory, layout, batch_factory, **options)
     if not report:

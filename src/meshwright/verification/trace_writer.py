@@ -1,4 +1,4 @@
-"""Writing a trace: the first steps of a config in one process, and how far rounding to each dtype moves what they compute."""
+"""Write a trace: a config's first steps in one process, and how far rounding to each dtype moves their values."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ DRAWS = 3
 """Perturbed runs per dtype."""
 
 BYTES_PER_PARAMETER = 24
-"""In float32: weight, gradient, two moments; a copy in bfloat16 with its gradient, and room."""
+"""Bytes per parameter in float32: weight, gradient, two moments; a bfloat16 copy with its gradient, and a reserve."""
 
 
 def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> Trace:
-    """Train ``steps`` steps of a config in one process with plain torch, on its own data, and write what they computed to a file.
+    """Train ``steps`` steps of a config in one process with plain torch, on its own data, and write the trace.
 
-    Weights are drawn on the CPU; where there is a GPU, it computes. For each dtype in which a run may compute, the same is computed three
-    times more: in that dtype, with every module's output changed at random by as much as it rounds, and of other numbers of rows at
-    once, which reorders sums. The farthest that this moves a thing is how far rounding may move it: AdamW moves small
-    gradients' parameters by chance, and one more run would not show how far.
+    Weights are drawn on the CPU; a GPU computes if there is one. For each dtype in which a run may compute, three
+    further runs compute in that dtype, with random changes to every module's output as large as its rounding, and
+    with other numbers of rows at once, which reorders sums. The farthest of their values bound what rounding may do:
+    AdamW moves small gradients' parameters by chance, and a single run would not show how far.
 
     Raises:
-        ConfigError: a config that cannot be trained, a model too large for this machine, more steps than the run has, or a loss that is
-            not finite.
-        UnsupportedError: weights that are kept in less than float32, a loss that depends on microbatches.
+        ConfigError: a config that cannot be trained, a model too large for this machine, more steps than the run has,
+            or a loss that is not finite.
+        UnsupportedError: weights stored in less than float32, a loss that depends on microbatches, float8.
     """
     if get_world_info()[2] > 1:
         raise ConfigError("a trace is written by one process: call verify --write-trace without torchrun or srun")
@@ -96,18 +96,18 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
 
 @dataclass
 class _Recorded:
-    """A step, and what tells how much rounding may move its sums."""
+    """A step, and what bounds how far rounding may move its sums."""
 
     step: TracedStep
     loss_parts: Tensor
     norm_parts: Tensor
     turns: dict[str, float]
-    """How far one element whose update has turned round since the first step moves each parameter, relative to its norm."""
+    """By parameter, relative to its norm: the shift by one element whose update has reversed since the first step."""
 
 
 @dataclass
 class _TraceRecorder:
-    """Trains a config's first steps in one process."""
+    """A recorder that trains a config's first steps in one process."""
 
     config: Config
     model: ModelSource
@@ -122,7 +122,7 @@ class _TraceRecorder:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def record(self, dtype: str, draw: int = 0) -> list[_Recorded]:
-        """The steps, computed in a dtype; ``draw``: which of the perturbed ones, 0: as they are."""
+        """Compute the steps in a dtype; ``draw`` is the number of a perturbed run, or 0 without perturbation."""
         c = self.config
         problem = Problem(self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze})
         model = build(problem, weights=file_weights(c)).to(self.device)
@@ -162,16 +162,17 @@ class _TraceRecorder:
         return batch
 
     def _kept(self, rows: dict[str, Tensor]) -> Sketches:
-        """As exact as the weights; of modules that see every row."""
+        """Select modules that see every row, and store their sketches in the weights' dtype."""
         found = {name: sketch for name, sketch in rows.items() if len(sketch) == self.config.batch.global_batch}
         stacked = Sketches.of(found)
         return Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
 
 
 def rows_per_forward(config: Config) -> int:
-    """As many as a rank of the config takes at once; the whole batch where its layout is open.
+    """Return the number of rows that a rank of the config takes at once; the whole batch where its layout is open.
 
-    In bfloat16 that matters: an embedding's gradient adds up the tokens of a forward in bfloat16, and the more there are, the more is lost.
+    The number matters in bfloat16: an embedding's gradient adds up the tokens of a forward in bfloat16, and the more
+    there are, the more is lost.
     """
     layout, batch = config.layout, config.batch
     ranks = shares_of(layout).data_ranks if layout.is_resolved else 1
@@ -179,7 +180,7 @@ def rows_per_forward(config: Config) -> int:
 
 
 def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str, dict[str, float]]]:
-    """Per step, stage and name: how far the one run is from the other."""
+    """Measure the distance between two runs, by step, stage and name."""
     floors = []
     for mine, theirs in zip(found, reference, strict=True):
         here: dict[str, dict[str, float]] = {
@@ -193,10 +194,11 @@ def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str
 
 
 def _allow_turns(floors: list[dict[str, dict[str, float]]], reference: list[_Recorded]) -> None:
-    """Let one element of every parameter have gone the other way.
+    """Allow one element of every parameter to have gone the other way.
 
-    AdamW's update of an element is about the learning rate whatever its gradient's size. Where the gradient is smaller than what the dtype
-    rounds away, its sign is chance, and whether that happens to an element of a small parameter, one perturbed run does not show.
+    AdamW's update of an element is about the learning rate whatever its gradient's size. Where the gradient is
+    smaller than what the dtype rounds away, its sign is chance, and one perturbed run does not show whether that
+    happens to an element of a small parameter.
     """
     for here, recorded in zip(floors, reference, strict=True):
         for name, error in here["parameter"].items():
@@ -211,7 +213,7 @@ def _refuse_not_finite(recorded: list[_Recorded]) -> None:
 
 
 def summary(trace: Trace, path: Path) -> str:
-    """What was written, and what to do with it."""
+    """Summarise what was written, and what to do with it."""
     first = trace.steps[0]
     modules = len(first.sketches["forward"].names)
     losses = ", ".join(f"{step.loss:.6g}" for step in trace.steps)

@@ -1,4 +1,4 @@
-"""verify: a layout against one process."""
+"""Verify a layout against one process."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from .report import Report
 
 LIMIT_SEC = 600.0
 ROUNDED = 4.0
-"""Times the farthest that rounding moved what experts are chosen by: a token may go to another expert that is so much worse."""
+"""Factor on the farthest that rounding moved experts' scores: a token may go to an expert that is worse by that."""
 TINY = 1e-300
 DEPENDENT = 1e-3
-"""Rounding never moves gradients of the first step that far."""
+"""Relative distance by which rounding never moves gradients of the first step."""
 
 _REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Floors]]]] = WeakKeyDictionary()
 _NATURES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, Nature]]] = WeakKeyDictionary()
 KEPT = 4
-"""Problems of which a pool's answers are remembered."""
+"""Number of problems whose answers a pool remembers."""
 
 
 def verify(
@@ -66,28 +66,32 @@ def verify(
     pool: WorkerPool | None = None,
     hints: Hints | None = None,
 ) -> Report:
-    """Train a model for a few steps in one process with plain torch, and on a layout over local gloo processes, and compare.
+    """Train a model for a few steps in one process with plain torch and on a layout, and compare.
 
-    Both start from the same weights and see the same global batches. Losses, gradient norms, the first step's activations and
-    gradients, and the parameters after the first and last step are compared, each in the relative 2-norm, against what rounding alone
-    does: in float64 1e-10, in float32 four times what one process differs when it orders its sums in other ways, in bfloat16 and float8
-    twice what runs of one process differ from one in float32; products in float8 are counted too. In float64 every step is compared in all
-    of that, and in its buffers and optimizer state, on every rank. Dropout is switched off; for a model that draws random numbers one more
-    forward and backward, with dropout, shows whether ranks draw what they should.
+    The layout runs over local gloo processes. Both start from the same weights and see the same global batches.
+    Losses, gradient norms, the first step's activations and gradients, and the parameters after the first and last
+    step are compared, each in the relative 2-norm, against the effect of rounding alone: in float64 1e-10, in float32
+    four times the difference of one process when it orders its sums in other ways, in bfloat16 and float8 twice the
+    difference of runs of one process from one in float32; products in float8 are counted too. In float64 every step
+    is compared in all of that, and in its buffers and optimizer state, on every rank. Dropout is switched off; for a
+    model that draws random numbers one more forward and backward, with dropout, shows whether ranks draw what they
+    should.
 
     Args:
         model_factory: a model config, "package.module:factory", or a function or class, importable by name, that makes a module.
-        layout: its world is the number of local processes.
+        layout: a layout; its world size is the number of local processes.
         batch_factory: step → global batch; by default random tokens with padding, documents and masked labels.
-        steps: optimizer steps.
-        parallelize_fn: (module, DeviceMesh) → a module, laid out by somebody else; it is stepped as its users do, with the mean loss
-            of each rank, and compared with the mean of those means. Ranks along dp_replicate and dp_shard are given different rows, those
-            along other axes (tp) the same. By default meshwright lays the model out.
-        dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights); by default the first two,
-            and with float8 among the techniques float32 around its products. In all but float64 the optimizer is SGD: AdamW amplifies
-            rounding without bound.
-        max_norm: what gradients are clipped to; where the first is not longer, half its norm, so that clipping is compared too. None: none.
-        techniques: what else the layout applies, such as {"activation_checkpointing": "full"}.
+        steps: number of optimizer steps.
+        parallelize_fn: (module, DeviceMesh) → a module laid out by another library; it is stepped as its users do,
+            with the mean loss of each rank, and compared with the mean of those means. Ranks along dp_replicate and
+            dp_shard are given different rows, those along other axes (tp) the same. By default meshwright lays the
+            model out.
+        dtypes: float64, float32, bfloat16, float16 (the last two: forward and backward, from float32 weights); by
+            default the first two, and with float8 among the techniques float32 around its products. In all but
+            float64 the optimizer is SGD: AdamW amplifies rounding without bound.
+        max_norm: norm that gradients are clipped to; where the first is not longer, half its norm, so that clipping
+            is compared too. None: no clipping.
+        techniques: further techniques of the layout, such as {"activation_checkpointing": "full"}.
         pool: worker processes to use; by default new ones.
         hints: facts about a model that measurement cannot read (``meshwright.Hints``).
 
@@ -98,7 +102,8 @@ def verify(
         ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that is not finite.
         UnsupportedError: techniques that round the optimizer's state, or new weights at random.
         IntegrityError: two one-process runs begin with different weights, are given different batches, or compute different things.
-        UnsupportedError: a layout that is refused, or float8 that rounding to other experts hides (see ``float8.refuse_unseen``).
+        UnsupportedError: a layout that is refused, or float8 in which rounding reroutes tokens unseen (see
+            ``float8.refuse_unseen``).
     """
     begun = time.monotonic()
     optimizer = _optimizer(techniques or {})
@@ -148,11 +153,13 @@ def _optimizer(techniques: dict[str, Any]) -> str:
 
 
 def default_batches(model: Any, world: int) -> RandomBatches:
-    """Random batches that fit a model: its vocabulary, its longest sequence, rows that reach beyond its windows, documents where it takes
-    them; two rows for each rank.
+    """Make random batches that fit a model, with two rows for each rank.
+
+    They fit its vocabulary and its longest sequence, reach beyond its windows, and have documents where it takes
+    them.
 
     Raises:
-        ConfigError: the model does not say how many token ids it takes.
+        ConfigError: the model does not state its number of token ids.
     """
     module = as_module(Problem(model, RandomBatches(1)).source())
     facts = model_facts(module)
@@ -186,7 +193,7 @@ def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, paralle
 
 
 def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
-    """For each row of a batch, its microbatch on the layout; none where no loss depends on it."""
+    """Return each row's microbatch on the layout; an empty tuple where no loss depends on it."""
     facts = model_facts(as_module(problem.source()))
     if not facts.balances_microbatches:
         return ()
@@ -207,7 +214,7 @@ def _check_rows(problem: Problem, ranks: int) -> None:
 
 
 def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
-    """What each rank was given for each step, when it asked and when it asked again."""
+    """Check each rank's batch of each step, at a first and at a second request."""
     for step, said in enumerate(zip(*by_rank, strict=True), 1):
         repeats = [first == again for first, again in said]
         alike = [first == said[0][0] for first, _ in said]
@@ -232,7 +239,7 @@ def _nature(pool: WorkerPool, problem: Problem) -> Nature:
 
 
 def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Floors]:
-    """The problem's references, computed once for a pool: several layouts and techniques have the same."""
+    """Compute the problem's references, once for a pool: several layouts and techniques share them."""
     are_features_cut = _are_features_cut(problem, layout)
     asked = (problem.of_one_process(), are_features_cut)
     known = _REFERENCES.setdefault(pool, [])
@@ -242,7 +249,8 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
     one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
     _check_finite(one)
-    if problem.rounds_to not in HALVES:  # there the other computes in float32, and may be further off than rows that know of each other
+    # in halves the other run computes in float32, and may be further off than rows that depend on each other
+    if problem.rounds_to not in HALVES:
         _check_rows_are_independent(pool, asked[0], one, floors)
     known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
     return one, floors
@@ -256,8 +264,11 @@ def _are_features_cut(problem: Problem, layout: Layout) -> bool:
 def _rerouted(
     pool: WorkerPool, problem: Problem, layout: Layout, found: Outcome, one: Reference
 ) -> tuple[tuple[Reference, Floors] | None, str]:
-    """One process once more, with the routing of the layout, where tokens went to other experts there and rounding explains it; and what is
-    to be said of that."""
+    """Compute one process once more with the layout's routing, where rounding explains that tokens were rerouted.
+
+    Returns:
+        The new references, None where the old ones stand; and a note.
+    """
     flipped = [flips(*pair) for pair in zip(found.routes, one.routes, strict=False)]
     told = ", ".join(f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items())
     if not told:
@@ -276,7 +287,7 @@ def _rerouted(
 
 
 def _limit(scores: Tensor, floor: float, dtype: str) -> float:
-    """How much worse an expert may be that a token goes to by rounding."""
+    """Bound how much worse an expert may be that a token goes to by rounding."""
     largest = scores[scores.isfinite()].abs().amax().item()
     return ROUNDED * max(floor, largest * torch.finfo(torch_dtype(dtype)).eps, TINY)
 

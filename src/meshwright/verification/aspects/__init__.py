@@ -1,1 +1,1 @@
-"""What is compared besides tensors: routes, random numbers, rows, float8 products."""
+"""Compare more than tensors: routes, random numbers, rows, float8 products."""

@@ -1,4 +1,4 @@
-"""float8 in the oracle: plain torchao; and which products were in float8, whoever computed them."""
+"""Convert the oracle to float8 with plain torchao, and count the products in float8 of any implementation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from meshwright.planning.float8.plan import make_float8_plan
 from meshwright.verification.problem import Problem
 
 Products = dict[str, int]
-"""What products with operands in float8 give → how many multiplications they are. On all ranks together there are as many as in one
-process, however rows and features are shared out; recomputation makes more."""
+"""Results of products with operands in float8 → number of multiplications.
+
+All ranks together make as many as one process, however rows and features are sharded; recomputation makes more."""
 GIVES = {
     frozenset(("input", "weight")): "outputs",
     frozenset(("grad_output", "weight")): "gradients of inputs",
     frozenset(("grad_output", "input")): "gradients of weights",
 }
-"""By the roles of the operands."""
+"""Result of a product, by the roles of its operands."""
 
 
 def converted(model: nn.Module, problem: Problem) -> nn.Module:
-    """The model with the linear layers converted, in place, that a problem's techniques name.
+    """Convert in place the linear layers that a problem's techniques name, and return the model.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -50,10 +51,10 @@ def converted(model: nn.Module, problem: Problem) -> nn.Module:
 
 
 def refuse_unseen(problem: Problem) -> None:
-    """Where rounding to float8 moves tokens to other experts, and inside compiled blocks nobody sees where they go.
+    """Refuse tensorwise float8 in compiled blocks with experts: nobody sees where rounding moves tokens.
 
     Raises:
-        UnsupportedError: the comparison could not tell that from a fault.
+        UnsupportedError: the comparison could not tell tokens that rounding moved to other experts from a fault.
     """
     asked = problem.techniques
     if asked.get("float8") == "tensorwise" and asked.get("compile") and model_facts(as_module(problem.source())).has_experts:
@@ -66,7 +67,7 @@ def refuse_unseen(problem: Problem) -> None:
 
 @contextmanager
 def counting(products: Products, problem: Problem, step: int) -> Iterator[None]:
-    """Inside, products in float8 are counted into ``products``: in the first step, where blocks run uncompiled and so can be seen into."""
+    """Count products in float8 into ``products``, in the first step only, whose blocks run uncompiled, so visibly."""
     if step > 1 or not problem.sees_products:
         yield
         return
@@ -94,6 +95,6 @@ def together(of_ranks: Sequence[Products]) -> Products:
 
 
 def fewer(found: Products, reference: Products) -> Iterator[Difference]:
-    """What of the reference's products is not in float8, as a share. (That a layer is in float8 which should not be, an audit sees.)"""
+    """Yield the share of the reference's products that are not in float8; an audit finds layers wrongly in float8."""
     for gives, number in reference.items():
         yield Difference("products", gives, max(0.0, 1 - found.get(gives, 0) / number), 0.0)

@@ -1,8 +1,8 @@
-"""Random numbers in a forward: whether a model draws any, and whether ranks draw what they should.
+"""Check random numbers in a forward: whether a model draws any, and whether ranks draw what they should.
 
-What is compared elsewhere is computed with dropout switched off. Here it is on: ranks that hold different rows must draw different numbers,
-ranks that hold the same rows the same, each step new ones, and what activation checkpointing computes once more must draw what the
-forward drew.
+All other comparisons run with dropout switched off; these run with dropout. Ranks that hold different rows must draw
+different numbers, ranks that hold the same rows the same, each step new ones, and the recomputation of activation
+checkpointing must draw what the forward drew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.verification.one_process import build
 from meshwright.verification.problem import Parallelize, Problem, share
 
 HALF = 0.5
-"""Of the rows, at most so many may come out equal on two ranks that draw different numbers."""
+"""The largest share of rows that may come out equal on two ranks that draw different numbers."""
 ROOT = ""
 
 Named = dict[str, Tensor]
@@ -33,14 +33,14 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Nature:
-    """What random numbers a model draws in training mode.
+    """The random numbers that a model draws in training mode.
 
     Attributes:
-        drawn: the first module whose output they change; None: it draws none.
-        undrawn: the same with dropout layers switched off: somebody else draws there, so that one process and a layout can be compared in
-            evaluation mode only.
-        is_rare: some rows are not changed by them, so that ranks which draw alike do not show.
-        shapes: of each module's output, without its rows.
+        drawn: the first module whose output random numbers change; None: the model draws none.
+        undrawn: the same with dropout layers switched off: another module draws there, so that one process and a
+            layout can be compared in evaluation mode only.
+        is_rare: some rows are not changed by random numbers, so that ranks which draw alike do not show.
+        shapes: shape of each module's output, without its rows.
     """
 
     drawn: str | None = None
@@ -50,7 +50,7 @@ class Nature:
 
     @property
     def notes(self) -> list[str]:
-        """What that means for a comparison."""
+        """Describe the consequences for a comparison."""
         found = []
         if self.undrawn is not None:
             found.append(
@@ -63,7 +63,7 @@ class Nature:
 
 
 def nature(problem: Problem) -> Nature:
-    """Feed one process the same rows twice.
+    """Feed one process the same rows twice, and compare the outputs.
 
     Raises:
         IntegrityError: the outputs differ in evaluation mode too; names the first module.
@@ -86,10 +86,10 @@ def nature(problem: Problem) -> Nature:
 
 
 def _two_forwards(problem: Problem, *, dropout: bool = False) -> tuple[Observed, Observed]:
-    """Of two models with equal weights, at different places in the stream of random numbers."""
+    """Run forwards of two models with equal weights, at different places in the stream of random numbers."""
     one, other = (build(problem, dropout=dropout) for _ in range(2))
     if [tensor.shape for tensor in _tensors(one)] != [tensor.shape for tensor in _tensors(other)]:
-        other = one  # a factory that makes another model each time is another fault, told later
+        other = one  # a factory that makes another model each time is another fault, reported later
     with torch.no_grad():
         for here, there in zip(_tensors(one), _tensors(other), strict=True):
             there.copy_(here)
@@ -109,14 +109,16 @@ def _forward(model: nn.Module, problem: Problem, seed: int) -> Observed:
 
 
 def _first_change(one: Observed, other: Observed) -> str | None:
-    """The first module whose output is not the same in both."""
+    """Return the first module whose outputs in the two forwards differ."""
     (here, _), (there, _) = one.rows(), other.rows()
     return next((name for name in {**here, **there} if _equal_rows(here.get(name), there.get(name)) < 1), None)
 
 
 @dataclass
 class Drawn:
-    """A rank's forward and backward with dropout switched on, on the rows that all ranks have; and the forward of the next step."""
+    """A rank's two forwards with dropout switched on, of the same step and the next, on the rows of all ranks.
+
+    The first one's backward is included: activation checkpointing recomputes in it."""
 
     place: tuple[int, int]
     stage: int
@@ -127,7 +129,7 @@ class Drawn:
 
 
 def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> list[Drawn]:
-    """Every rank computes the same rows in training mode, and every rank calls it; by rank."""
+    """Compute the same rows in training mode on every rank, and return the results by rank. Collective."""
     laid_out = lay_out(problem, layout, parallelize_fn, dropout=True)
     rows = share(problem.batch(0), 0, laid_out.place[1])
     with observing(*laid_out.models) as observed:
@@ -139,7 +141,7 @@ def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None =
 
 
 def _whole_ranks(drawn: list[Drawn]) -> list[Drawn]:
-    """What the ranks of a pipeline drew, put together to what ranks with whole models would have drawn."""
+    """Join what the ranks of a pipeline drew into what ranks with whole models would have drawn."""
     found = [one for one in drawn if one.stage == 0]
     for stage in sorted({one.stage for one in drawn} - {0}):
         for one, other in zip(found, (one for one in drawn if one.stage == stage), strict=True):
@@ -150,13 +152,13 @@ def _whole_ranks(drawn: list[Drawn]) -> list[Drawn]:
 
 
 def random_differences(drawn: list[Drawn], known: Nature) -> list[Difference]:
-    """What ranks drew, compared with each other; and what they recomputed with what they had computed."""
+    """Compare what ranks drew with each other, and what they recomputed with what they had computed."""
     often = [] if known.is_rare else [*_different(drawn, known), *_repeated(drawn, known)]
     return [*_recomputed(drawn), *often, *_alike(drawn, known)]
 
 
 def _different(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Ranks that hold different rows, each with its counterpart among the others."""
+    """Compare ranks that hold different rows, each with its counterpart among the others."""
     name = _first_drawn(drawn, known)
     counts: dict[tuple[int, int], int] = {}
     counterparts: dict[int, list[int]] = {}
@@ -174,7 +176,7 @@ def _different(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
 
 
 def _repeated(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """A rank in two steps. Nothing was learnt between them."""
+    """Compare each rank's draws in two steps; nothing was learnt between them."""
     name = _first_drawn(drawn, known)
     shares = [_equal_rows(rank.forward.get(name), rank.again.get(name)) for rank in drawn]
     beyond = tuple(rank for rank, share in enumerate(shares) if share > HALF)
@@ -186,7 +188,7 @@ def _first_drawn(drawn: list[Drawn], known: Nature) -> str:
 
 
 def _alike(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Ranks that hold the same rows: the model's output is equal; if it is not, the first whole output of a module that is not."""
+    """Compare the model's output on ranks with the same rows; a difference names the first whole output that is off."""
     for place in dict.fromkeys(one.place for one in drawn):
         ranks = [rank for rank, one in enumerate(drawn) if one.place == place]
         if len(ranks) < 2:
@@ -211,7 +213,7 @@ def _recomputed(drawn: list[Drawn]) -> Iterator[Difference]:
 
 
 def _equal_rows(one: Tensor | None, other: Tensor | None) -> float:
-    """The share of rows that are equal."""
+    """Return the share of rows that are equal."""
     if one is None or other is None or one.shape != other.shape:
         return 0.0
     off = (one.nan_to_num() - other.nan_to_num()).norm(dim=1)

@@ -1,7 +1,8 @@
-"""Which experts tokens go to: noted in a run, and given to another run of the same batches.
+"""Record the experts that tokens go to, and replay them in another run of the same batches.
 
-Two experts that are almost equally good for a token change places by rounding, and then everything behind differs. So routing is compared
-first; where rounding alone moved it, one process computes once more with the layout's routing, and the rest is compared with that.
+Rounding makes two experts that are almost equally good for a token change places, and then everything behind differs.
+So routing is compared first; where rounding alone moved it, one process computes once more with the layout's routing,
+and the rest is compared with that run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from meshwright.introspection.structure.experts import Stack, asked_for, find_st
 from meshwright.models.moe import is_recomputing
 
 Routes = dict[str, Tensor]
-"""By stack of experts: (rows, seq, k) int32 numbers of each token's experts, as chosen; the number of experts stands for none."""
+"""By stack of experts: (rows, seq, k) int32 numbers of each token's experts, as chosen.
+
+The number of experts itself stands for no expert."""
 
 
 @contextmanager
 def noting(models: Iterable[nn.Module]) -> Iterator[Routes]:
-    """Inside, the stacks' experts are noted, (tokens, k) of all calls one behind the other; what a backward computes once more is not."""
+    """Record the experts chosen in each stack, (tokens, k) of all calls concatenated; recomputation is left out."""
     calls: dict[str, list[Tensor]] = {}
     found: Routes = {}
     with ExitStack() as stack:
@@ -46,17 +49,19 @@ def _note(stack: Stack, calls: list[Tensor], module: nn.Module, args: tuple, kwa
 
 
 def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
-    """By stack, how many there are: the number that stands for none."""
+    """Return the number of experts of each stack; the same number stands for no expert in routes."""
     return {path: stack.experts for model in models for path, stack in find_stacks(model).items()}
 
 
 def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]) -> Routes:
-    """The routes of a batch of ``rows`` × ``seq`` tokens, of stacks that each token meets once. Those that drop single choices of tokens
-    (over an expert's capacity) are left out: what was chosen cannot be told from what is left.
+    """Assemble the routes of a batch of ``rows`` × ``seq`` tokens, in stacks that each token meets once.
+
+    Stacks that drop single choices of tokens (over an expert's capacity) are left out: the remaining choices do not
+    show what was chosen.
 
     Args:
-        said: of every rank, its place among those with other rows, its place among those with other tokens of the same rows (or the same
-            ones), and the routes of its own tokens.
+        said: for every rank, its place among ranks with other rows, its place among ranks with other tokens of the
+            same rows (or the same ones), and the routes of its own tokens.
         nowhere: by stack, the number that stands for no expert.
     """
     found: Routes = {}
@@ -76,7 +81,7 @@ def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int,
 
 
 def _row(parts: Sequence[Tensor], seq: int) -> Tensor | None:
-    """Whole rows, where ranks have all of them or each an equal part, the last one filled up."""
+    """Join whole rows, where ranks have all of them or each an equal part, the last one padded; else return None."""
     lengths = {part.shape[1] for part in parts}
     if lengths == {seq}:
         return parts[0]
@@ -84,20 +89,23 @@ def _row(parts: Sequence[Tensor], seq: int) -> Tensor | None:
 
 
 def flips(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, int]:
-    """By stack, how many tokens went to other experts; stacks without any are left out."""
+    """Count by stack the tokens that went to other experts; stacks without any are left out."""
     both = {path: (found[path].sort(-1).values, reference[path].sort(-1).values) for path in found.keys() & reference.keys()}
     counted = {path: int((one != other).any(-1).sum()) for path, (one, other) in both.items() if one.shape == other.shape}
     return {path: number for path, number in counted.items() if number}
 
 
 class Replay(TorchFunctionMode):
-    """Inside ``at``, routers that choose by ``topk`` choose what is given; those that choose among groups of experts first, its groups.
+    """A mode that makes routers choose given experts inside ``at``.
+
+    Routers must choose by ``topk``; for those that choose among groups of experts first, the groups are given too.
 
     Attributes:
-        routes: what is given.
-        lacks: by stack, by how much the scores of what is given are at most lower than of what would have been chosen, the best of both
-            compared, the second best and so on; of groups too. Infinite where a token is given an expert twice.
-        scores: by stack, of each forward, what was chosen by.
+        routes: the given experts.
+        lacks: by stack, the largest shortfall of the given choices' scores against the scores of what would have been
+            chosen, the best of both compared, the second best and so on; of groups too. Infinite where a token is
+            given an expert twice.
+        scores: by stack, the scores of each forward that choices are made by.
     """
 
     def __init__(self, model: nn.Module, routes: Routes):
@@ -113,7 +121,7 @@ class Replay(TorchFunctionMode):
 
     @contextmanager
     def at(self, first: int, rows: int) -> Iterator[None]:
-        """A forward of ``rows`` rows of the batch."""
+        """Replay a forward of the batch's ``rows`` rows from row ``first``."""
         self._rows, self._waiting = slice(first, first + rows), list(self._experts)
         with ExitStack() as stack:
             for path, module in self._modules.items():
@@ -122,7 +130,7 @@ class Replay(TorchFunctionMode):
                 yield
 
     def _arrived(self, path: str, module: nn.Module, args: tuple) -> None:
-        """A stack is called: what is chosen from now on is for others."""
+        """Note that a stack is called: later choices are for other stacks."""
         if path in self._waiting:
             self._waiting.remove(path)
 

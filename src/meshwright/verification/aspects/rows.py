@@ -1,4 +1,4 @@
-"""What modules computed of the rows of a batch, put together from the ranks that have them."""
+"""Join what modules computed of a batch's rows from the ranks that have them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Named = Mapping[str, Tensor]
 
 
 class Rows:
-    """The sketches of one stage and step: of every rank, and what one process computed of the same rows.
+    """The sketches of one stage and step: every rank's, and those of one process for the same rows.
 
-    Ranks that have the same rows (tensor parallelism) compute a module's output whole, as one process does, or as summands of it, or
-    each some tokens of every row (whose sketches are summands too), or each some features. The last are not compared.
+    Ranks that have the same rows (tensor parallelism) compute a module's output whole, as one process does, or as
+    partial sums, or each some tokens of every row (whose sketches are partial sums too), or each some features.
+    Outputs sharded by features are not compared.
 
     Attributes:
-        parts: modules of which ranks hold some features, or whose output is never whole; and those whose sums are reduced with another's,
-            with the modules that hand on what they give.
+        parts: modules whose features are sharded over ranks, or whose output is never whole; and modules whose sums
+            are reduced together with another's, including those that pass such an output on.
     """
 
     def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
@@ -45,7 +46,7 @@ class Rows:
         self._together = _joined(self._expected)
 
     def errors(self) -> dict[str, float]:
-        """By module, over all ranks' rows."""
+        """Return the relative error of each module, over all ranks' rows."""
         found = _joined(self._by_rank)  # wrappers may add modules of their own
         errors = relative_errors({name: rows for name, rows in found.items() if name in self._together}, self._together)
         if self._is_shared and any(errors.values()):
@@ -54,7 +55,7 @@ class Rows:
         return errors
 
     def ranks(self, name: str, bound: float) -> tuple[int, ...]:
-        """Those on whose rows the error is beyond its bound; none where all are."""
+        """Return the ranks on whose rows the error exceeds its bound; none where it does on all."""
         beyond = []
         summed = self._summed() if self._is_shared else self._by_rank
         for rank, found in enumerate(zip(self._by_rank, summed, strict=True)):
@@ -63,13 +64,13 @@ class Rows:
         return tuple(beyond) if len(beyond) < len(self._by_rank) else ()
 
     def _error_of(self, name: str, rank: int, own: Named) -> float:
-        """If all other ranks had computed what one process did."""
+        """Compute the error if all other ranks had computed what one process did."""
         patched = [own if other == rank else expected for other, expected in enumerate(self._expected)]
         rows = {name: torch.cat([named[name] for named in patched])} if name in own else {}
         return relative_errors(rows, {name: self._together[name]})[name]
 
     def _summed(self) -> list[Named]:
-        """Each rank's rows replaced by the sum over the ranks that have the same."""
+        """Replace each rank's rows by the sum over the ranks that have the same rows."""
         found = []
         for place in self._places:
             same = [named for other, named in zip(self._places, self._by_rank, strict=True) if other == place]
@@ -84,5 +85,5 @@ def _cut(rows: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def _joined(by_rank: Sequence[Named]) -> dict[str, Tensor]:
-    """The rows of all ranks one behind the other, where every rank has them."""
+    """Concatenate the rows of all ranks, for modules that every rank has."""
     return {name: torch.cat([named[name] for named in by_rank]) for name in by_rank[0] if all(name in named for named in by_rank)}

@@ -1,4 +1,4 @@
-"""The config of a model of transformers in the sizes of our decoder, said in the standard keys that its type knows."""
+"""Build a transformers config in the sizes of our decoder, from the standard keys that its type knows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 
 def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> CausalLM:
-    """A model of that type in the sizes of ours.
+    """Build a model of type ``kind`` in the sizes of ours.
 
     Raises:
         ConfigError: transformers has no such model type.
-        UnsupportedError: its config knows no experts and ours has some, or it has no form of rotary positions with our frequencies.
+        UnsupportedError: its config has no keys for experts and ours has some, or for none of its forms of rotary
+            positions are the frequencies ours.
     """
     transformers = import_transformers("--like")
     from huggingface_hub.errors import StrictDataclassError
@@ -67,19 +68,21 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
 
 
 def knows(config: Any, keys: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``keys`` that a config of transformers has, under other names too."""
+    """Return those of ``keys`` that a config of transformers has, under other names too."""
     known = config.to_dict().keys() | config.attribute_map.keys()
     return tuple(key for key in keys if key in known)
 
 
 def unsaid(ours: DecoderConfig, config: Any) -> tuple[str, ...]:
-    """Our keys of the mixture that are not at their defaults, and for which a config of transformers has none."""
+    """Return our mixture keys that are not at their defaults and that a config of transformers cannot express."""
     said = {} if ours.moe is None else _mixture(ours)
     return tuple(key for key, theirs in said.items() if getattr(ours.moe, key) != getattr(MoEConfig, key) and not knows(config, theirs))
 
 
 def _more_sizes(ours: DecoderConfig, default: Any) -> dict[str, Any]:
-    """The keys that only some configs have. An expert is as wide as a dense feed-forward where one key says both."""
+    """Return the keys that only some configs have.
+
+    An expert is as wide as a dense feed-forward where one key sets both widths."""
     found: dict[str, Any] = {"use_qk_norm": ours.qk_norm}
     if ours.moe is not None:
         found |= {"moe_intermediate_size": ours.expert_dim}
@@ -90,7 +93,7 @@ def _more_sizes(ours: DecoderConfig, default: Any) -> dict[str, Any]:
 
 
 def _mixture(ours: DecoderConfig) -> dict[str, dict[str, Any]]:
-    """Our keys of the mixture, without the width of an expert -> the keys that say the same elsewhere, and their values."""
+    """Map our mixture keys, without the width of an expert, to the equivalent keys elsewhere and their values."""
     moe = ours.moe
     assert moe is not None
     dense, shared = moe.first_dense, moe.n_shared
@@ -120,7 +123,7 @@ def _all(keys: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def _scaled(ours: DecoderConfig, plain: Any, kind: str) -> dict[str, Any]:
-    """Of the forms of scaled rotary positions, the one that gives our frequencies."""
+    """Find the form of scaled rotary positions that gives our frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     assert ours.rope_scaling is not None

@@ -1,7 +1,7 @@
-"""A model of transformers that computes what our decoder does, proven by equal logits before it is believed.
+"""Find a model of transformers that computes what our decoder does, and prove it by equal logits.
 
-The user names the model type. Its config is made of the standard keys; its parameters and buffers are found by their place (in which
-block, or outside), their shape and the words in their names; and the proof says whether that was right.
+The user names the model type. Its config is made of the standard keys; its parameters and buffers are matched by
+place (in which block, or outside), shape and the words in their names; the proof decides whether the match was right.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from meshwright.verification.shrink import shrunk
 from .config import counterpart, unsaid
 
 LIMIT = 1e-6
-"""Relative difference of logits in float64: what models that compute norms, angles and routers in float32 inside leave."""
+"""Largest relative difference of logits in float64, as models with norms, angles and routers in float32 cause it."""
 SHOWN = 4
 Shapes = dict[str, tuple[int, ...]]
 ROUTER_BIAS = 0.1
-"""Standard deviation of the bias in the proof: as wide as the scores are, so that both have their say in the choice."""
+"""Standard deviation of the bias in the proof: as wide as the scores, so that both influence the choice."""
 
 _SHARED = ("shared experts", "shared expert", "shared mlp")
 WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -57,16 +57,17 @@ WORDS: dict[tuple[str, ...], tuple[str, ...]] = {
     (".feed_forward.router.weight",): ("gate", "gate wg", "router"),
     (".feed_forward.router.bias",): ("correction bias", "expert bias"),
 }
-"""Our tensors of a block, several where they are joined elsewhere, and words that the same have there. The two norms before attention
-and feed-forward go by order."""
+"""Our tensors of a block, several where they are joined elsewhere → words that name the same tensor there.
+
+The two norms before attention and feed-forward are matched by order."""
 
 
 def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
-    """The counterpart of a run's decoder among the models of type ``kind``.
+    """Find the counterpart of a run's decoder among the models of type ``kind``.
 
     Raises:
         ConfigError: transformers has no such model type, or the run's model is one of transformers already.
-        UnsupportedError: it does not compute the same; the text says where it differs.
+        UnsupportedError: the counterpart does not compute the same; the message names the difference.
     """
     if config.model.hf:
         raise ConfigError(f"--like = {kind}: the model of {folder} is a Hugging Face model already; leave --like out")
@@ -83,10 +84,13 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
 
 
 def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]:
-    """The counterpart's parameters and saved buffers -> ours that each is made of, end to end along the last dim but one; of none: zeros.
+    """Match the counterpart's parameters and saved buffers with ours.
+
+    Returns:
+        Name of theirs → names of ours, concatenated along the last dim but one; an empty tuple stands for zeros.
 
     Raises:
-        UnsupportedError: transformers cannot build it, or parameters on one side have no counterpart on the other.
+        UnsupportedError: transformers cannot build the model, or parameters on one side have no counterpart.
     """
     with on_meta():
         here, there = model_facts(Decoder(ours)), model_facts(_built(source))
@@ -123,19 +127,19 @@ def _built(source: CausalLM) -> nn.Module:
 
 
 def _shapes(facts: ModelFacts) -> Shapes:
-    """Of parameters and saved buffers."""
+    """Return the shapes of parameters and saved buffers."""
     return {p.name: p.shape for p in facts.parameters} | {b.name: b.shape for b in facts.buffers if b.persistent}
 
 
 def _within(shapes: Shapes, block: str, blocks: tuple[str, ...]) -> Shapes:
-    """Those in a block, by the rest of their names, or ("") in none."""
+    """Return the shapes in a block, by the rest of their names, or (for block "") those outside all blocks."""
     if not block:
         return {name: shape for name, shape in shapes.items() if not any(is_within(name, other) for other in blocks)}
     return {name.removeprefix(block): shape for name, shape in shapes.items() if is_within(name, block)}
 
 
 def _matched_unit(mine: Shapes, theirs: Shapes) -> dict[str, tuple[str, ...]]:
-    """Theirs -> ours of the same shape: first those that have words of their own, then the others in order."""
+    """Map theirs to ours of the same shape: first tensors with words of their own, then the others in order."""
     found: dict[str, tuple[str, ...]] = {}
     by_words = {names: words for names, words in WORDS.items() if mine.keys() >= set(names)}
     unsaid = [name for name in theirs if not by_words or not any(_says(name, words) for words in WORDS.values())]
@@ -155,7 +159,7 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _says(name: str, words: tuple[str, ...]) -> bool:
-    """Whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
+    """Tell whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
     said = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
     return any(said[-len(text.split()) :] == text.split() for text in words)
 
@@ -166,10 +170,13 @@ def _unsaid(ours: DecoderConfig, source: CausalLM) -> list[str]:
 
 
 def prove(ours: DecoderConfig, kind: str) -> float:
-    """Compare the logits of our decoder and its counterpart, in float64, on random weights and tokens; returns their relative difference.
+    """Compare the logits of our decoder and its counterpart, in float64, on random weights and tokens.
+
+    Returns:
+        Their relative difference.
 
     Raises:
-        UnsupportedError: they differ, or the counterpart takes no such sizes.
+        UnsupportedError: the logits differ, or the counterpart does not take the sizes.
     """
     source = dataclasses.replace(counterpart(ours, kind), dtype="float64")
     made_of = matched(ours, source)
@@ -201,7 +208,9 @@ def prove(ours: DecoderConfig, kind: str) -> float:
 
 @torch.no_grad()
 def _fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Random weights that keep tokens apart, so that routers send them to different experts, and biases that change some of the choices."""
+    """Draw random weights that keep tokens apart, so that routers send them to different experts.
+
+    The biases of routers are drawn too, to change some of the choices."""
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + drawn / 4)
