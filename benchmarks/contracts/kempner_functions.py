@@ -153,11 +153,11 @@ def fsdp_policy(here: Here):
 @ITEMS(14, "reshard_after_forward True or False", world=4)
 def fsdp_reshard(here: Here):
     errors = []
-    for wish in (True, False):
-        apply_fsdp2(model := decoder(), mesh := here.mesh(dp_shard=4), FP32, reshard_after_forward=wish)
+    for request in (True, False):
+        apply_fsdp2(model := decoder(), mesh := here.mesh(dp_shard=4), FP32, reshard_after_forward=request)
         errors.append(against_one(model, decoder(), mesh))
         logits_of(model, TOKENS)
-        same(isinstance(model.layers["0"].attention.wq.weight, DTensor), wish)
+        same(isinstance(model.layers["0"].attention.wq.weight, DTensor), request)
     return max(errors)
 
 

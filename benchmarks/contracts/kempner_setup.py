@@ -193,8 +193,8 @@ def config():
     made = DistributedConfig(dp_shard=-1, dp_replicate=1, tp=1, pp=1, pp_schedule="1f1b", cp=1, ep=1)
     same((made.nccl_timeout_sec, made.backend), (1800, "cpu:gloo,cuda:nccl"))
     limits = []
-    for wish in (77, 20):
-        init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=wish))
+    for request in (77, 20):
+        init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=request))
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         limits.append(backend.options._timeout.total_seconds())
     same(limits, [77.0, 20.0])

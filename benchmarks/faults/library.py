@@ -320,8 +320,8 @@ DATA = [
     Fault(
         "the hybrid mesh is its sharded half",
         "distributed/data/fully_sharded.py",
-        "        return device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value]\n",
-        "        pass\n",
+        "    return device_mesh[Axis.DP_REPLICATE.value, shards.mesh_dim_names[0]]\n",
+        "    return shards\n",
         PLAIN,
         HSDP,
         GRADIENT,

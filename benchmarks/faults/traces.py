@@ -39,8 +39,8 @@ FAULTS = [
     Fault(
         "AdamW divides by another epsilon",
         "training/optim/build.py",
-        "lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **flags)",
-        "lr=lr, betas=betas, eps=1e-4, weight_decay=weight_decay, **flags)",
+        "return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)",
+        "return BuiltOptimizer(kind(kept, lr=lr, **{**options, 'eps': 1e-4}, **flags), implementation, note)",
         PLAIN,
         r"parameter [\w.]+ after step 1",
     ),

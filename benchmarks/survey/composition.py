@@ -146,7 +146,7 @@ def refusal(together: Together) -> str:
     problem = together.problem()
     layout = AXES[together.axis].layout
     try:
-        plan(_facts(problem.model), layout, cluster=Cluster(layout.world), techniques=problem.wishes)
+        plan(_facts(problem.model), layout, cluster=Cluster(layout.world), techniques=problem.requested)
         refuse_unseen(problem)
     except MeshwrightError as error:
         return first_sentence(str(error))

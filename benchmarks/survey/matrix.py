@@ -287,7 +287,7 @@ def refusal(cell: Cell) -> MeshwrightError | None:
         batch = Batch(BATCHES.rows, BATCHES.seq_len, problem.microbatch_rows, BATCHES.vocab_size)
         layout = cell.row.layout
         try:
-            plan(_facts(problem.model), layout, batch=batch, cluster=Cluster(layout.world), techniques=problem.wishes)
+            plan(_facts(problem.model), layout, batch=batch, cluster=Cluster(layout.world), techniques=problem.requested)
         except MeshwrightError as error:
             return error
     return None

@@ -11,12 +11,12 @@ import torch
 from support import families
 from support.adapters import adapted
 from support.laid_out import Held, assert_same, held, own_rows
-from test_tensor_parallel import DATA4, SHARDED, TP2, TP4, Way, assert_all_foreseen, batch_of, one_warm_step
+from test_tensor_parallel import DATA4, SHARDED, TP2, TP4, Way, assert_all_estimated, batch_of, one_warm_step
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.doors import huggingface as parallelizer
+from meshwright.distributed.doors import lay_out
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize
@@ -119,10 +119,10 @@ def test_adapters_are_equal_to_one_process(pool, name):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_plan_foresees_every_byte(spmd, name):
+def test_the_plan_estimates_every_byte(spmd, name):
     factory, layout, techniques = WAYS[name]
     way = Way(layout, tuple(techniques.items()), rows=1 if layout is SHARDED else 0)
-    assert_all_foreseen(spmd(layout.world, one_warm_step, factory, way, families.VOCABULARY), layout.tp)
+    assert_all_estimated(spmd(layout.world, one_warm_step, factory, way, families.VOCABULARY), layout.tp)
 
 
 # --- the other doors
@@ -159,7 +159,7 @@ def without_the_sum_of(part: str, model: torch.nn.Module, mesh: Any) -> torch.nn
     whole = TensorPlan.is_summed
     with (
         patch.object(TensorPlan, "is_summed", lambda self, name: part not in name and whole(self, name)),
-        patch.object(parallelizer, "prove", lambda *args, **options: None),
+        patch.object(lay_out, "prove", lambda *args, **options: None),
     ):
         return by_one_call(model, mesh)
 

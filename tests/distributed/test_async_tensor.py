@@ -65,8 +65,8 @@ MODELS = {
 
 
 def gradients(kind: str, layout: Layout, asynchronous: bool, seq: int, techniques: dict[str, Any]) -> dict[str, torch.Tensor]:
-    wishes = {"precision": {"master": "float64"}, **techniques}
-    made = make_plan(MODELS[kind](), layout, cluster=Cluster(layout.tp), techniques=wishes)
+    requested = {"precision": {"master": "float64"}, **techniques}
+    made = make_plan(MODELS[kind](), layout, cluster=Cluster(layout.tp), techniques=requested)
     assert made.tensor is not None
     made = replace(made, tensor=replace(made.tensor, async_tensor_parallel=asynchronous))
     model = parallelize(MODELS[kind](), layout, plan=made, seed=3)
@@ -133,8 +133,8 @@ def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
 
 
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():
-    wish = {"async_tensor_parallel": True}
-    made = make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=wish, batch=Batch(4, 12))
+    request = {"async_tensor_parallel": True}
+    made = make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 12))
     assert made.tensor is not None and made.tensor.async_tensor_parallel and "products overlap with messages" in str(made)
     with pytest.raises(ConfigError, match=r"data.seq_len = 11 must be a multiple of layout.tp = 2"):
-        make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=wish, batch=Batch(4, 11))
+        make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 11))

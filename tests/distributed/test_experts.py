@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import families
 from support.heard import heard
-from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
+from support.laid_out import Figures, Held, assert_estimated, assert_same, counted, estimated, held, own_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -217,13 +217,13 @@ def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
         with WireCounter() as wire:
             laid.forward_backward(own_rows(laid, RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())(step)))
             laid.optimizer_step(optimizer, 1.0)
-    return foreseen(laid.plan, Batch(8, 9)), counted(wire)
+    return estimated(laid.plan, Batch(8, 9)), counted(wire)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
 def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
     for planned, sent in spmd(layout.world, sent_for_routers, layout):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)
 
 
 def with_its_own_kernel(name: str) -> tuple[str, float]:
@@ -363,7 +363,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -
         with patch.object(expert_parallel, "_everywhere", counting), WireCounter() as wire:
             laid.forward_backward(own_rows(laid, batch_of(8, 9, step)))
             laid.optimizer_step(optimizer, 1.0)
-    return foreseen(laid.plan, Batch(8, 9)), counted(wire), away
+    return estimated(laid.plan, Batch(8, 9)), counted(wire), away
 
 
 EVEN = replace(SIGMOID, vocab_size=64)

@@ -9,7 +9,7 @@ import torch
 from support.states import LAYOUTS, Held, adamw, held, laid_out, train, uncompiled
 
 from meshwright import load, save
-from meshwright.checkpoint import few_bits
+from meshwright.checkpoint import low_bit
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.float8.torchao_private import kind_of_state
@@ -44,7 +44,7 @@ def as_torchao_rounds(word: str, values: torch.Tensor, signed: bool) -> torch.Te
 @pytest.mark.parametrize("word", BLOCK)
 def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
     values = as_torchao_rounds(word, blocks(word, signed), signed).dequantize()
-    again = few_bits._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
+    again = low_bit._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
     assert torch.equal(again, values)
     once_more = as_torchao_rounds(word, values, signed).dequantize()
     assert torch.equal(once_more, values) is not signed, "torchao's own rounding would shrink blocks whose largest element is negative"
@@ -54,20 +54,20 @@ def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
 def test_new_values_are_rounded_as_torchao_rounds_them(word):
     for signed in (True, False):
         values = blocks(word, signed)
-        made = few_bits._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
+        made = low_bit._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
         assert torch.equal(made, as_torchao_rounds(word, values, signed).dequantize())
 
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
     """What a checkpoint keeps of them, whole, on rank 0."""
-    found = {f"{name}/{key}": few_bits.as_values(optimizer.state[p][key], p) for name, p in model.named_parameters() for key in SIGNED}
+    found = {f"{name}/{key}": low_bit.as_values(optimizer.state[p][key], p) for name, p in model.named_parameters() for key in SIGNED}
     return whole_on_first(found, differ=model.plan.pipeline is not None)
 
 
 def write_and_resume(layout: str, word: str, folder: str) -> tuple[list[str], dict, Held, list[str]]:
     """What differs from four steps in a row after two, saved, loaded and two more; the moments; the log."""
     said: list[str] = []
-    with uncompiled(), patch.object(few_bits.log, "warning", said.append):
+    with uncompiled(), patch.object(low_bit.log, "warning", said.append):
         model = laid_out(layout, {"optimizer_state": word})
         optimizer = adamw(model)
         losses = train(model, optimizer, range(2))
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_the_undisturbed_one(spmd, tmp_path, layout, word):
 
 def by_torchaos_own_rule(folder: str) -> tuple[list[str], list[str]]:
     """A mutant: what differs after a resume, and the log, where scales are the largest elements."""
-    with patch.object(few_bits, "_scales", lambda blocks, table, *, signed: iter([blocks.abs().amax(-1).clip(1e-12)])):
+    with patch.object(low_bit, "_scales", lambda blocks, table, *, signed: iter([blocks.abs().amax(-1).clip(1e-12)])):
         differ, _, _, said = write_and_resume("one", "8bit", folder)
         return differ, said
 
@@ -119,7 +119,7 @@ def write(layout: str, word: str, folder: str) -> dict:
 
 def read(layout: str, word: str, folder: str) -> tuple[dict, list[str], list[float]]:
     said: list[str] = []
-    with uncompiled(), patch.object(few_bits.log, "warning", said.append):
+    with uncompiled(), patch.object(low_bit.log, "warning", said.append):
         model = laid_out(layout, {"optimizer_state": word}, seed=99)
         optimizer = adamw(model)
         load(model, folder, optimizer=optimizer)

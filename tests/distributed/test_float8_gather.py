@@ -13,7 +13,7 @@ import test_pipeline
 import torch
 from support.laid_out import own_rows
 from test_float8 import BATCHES, DENSE, SHARDED, SPARSE, WIDE, verified
-from test_tensor_parallel import Way, assert_all_foreseen, one_warm_step
+from test_tensor_parallel import Way, assert_all_estimated, one_warm_step
 from torch import Tensor
 
 from meshwright import ConfigError, IntegrityError
@@ -213,11 +213,11 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_the_plan_foresees_every_byte(spmd, name):
+def test_the_plan_estimates_every_byte(spmd, name):
     way = COUNTED[name]
     way = replace(way, techniques=(*GATHERED.items(), *way.techniques))
     ranks = spmd(way.layout.world, one_warm_step, way.model, way, 61)
-    assert_all_foreseen(ranks, way.layout.tp)
+    assert_all_estimated(ranks, way.layout.tp)
 
 
 STAGES = {
@@ -235,7 +235,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_the_plan_foresees_every_byte_of_a_stage(spmd, name):
+def test_the_plan_estimates_every_byte_of_a_stage(spmd, name):
     layout, techniques = STAGES[name]
     model = replace(test_pipeline.UNTIED, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=96)
     for planned, sent, *_ in spmd(layout.world, test_pipeline.one_step, model, layout, techniques, 9):

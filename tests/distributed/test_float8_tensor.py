@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.adapters import adapted
 from support.laid_out import own_rows
 from test_float8 import BATCHES, TENSOR, WIDE, verified
-from test_tensor_parallel import SHARDED, TP2, Way, assert_all_foreseen, family, one_warm_step
+from test_tensor_parallel import SHARDED, TP2, Way, assert_all_estimated, family, one_warm_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -186,13 +186,13 @@ COUNTED: dict[str, tuple[Any, Way]] = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_the_plan_foresees_every_message(spmd, name):
+def test_the_plan_estimates_every_message(spmd, name):
     source, way = COUNTED[name]
     way = replace(way, techniques=(*ONE_SCALE.items(), *way.techniques))
     if callable(source):
         source = partial(source)
     ranks = spmd(way.layout.world, one_warm_step, source, way, 61)
-    assert_all_foreseen(ranks, way.layout.tp)
+    assert_all_estimated(ranks, way.layout.tp)
 
 
 def test_whole_layers_between_cost_no_more_than_float8_does(pool):

@@ -11,7 +11,7 @@ from meshwright import Layout, Precision, Techniques, parallelize
 from meshwright.distributed.parallelizer import to_cpu
 from meshwright.distributed.process.wire import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
 
@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[dict[str, str], dict]] = {
 
 def steps(layout: Layout, words: dict[str, str], more: dict):
     """Gradients of the first step as they are summed, and of a second one what was foreseen and what travelled."""
-    rows = tuple(TensorStyleWish(pattern, style) for pattern, style in words.items())
+    rows = tuple(TensorStyleRequest(pattern, style) for pattern, style in words.items())
     model = parallelize(SMALL, layout, techniques=Techniques(tensor_plan=rows, precision=DOUBLE, **more), seed=3)
     words_of = torch.randint(0, SMALL.vocab_size, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": words_of[:, :-1], "labels": words_of[:, 1:]}
@@ -42,28 +42,28 @@ def steps(layout: Layout, words: dict[str, str], more: dict):
     with WireCounter() as wire:
         model.forward_backward(batch)
         model.optimizer_step(optimizer)
-    sent, foreseen = Counter(), Counter()
+    sent, estimated = Counter(), Counter()
     for message in wire.sent:
         if message.ranks > 1:
             sent[message.op] += message.bytes
     for t in step_traffic(model.plan, Batch(ROWS, SEQ, 0)):
         if t.ranks > 1:
-            foreseen[t.op] += t.bytes
-    return loss, gradients, sent, foreseen
+            estimated[t.op] += t.bytes
+    return loss, gradients, sent, estimated
 
 
 def all_ways() -> dict[str, tuple]:
     return {name: steps(Layout(dp_shard=1, tp=2), *way) for name, way in WAYS.items()}
 
 
-def test_a_given_plan_computes_what_one_process_computes_and_sends_what_was_foreseen(spmd):
+def test_a_given_plan_computes_what_one_process_computes_and_sends_what_was_estimated(spmd):
     ((loss, gradients, *_),) = spmd(1, steps, Layout(dp_shard=1), {}, {})
     floor = 1e-6 * torch.stack([g.norm() for g in gradients.values()]).norm()
     for found in spmd(2, all_ways):
         assert found.keys() == WAYS.keys()
-        for name, (its_loss, its_gradients, sent, foreseen) in found.items():
+        for name, (its_loss, its_gradients, sent, estimated) in found.items():
             assert its_loss == pytest.approx(loss, rel=1e-12), name
             assert its_gradients.keys() == gradients.keys()
             errors = {key: ((its_gradients[key] - g).norm() / torch.maximum(g.norm(), floor)).item() for key, g in gradients.items()}
             assert not {key: error for key, error in errors.items() if not error <= 1e-10}, name
-            assert sent == {op: pytest.approx(moved) for op, moved in foreseen.items()}, name
+            assert sent == {op: pytest.approx(moved) for op, moved in estimated.items()}, name

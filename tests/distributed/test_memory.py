@@ -127,7 +127,7 @@ if find_spec("torchao") is not None:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_foresees_what_is_held(spmd, measured, name, microbatches):
+def test_the_plan_estimates_what_is_held(spmd, measured, name, microbatches):
     for found, planned in spmd(4, held_and_planned, *CASES[name], microbatches):
         assert_within(found, planned)
     ratios = {key: planned_bytes / max(asdict(found)[key], 1) for key, planned_bytes in asdict(planned).items()}
@@ -137,12 +137,12 @@ def test_the_plan_foresees_what_is_held(spmd, measured, name, microbatches):
 def assert_within(found: Held, planned: Held) -> None:
     said = {key: (bytes_text(value), bytes_text(asdict(planned)[key])) for key, value in asdict(found).items()}
     for key, value in asdict(found).items():
-        foreseen = asdict(planned)[key]
-        assert value <= 1.01 * foreseen and foreseen <= 1.01 * value, (key, said)
+        estimated = asdict(planned)[key]
+        assert value <= 1.01 * estimated and estimated <= 1.01 * value, (key, said)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_plan_foresees_what_a_pipeline_holds(spmd, stage):
+def test_the_plan_estimates_what_a_pipeline_holds(spmd, stage):
     jobs = spmd(4, held_and_planned, MODEL, PIPELINE, {"zero_stage": stage}, 4)
     most = Held(**{key: max(getattr(found, key) for found, _ in jobs) for key in asdict(jobs[0][0])})
     assert_within(most, jobs[0][1])

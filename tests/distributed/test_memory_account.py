@@ -15,7 +15,7 @@ from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.memory.step import MemoryUse
-from meshwright.training.metrics.memory_table import MemoryShares, foreseen
+from meshwright.training.metrics.memory_table import MemoryShares, estimated
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, ROWS, SEQ = 258, 8, 32
@@ -32,7 +32,7 @@ def accounted(layout: Layout, techniques: dict[str, Any], rows: int) -> tuple[di
         laid.forward_backward(batch)
     laid.optimizer_step(optimizer)
     account.add_optimizer(optimizer)
-    return dict(account.most), foreseen(laid.plan, MemoryShares(rows, len(batch["tokens"]) // rows))
+    return dict(account.most), estimated(laid.plan, MemoryShares(rows, len(batch["tokens"]) // rows))
 
 
 LAYOUTS = {

@@ -66,13 +66,13 @@ def one_process(build, ranks: int, rows: int) -> tuple[list[float], dict[str, Te
     return losses, {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def trained(build, layout: Layout, wishes: dict[str, Any], rows: int) -> tuple[list[float], dict[str, Tensor]]:
+def trained(build, layout: Layout, requested: dict[str, Any], rows: int) -> tuple[list[float], dict[str, Tensor]]:
     """The same by ``parallelize``: what this rank has."""
 
     def in_double() -> nn.Module:
         return build().double()
 
-    model = parallelize(in_double, layout, techniques=wishes, microbatch_rows=rows)
+    model = parallelize(in_double, layout, techniques=requested, microbatch_rows=rows)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.1)
     rank, ranks = data_position(model.mesh)
     own = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
@@ -92,9 +92,9 @@ def tried(name: str, *layouts: str) -> dict[str, str]:
     """By layout: "equal", the words of a refusal, or what differs."""
     found, build = {}, MODELS[name]
     for key in layouts or LAYOUTS:
-        layout, wishes, rows = LAYOUTS[key]
+        layout, requested, rows = LAYOUTS[key]
         try:
-            losses, values = trained(build, layout, wishes, rows)
+            losses, values = trained(build, layout, requested, rows)
         except UnsupportedError as error:
             found[key] = f"refused: {error}"
             continue

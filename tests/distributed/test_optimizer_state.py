@@ -9,7 +9,7 @@ from support.states import BATCHES, LAYOUTS, Held, adamw, beside_torchao, bits, 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.few_bits import as_values
+from meshwright.checkpoint.low_bit import as_values
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.optimizer.torchao_adamw import SIGNED, TorchaoAdamW
@@ -183,7 +183,7 @@ def bytes_held(layout: str, word: str, master: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2", "FSDP2 + TP", "PP + FSDP2", "EP"])
-def test_the_plan_foresees_what_is_held(spmd, layout, word, master):
+def test_the_plan_estimates_what_is_held(spmd, layout, word, master):
     figures = spmd(LAYOUTS[layout][0], bytes_held, layout, word, master)
     most = max(found for found, _, _ in figures)
     planned = {planned for _, planned, _ in figures}

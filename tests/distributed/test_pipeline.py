@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import families
-from support.laid_out import Figures, Held, assert_same, counted, foreseen, held, own_rows
+from support.laid_out import Figures, Held, assert_same, counted, estimated, held, own_rows
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
@@ -84,8 +84,8 @@ def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
 
 @pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
-    wishes = {"pipeline_schedule": "interleaved_1f1b"}
-    report = verify(TIED, layout, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("bfloat16", "float32"), techniques=wishes, pool=pool)
+    requested = {"pipeline_schedule": "interleaved_1f1b"}
+    report = verify(TIED, layout, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("bfloat16", "float32"), techniques=requested, pool=pool)
     assert report, report
 
 
@@ -145,8 +145,8 @@ def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, torch.Tensor]:
 
 
 def made(layout: Layout, schedule: str = "1f1b", model: DecoderConfig = TIED, **techniques: Any) -> ParallelModel:
-    wishes = {"precision": {"master": "float64"}, **({"pipeline_schedule": schedule} if layout.pp > 1 else {}), **techniques}
-    return parallelize(model, layout, techniques=wishes, seed=3)
+    requested = {"precision": {"master": "float64"}, **({"pipeline_schedule": schedule} if layout.pp > 1 else {}), **techniques}
+    return parallelize(model, layout, techniques=requested, seed=3)
 
 
 def used(layout: Layout, schedule: str = "1f1b", fault: str = "") -> dict[str, Any]:
@@ -270,7 +270,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], s
     runner = laid._runner
     assert isinstance(runner, Pipeline)
     order = laid.plan.pipeline.order(8 // (plan.data_ranks * laid.plan.pipeline.rows_per_microbatch(8 // plan.data_ranks)))
-    return foreseen(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
+    return estimated(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
 @pytest.mark.parametrize("name", WIRE)
@@ -329,8 +329,8 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
 def test_a_schedule_from_a_table_runs(pool, tmp_path):
     kind = KINDS["zbv_zero_bubble"]
     write_schedule(kind.build(2, 4, 2), tmp_path / "mine.csv")
-    wishes = {"pipeline_schedule": str(tmp_path / "mine.csv")}
-    report = verify(UNTIED, PP2, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("float64",), techniques=wishes, pool=pool)
+    requested = {"pipeline_schedule": str(tmp_path / "mine.csv")}
+    report = verify(UNTIED, PP2, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("float64",), techniques=requested, pool=pool)
     assert report, report
 
 

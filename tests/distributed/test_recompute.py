@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from support.laid_out import Figures, assert_foreseen, counted, foreseen, own_rows
+from support.laid_out import Figures, assert_estimated, counted, estimated, own_rows
 from support.recomputed import backward, built, gradients, kept_bytes, operations
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
@@ -50,8 +50,8 @@ SPLIT: dict[str, Any] = {"pipeline_schedule": "zbv_zero_bubble"}
 MODES = {"every_n": EVERY_N, "modules": MODULES, "selective_op": BY_OPERATOR, "offload": OFFLOAD}
 
 WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    **{f"{mode}, {name}": (layout, wishes) for mode, wishes in MODES.items() for name, layout in LAYOUTS.items() if name != "pp2"},
-    **{f"{mode}, pp2, split backward": (PP2, wishes | SPLIT) for mode, wishes in MODES.items()},
+    **{f"{mode}, {name}": (layout, requested) for mode, requested in MODES.items() for name, layout in LAYOUTS.items() if name != "pp2"},
+    **{f"{mode}, pp2, split backward": (PP2, requested | SPLIT) for mode, requested in MODES.items()},
     **{f"memory_budget, {name}": (LAYOUTS[name], BUDGET) for name in ("fsdp2", "pp2", "ep2")},
     "selective_op, what is sent is sent again": (TP2, NOT_SENT),
     "selective_op, compiled": (FSDP2, BY_OPERATOR | COMPILED),
@@ -89,7 +89,7 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], f
     if made.pipeline is not None:
         assert laid.mesh is not None
         made = replace(made, collectives=pipeline_collectives(laid.facts, made, laid.mesh.get_local_rank("pp")))
-    return foreseen(made, Batch(8, 9)), counted(counters[-1])
+    return estimated(made, Batch(8, 9)), counted(counters[-1])
 
 
 def sends_again() -> Any:
@@ -119,7 +119,7 @@ WIRE: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 def assert_sent(planned: Figures, sent: Figures) -> None:
     """As foreseen; of tokens to experts only how often, since how many follows from the routing."""
     alike = {key: (calls, planned[key][1] if key[0] == "all_to_all" else moved) for key, (calls, moved) in sent.items()}
-    assert_foreseen(planned, alike)
+    assert_estimated(planned, alike)
 
 
 @pytest.mark.parametrize("name", WIRE)
@@ -131,7 +131,7 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
 
 @pytest.mark.parametrize(("model", "layout"), [(DENSE, TP2), (SPARSE, EP2)], ids=["tp2", "ep2"])
 def test_what_is_kept_is_not_sent_again(spmd, model, layout):
-    plain, by_operator = (spmd(layout.world, one_step, model, layout, wishes) for wishes in ({}, BY_OPERATOR))
+    plain, by_operator = (spmd(layout.world, one_step, model, layout, requested) for requested in ({}, BY_OPERATOR))
     full = spmd(layout.world, one_step, model, layout, {"activation_checkpointing": "full"})
     for (_, one), (_, other), (_, most) in zip(plain, by_operator, full, strict=True):
         assert one == other
@@ -383,7 +383,7 @@ def of_a_block(techniques: dict[str, Any]) -> float:
 
 
 def test_a_mode_keeps_what_it_promises(measured):
-    found = {mode: of_a_block(wishes) for mode, wishes in MODES.items()}
+    found = {mode: of_a_block(requested) for mode, requested in MODES.items()}
     found |= {mode: of_a_block({"activation_checkpointing": mode}) for mode in ("none", "full", "selective")}
     assert INPUT <= found["full"] <= 1.01 * INPUT
     assert found["full"] < found["selective_op"] < found["none"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import families, users
-from support.laid_out import Figures, Held, assert_foreseen, assert_same, counted, foreseen, held, own_rows
+from support.laid_out import Figures, Held, assert_estimated, assert_same, counted, estimated, held, own_rows
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
@@ -50,7 +50,7 @@ class Way:
     frozen: bool = False
 
     @property
-    def wishes(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         return dict(self.techniques)
 
 
@@ -89,7 +89,7 @@ def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     batches = RandomBatches(257, rows=4, seq_len=way.seq)
     dtypes = ("float64", "float32") if name in ("tp2", "sharded, microbatches") else ("float64",)
     report = verify(
-        way.model, way.layout, batches, steps=2, dtypes=dtypes, techniques=way.wishes, max_norm=0.03, microbatch_rows=way.rows, pool=pool
+        way.model, way.layout, batches, steps=2, dtypes=dtypes, techniques=way.requested, max_norm=0.03, microbatch_rows=way.rows, pool=pool
     )
     assert report, report
     worst = max(d.error for d in report.comparisons[0].of("gradient"))
@@ -188,7 +188,7 @@ def batch_of(rows: int, seq: int, vocabulary: int, step: int = 0) -> dict[str, t
 
 
 def lay_out(source: Any, way: Way, **options: Any) -> ParallelModel:
-    techniques = {"precision": {"master": "float32", "compute": "float32"}, **way.wishes}
+    techniques = {"precision": {"master": "float32", "compute": "float32"}, **way.requested}
     return parallelize(source, way.layout, techniques=techniques, microbatch_rows=way.rows, **options)
 
 
@@ -201,23 +201,23 @@ def one_warm_step(source: Any, way: Way, vocabulary: int) -> tuple[Figures, Figu
         with WireCounter() if number == 2 else nullcontext() as wire:
             model.forward_backward(mine)
             model.optimizer_step(optimizer, 1.0)
-    return foreseen(model.plan, Batch(4, way.seq, way.rows)), counted(wire)
+    return estimated(model.plan, Batch(4, way.seq, way.rows)), counted(wire)
 
 
-def assert_all_foreseen(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
+def assert_all_estimated(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
     """The plan speaks for the first rank of the tensor axis; the others may have fewer rows of the vocabulary, and send no more."""
     for rank, (planned, sent) in enumerate(ranks):
         if rank % tp == 0:
-            assert_foreseen(planned, sent)
+            assert_estimated(planned, sent)
         else:
             assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in ranks[0][1].items()}
             assert all(0 < moved <= planned[key][1] for key, (_, moved) in sent.items())
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_plan_foresees_every_byte(spmd, name):
+def test_the_plan_estimates_every_byte(spmd, name):
     way = WAYS[name]
-    assert_all_foreseen(spmd(way.layout.world, one_warm_step, way.model, way, 257), way.layout.tp)
+    assert_all_estimated(spmd(way.layout.world, one_warm_step, way.model, way, 257), way.layout.tp)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_the_plan_foresees_every_byte(spmd, name):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_plan_foresees_every_byte_of_a_family(spmd, factory, way):
-    assert_all_foreseen(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
+def test_the_plan_estimates_every_byte_of_a_family(spmd, factory, way):
+    assert_all_estimated(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
 
 
 def test_branches_behind_two_norms_gather_their_input_once(spmd):
@@ -256,7 +256,7 @@ def test_a_collective_that_is_not_in_the_plan_is_seen(spmd):
     planned, sent = spmd(2, one_warm_step, UNTIED, Way(TP2), 257)[0]
     planned["all_reduce", 2] = (planned["all_reduce", 2][0] - 1, planned["all_reduce", 2][1])  # type: ignore[operator]
     with pytest.raises(AssertionError, match="all_reduce"):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)
 
 
 # --- evaluation, generation, a loss of the user's own
@@ -271,8 +271,8 @@ def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def used(layout: Layout, sequence_parallel: bool = True) -> dict[str, Any]:
     """What evaluation and generation give, before and after a step; then a step with a loss of the user's own."""
-    wishes = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
-    model = parallelize(UNTIED, layout, techniques=wishes, seed=3)
+    requested = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
+    model = parallelize(UNTIED, layout, techniques=requested, seed=3)
     batch = own_rows(model, batch_of(4, 11, 257))
     said: dict[str, Any] = {"evaluated": float(model.evaluate(batch))}
     said["trained"] = float(model.forward_backward(batch))
@@ -284,8 +284,8 @@ def used(layout: Layout, sequence_parallel: bool = True) -> dict[str, Any]:
 
 
 def with_own_loss(layout: Layout, sequence_parallel: bool = True) -> dict[str, Any]:
-    wishes = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
-    model = parallelize(UNTIED, layout, techniques=wishes, seed=3, loss_fn=squared)
+    requested = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
+    model = parallelize(UNTIED, layout, techniques=requested, seed=3, loss_fn=squared)
     loss = float(model.forward_backward(own_rows(model, batch_of(4, 11, 257))))
     return {"own loss": loss, "gradients": whole_on_first({n: p.grad for n, p in model.named_parameters() if p.grad is not None})}
 

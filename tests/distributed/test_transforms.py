@@ -66,8 +66,8 @@ class Wrapper(nn.Module):
         return self.inner(*args)
 
 
-def registered(name: str, *, kind: type[ModelTransform] = Label, **wishes) -> None:
-    register_model_transform(name, LabelConfig, **wishes)(type(f"{name.title()}Transform", (kind,), {}))
+def registered(name: str, *, kind: type[ModelTransform] = Label, **requested) -> None:
+    register_model_transform(name, LabelConfig, **requested)(type(f"{name.title()}Transform", (kind,), {}))
 
 
 @register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))
@@ -192,7 +192,7 @@ def test_a_users_own_come_where_they_say(names, pairs):
         assert [name for name in found if name in BUILT_IN] == [name for name in BUILT_IN if name in names]
 
 
-def test_wishes_that_contradict_each_other_are_refused():
+def test_requested_that_contradict_each_other_are_refused():
     registered("impossible", after=["ddp"], before=["compile"])
     assert in_order(["impossible", "ddp"]) == ["ddp", "impossible"], "what is not there is in nobody's way"
     with pytest.raises(ConfigError, match="cannot be ordered: their before= and after= wishes contradict each other") as caught:

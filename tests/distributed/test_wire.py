@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.laid_out import Figures, assert_foreseen, counted, foreseen
+from support.laid_out import Figures, assert_estimated, counted, estimated
 from support.problems import (
     DDP2,
     DDP4,
@@ -48,7 +48,7 @@ def one_warm_step(problem: Problem, way: Way, loss_fn: LossFunction | None = Non
             model.forward_backward(as_brought(share(batch, rank, world), way))
             model.optimizer_step(optimizer, 1.0)
     rows = {"one": 0, "list": -(-problem.data.rows // world // 3), "rows": way.microbatch_rows}[way.microbatches]
-    return foreseen(model.plan, Batch(problem.data.rows, problem.data.seq, rows)), counted(wire)
+    return estimated(model.plan, Batch(problem.data.rows, problem.data.seq, rows)), counted(wire)
 
 
 BF16 = ("precision", {"master": "float32", "compute": "bfloat16", "reduce": "float32"})
@@ -78,10 +78,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_plan_foresees_every_byte(spmd, name):
+def test_the_plan_estimates_every_byte(spmd, name):
     model, way = WAYS[name]
     for planned, sent in spmd(way.layout.world, one_warm_step, Problem(model, dtype="float32"), way):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)
 
 
 @st.composite
@@ -116,9 +116,9 @@ def drawn(draw):
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_the_plan_foresees_every_byte_of_any_shape(pool, case):
+def test_the_plan_estimates_every_byte_of_any_shape(pool, case):
     problem, way = case
-    assert_foreseen(*pool.run(one_warm_step, problem, way, world=way.layout.world, timeout=120)[0])
+    assert_estimated(*pool.run(one_warm_step, problem, way, world=way.layout.world, timeout=120)[0])
 
 
 # --- the closed formulas, from nothing but parameter counts
@@ -168,4 +168,4 @@ def loss_that_talks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def test_a_collective_that_no_plan_lists_is_seen(spmd):
     planned, sent = spmd(2, one_warm_step, Problem(dtype="float32"), Way(FSDP2), loss_that_talks)[0]
     with pytest.raises(AssertionError, match="all_reduce"):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)

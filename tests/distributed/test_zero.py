@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.laid_out import assert_foreseen
+from support.laid_out import assert_estimated
 from support.oracle import differences, faults, worst
 from support.problems import FSDP2, FSDP4, HSDP, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way, make_optimizer, pieces, share
 from support.train import DISTURBANCES, lay_out, local, train
@@ -90,11 +90,11 @@ WIRE = {
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", WIRE)
-def test_the_plan_foresees_every_byte(spmd, name, stage, microbatches):
+def test_the_plan_estimates_every_byte(spmd, name, stage, microbatches):
     layout, model, techniques = WIRE[name]
     way = Way(layout, (("zero_stage", stage), *techniques), microbatches)
     for planned, sent in spmd(layout.world, one_warm_step, Problem(model, dtype="float32"), way):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)
 
 
 FORMULAS = {
@@ -120,7 +120,7 @@ PIPELINE = Layout(pp=2, dp_shard=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_pipeline_of_stages_moves_what_the_plan_says(spmd, stage):
     for planned, sent, *_ in spmd(4, one_step, replace(CUT, tied_embeddings=False), PIPELINE, {"zero_stage": stage}, 9):
-        assert_foreseen(planned, sent)
+        assert_estimated(planned, sent)
 
 
 # --- nothing gathered goes stale

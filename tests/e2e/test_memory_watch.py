@@ -18,8 +18,8 @@ TABLE = re.compile(
 
 def test_the_first_step_is_accounted_for_once(train):
     first, *others = train(2, {"steps": 2})
-    ((found, unit, foreseen, its_unit),) = TABLE.findall(first.out)
-    assert unit == its_unit and float(foreseen) == pytest.approx(float(found), rel=0.05)
+    ((found, unit, estimated, its_unit),) = TABLE.findall(first.out)
+    assert unit == its_unit and float(estimated) == pytest.approx(float(found), rel=0.05)
     assert not any("memory of" in other.out for other in others)
     compiled = train(2, {"steps": 1, "techniques.compile": True, "techniques.compile_backend": "eager"})[0].out
     assert "memory of the first step on this rank (blocks are compiled: what they keep is not seen); RSS" in compiled

@@ -29,8 +29,8 @@ def measured(facts: ModelFacts, ranks: int = 2) -> Measured:
     return facts.measurements.structure(ranks)
 
 
-def cut(facts: ModelFacts, ranks: int = 2, **wishes: Any) -> tuple[TensorPlan, tuple[str, ...]]:
+def cut(facts: ModelFacts, ranks: int = 2, **requested: Any) -> tuple[TensorPlan, tuple[str, ...]]:
     """The plan, and what it has to say."""
-    made = plan(facts, Layout(dp_shard=1, tp=ranks), techniques=wishes)
+    made = plan(facts, Layout(dp_shard=1, tp=ranks), techniques=requested)
     assert made.tensor is not None
     return made.tensor, made.notes

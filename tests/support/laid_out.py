@@ -28,7 +28,7 @@ def own_rows(model: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Tensor
     return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
 
 
-def foreseen(plan: Any, batch: Batch) -> Figures:
+def estimated(plan: Any, batch: Batch) -> Figures:
     """What a plan says that a step sends; no calls where it does not say how many."""
     figures: Figures = {}
     for t in step_traffic(plan, batch):
@@ -47,7 +47,7 @@ def counted(wire: WireCounter) -> Figures:
     return figures
 
 
-def assert_foreseen(planned: Figures, sent: Figures) -> None:
+def assert_estimated(planned: Figures, sent: Figures) -> None:
     assert sent.keys() == planned.keys()
     for key, (calls, moved) in sent.items():
         assert moved == pytest.approx(planned[key][1], rel=1e-12), key

@@ -35,7 +35,7 @@ from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.planning.values import Batch
 
 from . import families
-from .laid_out import Figures, counted, foreseen, own_rows
+from .laid_out import Figures, counted, estimated, own_rows
 from .oracle import Outcome
 from .problems import SEED, Data, Problem, make_optimizer
 from .train import local, mutated
@@ -303,7 +303,7 @@ def _planned(way: Way, model: ParallelModel) -> Figures:
     if made.pipeline is not None:
         assert model.mesh is not None
         made = replace(made, collectives=pipeline_collectives(model.facts, made, model.mesh.get_local_rank("pp")))
-    return foreseen(made, Batch(way.problem.data.rows, way.problem.data.seq, way.rows))
+    return estimated(made, Batch(way.problem.data.rows, way.problem.data.seq, way.rows))
 
 
 def _held(way: Way, model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:

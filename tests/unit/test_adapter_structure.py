@@ -26,9 +26,9 @@ EXACT = 1e-10
 FAMILIES = ["llama", "gpt2", "phi3", "gpt_neox", "opt"]
 
 
-def errors_of(facts: ModelFacts, **wishes: Any) -> dict[str, float]:
-    plan, _ = cut(facts, **wishes)
-    assert plan.sequence_parallel == wishes.get("sequence_parallel", True)
+def errors_of(facts: ModelFacts, **requested: Any) -> dict[str, float]:
+    plan, _ = cut(facts, **requested)
+    assert plan.sequence_parallel == requested.get("sequence_parallel", True)
     sample = measured(facts, plan.ranks).sample
     found: dict[str, float] = {}
     for inputs, logits in rehearsal._performances(sample):

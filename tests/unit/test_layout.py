@@ -18,7 +18,7 @@ FIXED = st.builds(Layout, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, cp=SIZES
 
 
 def product(layout: Layout) -> int:
-    return math.prod(layout.wish(axis) for axis in WORLD_AXES)
+    return math.prod(layout.size(axis) for axis in WORLD_AXES)
 
 
 @given(FIXED)
@@ -29,18 +29,18 @@ def test_a_layout_without_open_sizes_is_its_own_resolution(layout):
 
 @given(FIXED, st.sampled_from(WORLD_AXES), st.integers(1, 9))
 def test_one_open_size_takes_what_is_left(layout, axis, left):
-    wished = replace(layout, **{axis.value: -1})
-    resolved = wished.resolve(product(replace(layout, **{axis.value: 1})) * left)
+    wanted = replace(layout, **{axis.value: -1})
+    resolved = wanted.resolve(product(replace(layout, **{axis.value: 1})) * left)
     assert resolved == replace(layout, **{axis.value: left})
 
 
 @given(FIXED, st.integers(1, 12), st.one_of(st.none(), st.integers(1, 16)))
 def test_hybrid_sharding_stays_inside_a_node(layout, left, per_node):
-    wished = replace(layout, dp_replicate=-1, dp_shard=-1)
+    wanted = replace(layout, dp_replicate=-1, dp_shard=-1)
     inner = layout.cp * layout.tp
-    resolved = wished.resolve(layout.pp * inner * left, ranks_per_node=per_node)
+    resolved = wanted.resolve(layout.pp * inner * left, ranks_per_node=per_node)
     assert resolved.dp_replicate * resolved.dp_shard == left
-    assert replace(resolved, dp_replicate=-1, dp_shard=-1) == wished, "the sizes that were given stay"
+    assert replace(resolved, dp_replicate=-1, dp_shard=-1) == wanted, "the sizes that were given stay"
     if per_node is None:
         assert resolved.dp_replicate == 1, "all ranks count as one node"
     elif per_node >= inner and per_node % inner == 0:
@@ -54,19 +54,19 @@ def test_hybrid_sharding_stays_inside_a_node(layout, left, per_node):
 @example(Layout(tp=2, dp_shard=2), 3, True)
 @given(FIXED, st.integers(1, 200), st.booleans())
 def test_what_does_not_fit_is_refused_with_its_numbers(layout, world, is_open):
-    wished = replace(layout, dp_shard=-1) if is_open else layout
+    wanted = replace(layout, dp_shard=-1) if is_open else layout
     fixed = product(replace(layout, dp_shard=1)) if is_open else product(layout)
     if world % fixed == 0 and (is_open or world == fixed):
-        assert wished.resolve(world).world == world
+        assert wanted.resolve(world).world == world
         return
     with pytest.raises(ConfigError) as caught:
-        wished.resolve(world)
+        wanted.resolve(world)
     relation = "does not divide" if world % fixed else "is not"
     start = f"Start {'a multiple of ' * is_open}{fixed} processes"
     assert f"= {fixed} {relation} the world size {world}. {start}" in str(caught.value)
     for axis in WORLD_AXES:
-        told = re.search(rf"{axis} ?= ?{layout.wish(axis)} ", str(caught.value)) is not None
-        assert told == (wished.wish(axis) > 1)
+        told = re.search(rf"{axis} ?= ?{layout.size(axis)} ", str(caught.value)) is not None
+        assert told == (wanted.size(axis) > 1)
 
 
 @pytest.mark.parametrize("axis", (*WORLD_AXES, Axis.EP))

@@ -25,7 +25,7 @@ def test_the_table_has_what_was_found_beside_the_plan():
     assert len({len(line) for line in said}) == 1
 
 
-def test_what_was_foreseen_stands_beside_it_and_counts_where_a_step_failed_before_it_was_held():
+def test_what_was_estimated_stands_beside_it_and_counts_where_a_step_failed_before_it_was_held():
     kept = {MemoryUse.ACTIVATIONS: 7 * MIB, MemoryUse.LOGITS: 2 * MIB}
     said = memory_table({MemoryUse.ACTIVATIONS: 3 * MIB}, SHARDED, MemoryShares(4, 2), kept)
     assert [line.split()[-5:] for line in said.splitlines()[-2:]] == [

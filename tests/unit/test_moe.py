@@ -505,8 +505,8 @@ def test_adapters_on_experts_do_not_go_with_their_axis():
 
     with torch.device("cpu"):
         model = AutoModelForCausalLM.from_config(families.config_of("mixtral"))
-    wished = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    adapted = peft.get_peft_model(model, wished)
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    adapted = peft.get_peft_model(model, wanted)
     with pytest.raises(UnsupportedError, match=r"have adapters around them.*target_parameters"):
         plan(adapted, Layout(dp_shard=2, ep=2))
     assert plan(adapted, Layout(dp_shard=2)).experts is None

@@ -99,6 +99,6 @@ def test_values_that_an_optimizer_does_not_read_are_refused():
 
 
 @pytest.mark.parametrize("wish", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str)
-def test_low_bit_state_is_that_of_adamw(wish):
+def test_low_bit_state_is_that_of_adamw(request):
     with pytest.raises(ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"):
-        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **wish})
+        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **request})

@@ -24,27 +24,27 @@ WISHES = [
 
 
 @pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_without_torchao_its_extra_is_named(monkeypatch, techniques, wish):
+def test_without_torchao_its_extra_is_named(monkeypatch, techniques, request):
     made = plan(SIZES["debug"], Layout(dp_shard=1), techniques=techniques).optimizer
     refuse_absent(made)
     for name in [name for name in sys.modules if name == "torchao" or name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     refuse_absent(OptimizerPlan(in_host_memory=True))
-    with pytest.raises(MissingExtraError, match=re.escape(wish) + r" needs the package 'torchao'.*meshwright\[float8\]"):
+    with pytest.raises(MissingExtraError, match=re.escape(request) + r" needs the package 'torchao'.*meshwright\[float8\]"):
         refuse_absent(made)
 
 
 @pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_what_rounds_further_is_neither_verified_nor_traced(techniques, wish):
-    with pytest.raises(UnsupportedError, match=f"{wish} rounds further than a trace \\(check_trace\\) allows"):
+def test_what_rounds_further_is_neither_verified_nor_traced(techniques, request):
+    with pytest.raises(UnsupportedError, match=f"{request} rounds further than a trace \\(check_trace\\) allows"):
         open_trace(Config.from_dict({"check_trace": "some.trace", "techniques": techniques}))
-    with pytest.raises(UnsupportedError, match=f"{wish}: verify compares steps in full precision"):
+    with pytest.raises(UnsupportedError, match=f"{request}: verify compares steps in full precision"):
         verify(SIZES["debug"], Layout(dp_shard=1), techniques=techniques)
 
 
 @pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_a_run_builds_what_its_config_says(techniques, wish):
+def test_a_run_builds_what_its_config_says(techniques, request):
     config = Config.from_dict({"techniques": techniques, "seed": 7, "optimizer": {"overrides": [{"pattern": "bias", "lr_scale": 0.5}]}})
     layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     made = plan(SIZES["debug"], Layout(dp_shard=1), techniques=config.techniques).optimizer
@@ -55,11 +55,14 @@ def test_a_run_builds_what_its_config_says(techniques, wish):
         config.techniques.stochastic_rounding,
     )
     assert built.optimizer.seed == 7 and [group["lr"] for group in built.optimizer.param_groups] == [3e-3, 1.5e-3]
-    assert ("moments in 4bit" in built.note) == ("4bit" in wish) and ("stochastic rounding" in built.note) != ("4bit" in wish)
+    assert ("moments in 4bit" in built.note) == ("4bit" in request) and ("stochastic rounding" in built.note) != ("4bit" in request)
 
 
 def test_only_cpu_offload_true_needs_sharded_parameters():
-    of = {wish: plan(SIZES["debug"], Layout(dp_shard=1), techniques=Techniques(cpu_offload=wish)) for wish in (False, True, "optimizer")}
+    of = {
+        request: plan(SIZES["debug"], Layout(dp_shard=1), techniques=Techniques(cpu_offload=request))
+        for request in (False, True, "optimizer")
+    }
     assert [made.data.technique for made in of.values()] == ["none", "fully_shard", "none"]
     assert [made.data.cpu_offload for made in of.values()] == [False, True, False]
     assert [made.optimizer.in_host_memory for made in of.values()] == [False, False, True]

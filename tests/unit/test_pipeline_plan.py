@@ -91,7 +91,7 @@ def test_the_plan_says_who_has_what_and_survives_json():
     assert Plan.from_json(made.to_json()) == made
 
 
-def test_wishes_decide_the_stages():
+def test_requested_decide_the_stages():
     def blocks(**techniques: Any) -> list[int]:
         made = plan(replace(DEBUG, n_layers=8), PP2, techniques=techniques).pipeline
         assert made is not None
@@ -114,8 +114,8 @@ def test_a_schedule_that_comes_with_the_layout_is_that_of_the_plan():
 
 
 def test_what_a_rank_has_is_said_in_words():
-    def said(**wishes: Any) -> list[str]:
-        made = plan(replace(DEBUG, n_layers=5), PP2, techniques=wishes).pipeline
+    def said(**requested: Any) -> list[str]:
+        made = plan(replace(DEBUG, n_layers=5), PP2, techniques=requested).pipeline
         assert made is not None
         return [made.part_of(rank) for rank in range(2)]
 
@@ -126,7 +126,10 @@ def test_what_a_rank_has_is_said_in_words():
 
 def test_parameters_stay_gathered_in_a_pipeline_unless_somebody_says_otherwise():
     layout = Layout(pp=2, dp_shard=2)
-    said = {wish: plan(DEBUG, layout, techniques={"reshard_after_forward": wish}).units[1].reshard_after_forward for wish in ("auto", True)}
+    said = {
+        request: plan(DEBUG, layout, techniques={"reshard_after_forward": request}).units[1].reshard_after_forward
+        for request in ("auto", True)
+    }
     assert said == {"auto": False, True: True}
     assert plan(DEBUG, Layout(dp_shard=2)).units[1].reshard_after_forward is True
 
@@ -152,7 +155,7 @@ def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, ex
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("requested", "words"),
     [
         ({"pipeline_schedule": "1f2b"}, "techniques.pipeline_schedule = '1f2b': legal are gpipe, 1f1b, "),
         (
@@ -169,9 +172,9 @@ def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, ex
         ),
     ],
 )
-def test_wishes_that_do_not_fit_are_refused(wishes, words):
+def test_requested_that_do_not_fit_are_refused(requested, words):
     with pytest.raises(ConfigError) as found:
-        plan(DEBUG, PP2, techniques=wishes)
+        plan(DEBUG, PP2, techniques=requested)
     assert words in str(found.value)
 
 

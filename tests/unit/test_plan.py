@@ -44,11 +44,11 @@ WISHES = [
 ]
 
 
-def make(layout: Layout, wishes: dict, **options) -> Plan:
-    return plan(DEBUG, layout, cluster=Cluster(layout.world), techniques=wishes, **options)
+def make(layout: Layout, requested: dict, **options) -> Plan:
+    return plan(DEBUG, layout, cluster=Cluster(layout.world), techniques=requested, **options)
 
 
-EVERY = [make(layout, wishes) for layout, wishes in itertools.product(LAYOUTS, WISHES)]
+EVERY = [make(layout, requested) for layout, requested in itertools.product(LAYOUTS, WISHES)]
 EVERY += [
     make(Layout(dp_shard=4), {"reshard_after_forward": 2}),
     make(Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
@@ -123,7 +123,7 @@ def test_the_table_tells_every_collective(made):
 
 
 @pytest.mark.parametrize("made", EVERY)
-def test_the_table_tells_every_parameter_and_every_wish(made):
+def test_the_table_tells_every_parameter_and_every_request(made):
     text = str(made)
     rows = section(text, "parameters")[1:]
     assert len(rows) == len(made.parameters) and sum(p.count * torch.Size(p.shape).numel() for p in made.parameters) == parameter_count(

@@ -141,9 +141,9 @@ def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     from meshwright.planning.techniques import Techniques
 
     facts, refused = model_facts(MODELS[name]()), []
-    for key, (layout, wishes) in LAYOUTS.items():
+    for key, (layout, requested) in LAYOUTS.items():
         technique = {"ddp": "ddp", "fsdp": "fully_shard"}.get(key, "none")
-        case = Case(facts, layout, Techniques(**wishes), None, technique, "cpu")  # type: ignore[arg-type]
+        case = Case(facts, layout, Techniques(**requested), None, technique, "cpu")  # type: ignore[arg-type]
         rules = [rule for rule in vars(premise_rules).values() if getattr(rule, "__annotations__", {}).get("return") == "Found"]
         errors = [error for rule in rules for error in rule(case)]
         assert all(isinstance(error, UnsupportedError) for error in errors)

@@ -115,12 +115,12 @@ def scaling(scale: float, words: str) -> tuple:
     return "half_precision", DEBUG, FSDP2, {"precision": {"compute": "fp16", "loss_scale": scale}}, ConfigError, words
 
 
-def reshard(shards: int, wish: int, legal: str) -> tuple:
+def reshard(shards: int, request: int, legal: str) -> tuple:
     words = (
-        f"techniques.reshard_after_forward = {wish}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
+        f"techniques.reshard_after_forward = {request}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
         f" {shards}; legal here: {legal}, or true / false."
     )
-    return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": wish}, ConfigError, words
+    return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": request}, ConfigError, words
 
 
 def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str) -> tuple:
@@ -145,12 +145,12 @@ CASES = [
         "model.moe.capacity_factor = 1.0 with layout.tp = 2: who is over an expert's capacity depends on the whole sequence",
     ),
     refuse(*("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
-    *(refuse("pipeline_wishes", DEBUG, ONE, wishes, ConfigError, words) for wishes, words in PIPELINES),
+    *(refuse("pipeline_requested", DEBUG, ONE, requested, ConfigError, words) for requested, words in PIPELINES),
     refuse(
-        *("pipeline_wishes", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),
+        *("pipeline_requested", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),
         "layout.pp = 8 with 1f1b makes 8 stages, but Decoder has 2 blocks, and each stage needs one. Legal here: layout.pp = 1 to 2.",
     ),
-    refuse(*("pipeline_wishes", plain, PP2, {}, ConfigError), "layout.pp = 2 acts on repeated blocks, and none was found in Linear"),
+    refuse(*("pipeline_requested", plain, PP2, {}, ConfigError), "layout.pp = 2 acts on repeated blocks, and none was found in Linear"),
     refuse(
         *("pipeline_companions", DEBUG, Layout(pp=2, dp_replicate=2, dp_shard=1), {"data_parallel": "ddp"}, UnsupportedError),
         "techniques.data_parallel = ddp does not go with layout.pp = 2: it reduces its buckets in the first backward that it sees.",
@@ -239,7 +239,7 @@ CASES = [
         *("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError),
         "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more",
     ),
-    *(half(*wish) for wish in (("master", "float16"), ("reduce", "half"))),
+    *(half(*request) for request in (("master", "float16"), ("reduce", "half"))),
     refuse(
         *("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError),
         "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients",
@@ -249,7 +249,7 @@ CASES = [
         *("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError),
         "techniques.precision.loss_scale is about float16, and techniques.precision.compute = float32 needs no scaling",
     ),
-    *(reshard(*wish) for wish in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
+    *(reshard(*request) for request in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
     refuse(
         *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
         "techniques.reshard_after_forward = 2 is about sharded parameters, and ddp has none",
@@ -444,15 +444,15 @@ CASES = [
         "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?",
     ),
     refuse(
-        *("float8_wishes", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError),
+        *("float8_requested", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError),
         "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set that",
     ),
     refuse(
-        *("float8_wishes", DEBUG, ONE, {"float8": "rowwise", "precision": {"master": "float64"}}, ConfigError),
+        *("float8_requested", DEBUG, ONE, {"float8": "rowwise", "precision": {"master": "float64"}}, ConfigError),
         "Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none.",
     ),
     refuse(
-        *("float8_wishes", plain(), ONE, {"float8": "rowwise"}, ConfigError),
+        *("float8_requested", plain(), ONE, {"float8": "rowwise"}, ConfigError),
         "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear",
     ),
     refuse(
@@ -460,7 +460,7 @@ CASES = [
         "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in float32.",
     ),
     refuse(
-        *("float8_wishes", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
+        *("float8_requested", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
         "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none. Set",
     ),
     refuse(
@@ -585,7 +585,7 @@ def test_all_that_is_wrong_is_said_at_once():
         ({"data_parallel": "fsdp"}, 'data_parallel = "fsdp" is text; expected one of "auto", "ddp", "fully_shard"'),
     ],
 )
-def test_wishes_that_cannot_be_read_are_refused(techniques, words):
+def test_requested_that_cannot_be_read_are_refused(techniques, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         attempt(DEBUG, FSDP2, techniques)
 

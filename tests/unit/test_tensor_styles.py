@@ -15,7 +15,7 @@ from meshwright import ConfigError, Layout, Plan, Techniques, UnsupportedError, 
 from meshwright.distributed.tensor.rehearsal import prove
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
-from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.tensor.styles import given_styles
 
 TP2 = Layout(dp_shard=1, tp=2)
@@ -35,7 +35,7 @@ def llama() -> ModelFacts:
 
 
 def planned(facts: ModelFacts, words: Words, layout: Layout = TP2) -> Plan:
-    rows = tuple(TensorStyleWish(pattern, style) for pattern, style in words.items())
+    rows = tuple(TensorStyleRequest(pattern, style) for pattern, style in words.items())
     return plan(facts, layout, techniques=Techniques(tensor_plan=rows))
 
 
@@ -157,7 +157,7 @@ def test_what_all_heads_are_made_from_is_not_cut(style):
 
 def test_names_alone_need_no_model():
     kinds = {"a.0.up": "linear layer", "a.1.up": "linear layer", "a.1.up.deep": "linear layer", "norm": "norm"}
-    given = given_styles([TensorStyleWish("a.*.up", "colwise"), TensorStyleWish("norm", "replicate")], kinds)  # type: ignore[arg-type]
+    given = given_styles([TensorStyleRequest("a.*.up", "colwise"), TensorStyleRequest("norm", "replicate")], kinds)  # type: ignore[arg-type]
     assert {path: named.word for path, named in given.named.items()} == {"a.0.up": "colwise", "a.1.up": "colwise", "norm": "replicate"}
 
 

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.data import fully_sharded
-from meshwright.distributed.optimizer.host_states import at_rest
+from meshwright.distributed.optimizer.state_offload import at_rest
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import with_local
 
-from .few_bits import Rounding, as_values, keeps_few_bits
+from .low_bit import Rounding, as_values, is_low_bit
 from .manifest import TensorEntry
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -45,7 +45,7 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
     found = {}
     for name, (parameter, *_) in _by_name(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim() and keeps_few_bits(optimizer):
+            if isinstance(value, Tensor) and value.dim() and is_low_bit(optimizer):
                 found[f"optimizer.{key}.{name}"] = as_values(value, parameter)
             elif isinstance(value, Tensor):
                 found[f"optimizer.{key}.{name}"] = value
@@ -72,7 +72,7 @@ def empty_optimizer_tensors(
             continue
         like, dtype = parameters[name], getattr(torch, entry.dtype)
         if entry.shape and tuple(like.shape) == entry.shape:
-            in_host_memory = model.plan.optimizer.in_host_memory or keeps_few_bits(optimizer)
+            in_host_memory = model.plan.optimizer.in_host_memory or is_low_bit(optimizer)
             found[key] = _zeros_like(like, dtype, torch.device("cpu") if in_host_memory else like.device)
         else:
             beside = bool(entry.shape) or any(group_of[like].get(option) for option in ("fused", "capturable"))

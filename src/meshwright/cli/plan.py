@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
-    from meshwright.distributed.memory.play import foresee
+    from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.introspection.cluster import Cluster, local_device
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, facts_of, plan_run
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, foresee(facts, plan, batch)))
+    print(table(plan, batch, estimate_memory(facts, plan, batch)))
     return 0
 
 

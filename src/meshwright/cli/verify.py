@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    wished, argv = _take_all(argv, "--layout")
+    wanted, argv = _take_all(argv, "--layout")
     max_world, argv = take_option(argv, "--max-world", int)
     trace, argv = take_option(argv, "--write-trace", str)
     trace_steps, argv = take_option(argv, "--trace-steps", int)
@@ -57,11 +57,11 @@ def run(argv: list[str]) -> int:
     if max_world is not None and not flags["--all"]:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
     if trace is not None:
-        others = {"--layout": wished, "--model": factory, "--dtypes": named, **flags}
+        others = {"--layout": wanted, "--model": factory, "--dtypes": named, **flags}
         return _write_trace(config, trace, trace_steps, [name for name, value in others.items() if value])
     if trace_steps is not None:
         raise ConfigError("--trace-steps says how long a trace is: add --write-trace FILE, or leave it out")
-    layouts = [_closed(text) for text in wished]
+    layouts = [_closed(text) for text in wanted]
     layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
     dtypes = _dtypes(named, config)
     return _verify(config, factory, layouts or [_own(config)], steps or 3, dtypes, shrink=flags["--shrink"], as_json=flags["--json"])
@@ -101,8 +101,8 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
     """Choose the dtypes to compute in; float64 first, since a fault stands out most there."""
     if named is None:
-        wish = config.techniques.precision.compute
-        compute = wish if wish == "auto" else canonical_dtype(wish, where="techniques.precision.compute")
+        request = config.techniques.precision.compute
+        compute = request if request == "auto" else canonical_dtype(request, where="techniques.precision.compute")
         if config.techniques.float8 != "none":
             return (compute if compute in LEGAL else "float32",)
         return (*EXACT, compute) if compute in LEGAL and compute not in EXACT else EXACT

@@ -19,7 +19,7 @@ from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of a resolved layout; all groups are made at once. Needs a process group of ``layout.world`` ranks."""
-    shape = tuple(layout.wish(axis) for axis in WORLD_AXES)
+    shape = tuple(layout.size(axis) for axis in WORLD_AXES)
     made: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
     if layout.ep > 1:
         sizes = dict(expert_mesh_of(layout))

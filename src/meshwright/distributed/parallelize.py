@@ -80,21 +80,21 @@ def parallelize(
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
         raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
-    wishes = as_techniques(techniques)
+    requested = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
         mesh = known_mesh(mesh)
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
-            plan = agree.decided_once(lambda: plan_for_mesh_sizes(facts, sizes, device, wishes, "sum"))
+            plan = agree.decided_once(lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
         refuse_absent(plan)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
             world, device = get_world_info()[2], choose_backend(config.backend)[1]
-            plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=wishes)
+            plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=requested)
         elif mesh is not None:
-            wished = config.resolve(plan.world)
-            _refuse_other_sizes(plan, {axis.value: wished.wish(axis) for axis in (*WORLD_AXES, Axis.EP)})
+            wanted = config.resolve(plan.world)
+            _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
         refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
     agree.decided_once(partial(_prove, facts, plan, with_own_loss=loss_fn is None))

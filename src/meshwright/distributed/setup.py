@@ -43,7 +43,7 @@ class DistributedConfig(Layout):
     """Longest that processes may take to find each other."""
 
     @property
-    def said_schedule(self) -> str:
+    def requested_schedule(self) -> str:
         return "" if self.pp_schedule == DistributedConfig.pp_schedule else self.pp_schedule
 
 
@@ -125,7 +125,7 @@ def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
     random.seed(own)
 
 
-def choose_backend(wish: str) -> tuple[str, str]:
+def choose_backend(request: str) -> tuple[str, str]:
     """(backend string, device type) of this process.
 
     Of the default list, what this build or machine lacks is dropped, and said; what the user asked for by name must exist.
@@ -133,17 +133,17 @@ def choose_backend(wish: str) -> tuple[str, str]:
     Raises:
         ConfigError: an explicit back end that torch does not have here, or a malformed list.
     """
-    pairs = dict(_device_and_name(part.strip()) for part in wish.split(","))
+    pairs = dict(_device_and_name(part.strip()) for part in request.split(","))
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
         "mpi": dist.is_mpi_available(),
     }
     missing = {device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))}
-    if missing and wish != DEFAULT_BACKEND:
+    if missing and request != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
         have = ", ".join(sorted(name for name, there in available.items() if there))
-        raise ConfigError(f"backend '{wish}': '{name}' for {device} is not available in this torch on this machine. Available: {have}.")
+        raise ConfigError(f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available: {have}.")
     kept = {device: name for device, name in pairs.items() if device not in missing}
     if missing:
         log.info("back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items()))

@@ -73,15 +73,15 @@ def plan(
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
     facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
-    wishes = as_techniques(techniques)
+    requested = as_techniques(techniques)
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
-    wishes = _with_schedule_of(layout, wishes)
-    wishes = with_zero_stage(wishes, layout)
-    precision = resolve_precision(wishes, facts.parameters[0].dtype, cluster.device)
-    technique = _data_technique(wishes, layout, precision)
-    check(Case(facts, layout, wishes, precision, technique, cluster.device, reduction))
-    made = _assemble(facts, layout, wishes, precision, technique, cluster.device, reduction)
+    requested = _with_schedule_of(layout, requested)
+    requested = with_zero_stage(requested, layout)
+    precision = resolve_precision(requested, facts.parameters[0].dtype, cluster.device)
+    technique = _data_technique(requested, layout, precision)
+    check(Case(facts, layout, requested, precision, technique, cluster.device, reduction))
+    made = _assemble(facts, layout, requested, precision, technique, cluster.device, reduction)
     if batch is not None:
         check_batch(made, batch)
         check_data(facts, batch)
@@ -95,47 +95,51 @@ def as_techniques(techniques: Techniques | dict | None) -> Techniques:
     return techniques if isinstance(techniques, Techniques) else from_dict(Techniques, techniques, where="techniques")
 
 
-def _with_schedule_of(layout: Layout, wishes: Techniques) -> Techniques:
-    said = layout.said_schedule
-    if said and wishes.pipeline_schedule not in (Techniques.pipeline_schedule, said):
+def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
+    said = layout.requested_schedule
+    if said and requested.pipeline_schedule not in (Techniques.pipeline_schedule, said):
         raise ConfigError(
-            f"pp_schedule = {said}, but techniques.pipeline_schedule = {wishes.pipeline_schedule}: they are one thing; leave one out"
+            f"pp_schedule = {said}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one thing; leave one out"
         )
-    return replace(wishes, pipeline_schedule=said) if said else wishes
+    return replace(requested, pipeline_schedule=said) if said else requested
 
 
-def _data_technique(wishes: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
+def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
     ranks = shares_of(layout).data_ranks
-    if wishes.data_parallel == "fully_shard" or (layout.dp_shard > 1 and wishes.data_parallel == "auto"):
+    if requested.data_parallel == "fully_shard" or (layout.dp_shard > 1 and requested.data_parallel == "auto"):
         return "fully_shard"
-    if wishes.data_parallel == "auto" and (precision.is_mixed or wishes.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)):
+    if requested.data_parallel == "auto" and (
+        precision.is_mixed or requested.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)
+    ):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
 
 
 def _assemble(
-    facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan, technique: str, device: str, reduction: str
+    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan, technique: str, device: str, reduction: str
 ) -> Plan:
-    mesh = {axis.value: layout.wish(axis) for axis in WORLD_AXES}
-    facts = _frozen(facts, wishes)
-    data = _data_plan(facts, wishes, layout, technique, device, reduction)
-    tensor, said = _tensor_plan(facts, layout, wishes)
-    float8, about_float8 = make_float8_plan(facts, wishes, device)
+    mesh = {axis.value: layout.size(axis) for axis in WORLD_AXES}
+    facts = _frozen(facts, requested)
+    data = _data_plan(facts, requested, layout, technique, device, reduction)
+    tensor, said = _tensor_plan(facts, layout, requested)
+    float8, about_float8 = make_float8_plan(facts, requested, device)
     check_parts(float8, tensor, facts)
-    pipeline = make_pipeline_plan(facts, layout, wishes, precision) if layout.pp > 1 else None
+    pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
     experts = _expert_plan(facts, layout, tensor, said)
-    reshard = wishes.reshard_after_forward
+    reshard = requested.reshard_after_forward
     assert reshard != "auto"  # resolved above
-    optimizer = OptimizerPlan(wishes.optimizer_state, wishes.stochastic_rounding, wishes.cpu_offload == "optimizer", wishes.optimizer)
+    optimizer = OptimizerPlan(
+        requested.optimizer_state, requested.stochastic_rounding, requested.cpu_offload == "optimizer", requested.optimizer
+    )
     shards = shares_of(layout, technique).shards
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
-    loss = _loss_plan(facts, layout, wishes)
+    loss = _loss_plan(facts, layout, requested)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
-    mode = wishes.activation_checkpointing
-    checkpointed = checkpointed_modules(facts, wishes)
-    keep = wishes.checkpoint_keep if mode == "selective_op" else ()
+    mode = requested.activation_checkpointing
+    checkpointed = checkpointed_modules(facts, requested)
+    keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
         device=device,
@@ -148,10 +152,10 @@ def _assemble(
         activation_checkpointing=mode,
         checkpointed=checkpointed,
         checkpoint_keep=keep,
-        checkpoint_keep_every=wishes.checkpoint_keep_every if keep else 1,
-        activation_memory_budget=wishes.activation_memory_budget if mode == "memory_budget" else None,
-        compiled=facts.blocks if wishes.compile else (),
-        compile_options=(("backend", wishes.compile_backend),) if wishes.compile else (),
+        checkpoint_keep_every=requested.checkpoint_keep_every if keep else 1,
+        activation_memory_budget=requested.activation_memory_budget if mode == "memory_budget" else None,
+        compiled=facts.blocks if requested.compile else (),
+        compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
         pipeline=pipeline,
         experts=experts,
@@ -162,18 +166,18 @@ def _assemble(
         notes=(
             *said,
             *about_float8,
-            *notes.of(facts, layout, wishes, technique, parameters, tensor),
-            *zero_notes(wishes, layout, technique),
+            *notes.of(facts, layout, requested, technique, parameters, tensor),
+            *zero_notes(requested, layout, technique),
         ),
     )
     made = replace(made, collectives=_collectives(facts, made))
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 
 
-def _frozen(facts: ModelFacts, wishes: Techniques) -> ModelFacts:
-    if not wishes.freeze:
+def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:
+    if not requested.freeze:
         return facts
-    chosen = matching(wishes.freeze, [p.name for p in facts.parameters], "techniques.freeze")
+    chosen = matching(requested.freeze, [p.name for p in facts.parameters], "techniques.freeze")
     return replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
 
 
@@ -204,14 +208,14 @@ def _expert_plan(facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, s
     return experts
 
 
-def _data_plan(facts: ModelFacts, wishes: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
+def _data_plan(facts: ModelFacts, requested: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
     return DataParallel(
         technique,  # type: ignore[arg-type]
         reduction,  # type: ignore[arg-type]
-        wishes.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
-        wishes.cpu_offload is True,
+        requested.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
+        requested.cpu_offload is True,
         pin_memory=device == "cuda",
-        gathers_per_step=technique == "fully_shard" and gathers_per_step(wishes, layout),
+        gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
         idle=_idle(facts) if shares_of(layout).data_ranks > 1 and layout.pp == 1 else (),
     )
 
@@ -239,30 +243,30 @@ def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: Pipeline
     return replace(plan, collectives=tried[busiest], stage_units=units_of_stages(facts, plan), notes=(*plan.notes, note))
 
 
-def _tensor_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
+def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
     if layout.tp == 1:
         return None, ()
     if facts.applied_plan(TensorPlan) is not None:
         return facts.applied_plan(TensorPlan), ()
     measured = facts.measurements.structure(layout.tp)
-    words = words_for(facts, wishes.tensor_plan)
+    words = words_for(facts, requested.tensor_plan)
     if layout.ep > 1 and facts.module is not None:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
-    made, said = make_tensor_plan(measured, sequence_parallel=wishes.sequence_parallel, regather=wishes.regather, words=words)
-    if wishes.async_tensor_parallel and not made.sequence_parallel:
+    made, said = make_tensor_plan(measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words)
+    if requested.async_tensor_parallel and not made.sequence_parallel:
         raise UnsupportedError(
             f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of {facts.kind} stay whole:"
             f" {'; '.join(said)}. Set techniques.async_tensor_parallel = false."
         )
-    return replace(made, async_tensor_parallel=wishes.async_tensor_parallel), said
+    return replace(made, async_tensor_parallel=requested.async_tensor_parallel), said
 
 
-def _loss_plan(facts: ModelFacts, layout: Layout, wishes: Techniques) -> LossPlan | None:
-    if wishes.loss_chunks == 1:
+def _loss_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> LossPlan | None:
+    if requested.loss_chunks == 1:
         return None
     structure = facts.measurements.structure(layout.tp).structure
     assert structure.head is not None
-    return LossPlan(structure.head, structure.tail, wishes.loss_chunks)
+    return LossPlan(structure.head, structure.tail, requested.loss_chunks)
 
 
 def _parameters(
@@ -280,7 +284,7 @@ def _parameters(
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
         places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
         placements = tuple(
-            (axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.wish(axis) > 1 and axis is not Axis.PP
+            (axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.size(axis) > 1 and axis is not Axis.PP
         )
         if experts is not None and experts.has(p.name):
             placements = experts.placements(p.shape)

@@ -12,7 +12,7 @@ from meshwright.core.units import bytes_text, count_text
 
 from .data.zero import stage_of
 from .memory.states import plan_memory
-from .memory.step import Foresight, MemoryUse
+from .memory.step import MemoryEstimate, MemoryUse
 from .traffic import resolved, step_traffic
 from .values import Batch
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 KEPT = {MemoryUse.ACTIVATIONS: "activations", MemoryUse.LOGITS: "logits", MemoryUse.COMMUNICATION: "messages"}
 
 
-def table(plan: Plan, batch: Batch | None = None, foresight: Foresight | None = None) -> str:
+def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | None = None) -> str:
     """Format the whole plan, with a batch also the bytes sent per step, with an estimate also activation memory."""
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
-    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), foresight))
-    unknown = (f"activations and logits are not foreseen: {foresight.why_not}",) if foresight is not None and foresight.why_not else ()
+    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), estimate))
+    unknown = (f"activations and logits are not foreseen: {estimate.why_not}",) if estimate is not None and estimate.why_not else ()
     if notes := (*plan.notes, *unknown):
         parts.append("notes\n" + "\n".join(f"  {note}" for note in notes))
     return "\n\n".join(parts)
@@ -171,9 +171,9 @@ def _bits(plan: Plan) -> str:
     return "" if plan.optimizer.state == "full" else f", {plan.optimizer.state}"
 
 
-def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
+def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> str:
     m = plan_memory(plan, microbatches=microbatches)
-    held = {} if foresight is None else foresight.of(m.pipeline_rank if plan.pipeline is not None else None)
+    held = {} if estimate is None else estimate.of(m.pipeline_rank if plan.pipeline is not None else None)
     keeps = [(KEPT[kind], bytes_text(0), bytes_text(size)) for kind, size in held.items()]
     rows = [
         ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
@@ -192,12 +192,12 @@ def _memory(plan: Plan, microbatches: int, foresight: Foresight | None) -> str:
     kernels = ", activations as the CPU's operators keep them" if keeps and plan.device != "cpu" else ""
     without = "" if keeps else " without activations"
     head = f"memory of {where}{without} ({microbatches} microbatch{'es' * (microbatches > 1)}{host}{kernels})"
-    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak")), *_by_rank(foresight)])
+    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak")), *_by_rank(estimate)])
 
 
-def _by_rank(foresight: Foresight | None) -> list[str]:
+def _by_rank(estimate: MemoryEstimate | None) -> list[str]:
     """List activations and logits together for each pipeline rank, where ranks differ in them."""
-    if foresight is None or len(foresight.ranks) < 2:
+    if estimate is None or len(estimate.ranks) < 2:
         return []
-    sizes = (f"{rank}: {bytes_text(sum(held.values()))}" for rank, held in enumerate(foresight.ranks))
+    sizes = (f"{rank}: {bytes_text(sum(held.values()))}" for rank, held in enumerate(estimate.ranks))
     return [f"  activations and logits by rank of the pipeline  {', '.join(sizes)}"]

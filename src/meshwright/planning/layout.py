@@ -51,25 +51,25 @@ class Layout:
                 raise ConfigError(f"layout {text!r}: '{item}' is not 'axis=size' with a whole number, like dp_shard=2") from None
         return from_dict(cls, sizes, where="layout")
 
-    def wish(self, axis: Axis) -> int:
-        """The size wished for on ``axis`` (-1: open)."""
+    def size(self, axis: Axis) -> int:
+        """Return the size requested on ``axis``; -1: open."""
         return getattr(self, axis.value)
 
     @property
-    def said_schedule(self) -> str:
+    def requested_schedule(self) -> str:
         """A pipeline schedule that comes with the layout; "" where ``techniques`` alone say it, as they do unless a subclass knows more."""
         return ""
 
     @property
     def is_resolved(self) -> bool:
-        return all(self.wish(axis) > 0 for axis in WORLD_AXES)
+        return all(self.size(axis) > 0 for axis in WORLD_AXES)
 
     @property
     def world(self) -> int:
         """Number of ranks. Raises ConfigError while a size is open."""
         if not self.is_resolved:
             raise ConfigError(f"layout {self} has an open size (-1); resolve it with a world size first")
-        return math.prod(self.wish(axis) for axis in WORLD_AXES)
+        return math.prod(self.size(axis) for axis in WORLD_AXES)
 
     def resolve(self, world: int, *, ranks_per_node: int | None = None) -> Layout:
         """Fill the open size so that the product is ``world``.
@@ -82,17 +82,17 @@ class Layout:
                 that the fixed sizes do not divide.
         """
         for axis in (*WORLD_AXES, Axis.EP):
-            if self.wish(axis) < 1 and self.wish(axis) != -1:
-                raise ConfigError(f"layout.{axis} = {self.wish(axis)}: a mesh axis has size 1 or more, or -1 for what is left")
+            if self.size(axis) < 1 and self.size(axis) != -1:
+                raise ConfigError(f"layout.{axis} = {self.size(axis)}: a mesh axis has size 1 or more, or -1 for what is left")
         if self.ep == -1:
             raise ConfigError("layout.ep = -1: expert parallelism does not fill the world; give it a size that divides dp_shard * cp * tp")
         if world < 1:
             raise ConfigError(f"layout: a world of {world} processes cannot be laid out; it has 1 or more")
-        open_axes = [axis for axis in WORLD_AXES if self.wish(axis) == -1]
-        fixed = math.prod(self.wish(axis) for axis in WORLD_AXES if self.wish(axis) > 0)
+        open_axes = [axis for axis in WORLD_AXES if self.size(axis) == -1]
+        fixed = math.prod(self.size(axis) for axis in WORLD_AXES if self.size(axis) > 0)
         if world % fixed or (not open_axes and world != fixed):
-            larger = [axis for axis in WORLD_AXES if self.wish(axis) > 1]
-            product = f"{' * '.join(f'{axis}={self.wish(axis)}' for axis in larger)} = {fixed}"
+            larger = [axis for axis in WORLD_AXES if self.size(axis) > 1]
+            product = f"{' * '.join(f'{axis}={self.size(axis)}' for axis in larger)} = {fixed}"
             if len(larger) < 2:
                 product = f"{larger[0]} = {fixed}" if larger else "the product = 1"
             relation = "does not divide" if world % fixed else "is not"

@@ -21,22 +21,22 @@ from .tensor.plan import TensorPlan
 from .values import ParameterPlan
 
 
-def _uncompiled(wishes: Techniques, tensor: TensorPlan | None):
-    if tensor is not None and wishes.compile and wishes.activation_checkpointing != "none":
-        what = {"selective": "attentions", "modules": "modules"}.get(wishes.activation_checkpointing, "blocks")
+def _uncompiled(requested: Techniques, tensor: TensorPlan | None):
+    if tensor is not None and requested.compile and requested.activation_checkpointing != "none":
+        what = {"selective": "attentions", "modules": "modules"}.get(requested.activation_checkpointing, "blocks")
         yield f"{what} that are recomputed run uncompiled on the tensor axis: torch finds no graph for them"
 
 
 def of(
     facts: ModelFacts,
     layout: Layout,
-    wishes: Techniques,
+    requested: Techniques,
     technique: str,
     parameters: tuple[ParameterPlan, ...],
     tensor: TensorPlan | None,
 ) -> Iterator[str]:
     """Yield notes on what a plan's reader would not expect."""
-    yield from _uncompiled(wishes, tensor)
+    yield from _uncompiled(requested, tensor)
     yield from _unrehearsed(facts, layout)
     yield from _whole_on_tensor_ranks(facts, layout, parameters)
     yield from _initial_weights(facts)

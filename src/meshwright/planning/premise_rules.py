@@ -15,8 +15,8 @@ from .recompute.plan import checkpointed_modules
 
 def calls_differ(case: Case) -> bool:
     """Tell whether ranks have other rows, other parameters or other calls of the forward than one process."""
-    layout, wishes = case.layout, case.techniques
-    return layout.world > 1 or case.technique == "fully_shard" or wishes.activation_checkpointing not in ("none", "offload")
+    layout, requested = case.layout, case.techniques
+    return layout.world > 1 or case.technique == "fully_shard" or requested.activation_checkpointing not in ("none", "offload")
 
 
 def rows_stand_alone(case: Case) -> Found:

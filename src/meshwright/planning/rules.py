@@ -16,9 +16,9 @@ from .case import Case, Found
 from .data.zero import zero_fits
 from .experts.rules import experts_companions, experts_fit, own_loss_of_experts
 from .float8.plan import RECIPES
-from .float8.rules import float8_companions, float8_gathering, float8_wishes
+from .float8.rules import float8_companions, float8_gathering, float8_requested
 from .optimizer.rules import optimizer_fits
-from .pipeline.rules import check_microbatches, pipeline_companions, pipeline_wishes
+from .pipeline.rules import check_microbatches, pipeline_companions, pipeline_requested
 from .premise_rules import (
     gradients_are_dense,
     hooks_are_called,
@@ -60,7 +60,7 @@ def legal_words(case: Case) -> Found:
 
 
 def absent_axes(case: Case) -> Found:
-    yield from absent_sizes({axis.value: case.layout.wish(axis) for axis in ABSENT})
+    yield from absent_sizes({axis.value: case.layout.size(axis) for axis in ABSENT})
 
 
 def absent_sizes(sizes: Mapping[str, int]) -> Found:
@@ -74,7 +74,7 @@ def absent_sizes(sizes: Mapping[str, int]) -> Found:
 
 
 def half_precision(case: Case) -> Found:
-    p, wish = case.precision, case.techniques.precision
+    p, request = case.precision, case.techniques.precision
     for key, dtype in (("master", p.master), ("reduce", p.reduce)):
         if dtype == "float16":
             yield UnsupportedError(
@@ -86,13 +86,13 @@ def half_precision(case: Case) -> Found:
             f"techniques.precision.output = float16 with techniques.precision.compute = {p.compute} would lose small gradients of the"
             f" logits: the loss is scaled where compute is float16. Set output = {p.compute}, or compute = float16."
         )
-    if p.compute != "float16" and wish.loss_scale != Precision.loss_scale:
+    if p.compute != "float16" and request.loss_scale != Precision.loss_scale:
         yield ConfigError(
             f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs no scaling of the"
             f" loss. Leave it out."
         )
-    elif wish.loss_scale < 1 or math.frexp(wish.loss_scale)[0] != 0.5:
-        yield ConfigError(f"techniques.precision.loss_scale = {wish.loss_scale:g}: it is a power of two from 1 on, such as 65536")
+    elif request.loss_scale < 1 or math.frexp(request.loss_scale)[0] != 0.5:
+        yield ConfigError(f"techniques.precision.loss_scale = {request.loss_scale:g}: it is a power of two from 1 on, such as 65536")
 
 
 def ddp_fits(case: Case) -> Found:
@@ -170,13 +170,13 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     tensor_fits,
     tensor_companions,
     async_tensor_fits,
-    pipeline_wishes,
+    pipeline_requested,
     pipeline_companions,
     experts_fit,
     experts_companions,
     own_loss_of_experts,
     half_precision,
-    float8_wishes,
+    float8_requested,
     float8_companions,
     float8_gathering,
     optimizer_fits,
@@ -245,17 +245,17 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
 
 def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> PrecisionPlan:
     """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype."""
-    wish = techniques.precision
-    master = canonical_dtype(wish.master, where="techniques.precision.master") if wish.master != "auto" else model_dtype
+    request = techniques.precision
+    master = canonical_dtype(request.master, where="techniques.precision.master") if request.master != "auto" else model_dtype
     compute = (
-        canonical_dtype(wish.compute, where="techniques.precision.compute")
-        if wish.compute != "auto"
+        canonical_dtype(request.compute, where="techniques.precision.compute")
+        if request.compute != "auto"
         else ("bfloat16" if device == "cuda" and master == "float32" else master)
     )
     reduce = (
-        canonical_dtype(wish.reduce, where="techniques.precision.reduce")
-        if wish.reduce != "auto"
+        canonical_dtype(request.reduce, where="techniques.precision.reduce")
+        if request.reduce != "auto"
         else ("float32" if master != "float64" else master)
     )
-    output = canonical_dtype(wish.output, where="techniques.precision.output") if wish.output else None
-    return PrecisionPlan(master, compute, reduce, output, loss_scale=wish.loss_scale if compute == "float16" else 0.0)
+    output = canonical_dtype(request.output, where="techniques.precision.output") if request.output else None
+    return PrecisionPlan(master, compute, reduce, output, loss_scale=request.loss_scale if compute == "float16" else 0.0)

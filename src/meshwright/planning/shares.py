@@ -71,4 +71,4 @@ class Shares:
 
 def shares_of(layout: Layout, technique: str = "") -> Shares:
     """Return the shares of a resolved layout, before what the tensor axis does to sequences is known."""
-    return Shares({axis.value: layout.wish(axis) for axis in WORLD_AXES}, technique == "fully_shard")
+    return Shares({axis.value: layout.size(axis) for axis in WORLD_AXES}, technique == "fully_shard")

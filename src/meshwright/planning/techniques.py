@@ -23,7 +23,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class TensorStyleWish:
+class TensorStyleRequest:
     """How some modules are cut for tensor parallelism: one row of a plan."""
 
     pattern: str
@@ -78,7 +78,7 @@ class Techniques:
     """sequence parallelism: gathered activations are not kept for backward but gathered again; false: kept."""
     async_tensor_parallel: bool = False
     """sequence parallelism on CUDA: matrix products overlap with what travels before and behind them, through symmetric memory."""
-    tensor_plan: tuple[TensorStyleWish, ...] = ()
+    tensor_plan: tuple[TensorStyleRequest, ...] = ()
     """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be possible."""
     loss_chunks: int = 1
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at once."""

@@ -15,7 +15,7 @@ from meshwright.comparison.trace import TraceFile
 from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed.float8.float8 import refuse_absent
-from meshwright.distributed.memory.play import foresee
+from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.optimizer import torchao_adamw
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
@@ -27,7 +27,7 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.memory.step import Foresight
+from meshwright.planning.memory.step import MemoryEstimate
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
@@ -60,7 +60,7 @@ class Run:
     """Where they came from, in words."""
     trace: TraceFile | None = None
     """What the first steps are compared with."""
-    foresee: Callable[[], Foresight] = lambda: Foresight((), "nobody asked")
+    estimate_memory: Callable[[], MemoryEstimate] = lambda: MemoryEstimate((), "nobody asked")
     """What the plan says of activations and logits. Takes about a second for a large model."""
 
 
@@ -112,7 +112,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         identity,
         where_weights_come_from(config),
         trace,
-        lambda: foresee(facts_of(source), plan, batch),
+        lambda: estimate_memory(facts_of(source), plan, batch),
     )
 
 
@@ -125,8 +125,8 @@ def open_trace(config: Config) -> TraceFile | None:
     """
     t = config.techniques
     if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
-        wish = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).wish
-        raise UnsupportedError(f"{wish} rounds further than a trace (check_trace) allows. Check the run without it.")
+        request = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
+        raise UnsupportedError(f"{request} rounds further than a trace (check_trace) allows. Check the run without it.")
     if config.check_trace and config.techniques.float8 != "none":
         raise UnsupportedError(
             f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check the run without it."

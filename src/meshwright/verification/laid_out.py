@@ -147,5 +147,5 @@ def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None
         torch.compiler.reset()
     module = as_module(problem.source())
     module = module if dropout else without_dropout(module)
-    made = parallelize(module, layout, techniques=problem.wishes, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
+    made = parallelize(module, layout, techniques=problem.requested, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
     return Ours(made, problem)

@@ -116,7 +116,7 @@ class Problem:
         return "float32" if self.dtype in HALVES else self.dtype
 
     @property
-    def wishes(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         """All techniques, as a plain dict of Techniques."""
         scale = {"loss_scale": self.loss_scale} if self.dtype == "float16" else {}
         return {**self.techniques, "precision": {"master": self.master, "compute": self.dtype, **scale}}

@@ -199,7 +199,7 @@ def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
         return ()
     rows, ranks = len(problem.batch(0)["tokens"]), shares_of(layout).data_ranks
     own = rows // ranks
-    made = plan(facts, layout, techniques=problem.wishes)
+    made = plan(facts, layout, techniques=problem.requested)
     size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
     size = problem.microbatch_rows or size
     return tuple(row % own // size for row in range(rows))

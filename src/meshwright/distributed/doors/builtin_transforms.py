@@ -40,7 +40,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.recompute.operators import check_kept
 from meshwright.planning.rules import raise_all
 from meshwright.planning.shares import SAMPLES
-from meshwright.planning.techniques import Techniques, TensorStyleWish
+from meshwright.planning.techniques import Techniques, TensorStyleRequest
 
 from .functions import averaging_plan, float8_plan, tensor_plan
 from .lay_out import lay_out_module
@@ -88,9 +88,9 @@ class _Planned(BaseDistributedTransform):
         given = self.context.get("device_mesh")
         return None if given is None else known_mesh(given)
 
-    def wished(self, facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+    def wanted(self, facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
         device = device_mesh.device_type if device_mesh is not None else "cpu"
-        return plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device, wishes, "mean")
+        return plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device, requested, "mean")
 
 
 def mesh_of_world(layout: Layout) -> DeviceMesh:
@@ -125,7 +125,7 @@ class DDPTransform(_Planned):
         sizes = axis_sizes(device_mesh)
         if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
             return self._replicated(facts, device_mesh, sizes)
-        plan = self.wished(facts, device_mesh, Techniques(data_parallel="ddp"))
+        plan = self.wanted(facts, device_mesh, Techniques(data_parallel="ddp"))
         return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
 
     def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
@@ -176,12 +176,12 @@ class FullyShardTransform(_Planned):
         assert device_mesh is not None
         c: FullyShardTransformConfig = self.config
         policy = MixedPrecisionPolicy() if c.mixed_precision is None else c.mixed_precision.policy
-        wishes = Techniques(
+        requested = Techniques(
             reshard_after_forward=c.reshard_after_forward,
             sync_grad_accum=c.sync_grad_accum,
             cpu_offload=c.offload is not None and c.offload.cpu_offload,
         )
-        plan = averaging_plan(facts, device_mesh, policy, wishes)
+        plan = averaging_plan(facts, device_mesh, policy, requested)
         pinned = c.offload is None or c.offload.pin_memory
         own = callable(getattr(facts.module, "fully_shard", None))
         if own:
@@ -223,8 +223,8 @@ class Float8Transform(_Planned):
                 f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe = {c.recipe} has one for"
                 " each row. Use false, or recipe = tensorwise."
             )
-        wishes = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
-        return float8_plan(facts, wishes, c.enable_fsdp_float8_all_gather)
+        requested = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
+        return float8_plan(facts, requested, c.enable_fsdp_float8_all_gather)
 
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)
@@ -237,9 +237,9 @@ class TensorParallelTransform(_Planned):
         c: TensorParallelTransformConfig = self.config
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
             log.info("tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
-        rows = tuple(TensorStyleWish(pattern, style) for pattern, style in c.plan.items())
-        wishes = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
-        return tensor_plan(facts, device_mesh, wishes)
+        rows = tuple(TensorStyleRequest(pattern, style) for pattern, style in c.plan.items())
+        requested = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
+        return tensor_plan(facts, device_mesh, requested)
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
@@ -255,7 +255,7 @@ class ExpertParallelTransform(_Planned):
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
             log.info("expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
-        return self.wished(facts, device_mesh, Techniques())
+        return self.wanted(facts, device_mesh, Techniques())
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
@@ -283,7 +283,7 @@ class ActivationCheckpointTransform(_Planned):
         if not c.layer_classes:
             mode = "selective_op" if c.ops_to_save else "full"
             kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
-            return self.wished(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
+            return self.wanted(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
         alone = {name for name in c.layer_classes if "." not in name}
         classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))
         if unknown := sorted(alone - {kind.__name__ for _, module in self._modules for kind in type(module).__mro__}):
@@ -292,7 +292,7 @@ class ActivationCheckpointTransform(_Planned):
         chosen = tuple(n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__})
         if not chosen:
             raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
-        made = self.wished(facts, device_mesh, Techniques())
+        made = self.wanted(facts, device_mesh, Techniques())
         return replace(made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save))
 
 
@@ -304,8 +304,8 @@ class CompileTransform(_Planned):
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: CompileTransformConfig = self.config
-        wishes = Techniques(compile=True)
+        requested = Techniques(compile=True)
         if c.activation_memory_budget is not None:
-            wishes = replace(wishes, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget)
-        plan = self.wished(facts, device_mesh, wishes)
+            requested = replace(requested, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget)
+        plan = self.wanted(facts, device_mesh, requested)
         return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))

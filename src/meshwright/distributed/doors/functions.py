@@ -92,13 +92,13 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
     return lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door="apply_tensor_parallel")
 
 
-def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techniques) -> Plan:
+def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
     """Make a plan that cuts over the tensor axis of a mesh alone; it cuts nothing where there is no such axis.
 
     A stage module is cut as the whole decoder is, whose plan is proven here.
     """
     if (whole := facts_of_whole(facts)) is not None:
-        plan = tensor_plan(whole, device_mesh, wishes)
+        plan = tensor_plan(whole, device_mesh, requested)
         if plan.tensor is not None:
             prove(whole, plan.tensor, sums_at_once=True)
         return plan_of_stage_module(plan, facts)
@@ -108,11 +108,11 @@ def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, wishes: Techn
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
-    return plan_for_mesh_sizes(facts, sizes, device, wishes, "mean")
+    return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
 
 def averaging_plan(
-    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, wishes: Techniques, *, cuts: bool = False
+    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, requested: Techniques, *, cuts: bool = False
 ) -> Plan:
     """Make a plan that shards over the data axes of a mesh, with torch's averaging and torch's policy.
 
@@ -120,11 +120,11 @@ def averaging_plan(
         cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no matter of the plan's.
     """
     _warn_of_routers(facts)
-    wishes = replace(wishes, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
+    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
     sizes = sizes_of_stage(device_mesh)
     if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)
-    plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+    plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
     _warn_of_scaling(plan)
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
 
@@ -132,12 +132,12 @@ def averaging_plan(
 def _warn_of_routers(facts: ModelFacts) -> None:
     """What a ParallelModel does for routers in a step is left to a loop of the user's own."""
     configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
-    wished = [key for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss") if any(getattr(config, key) for config in configs)]
-    if wished:
+    wanted = [key for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss") if any(getattr(config, key) for config in configs)]
+    if wanted:
         log.warning(
             "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their losses wait in"
             " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone. parallelize() does it all.",
-            ", ".join(wished),
+            ", ".join(wanted),
         )
 
 
@@ -197,9 +197,9 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
         ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name (``modules``,
             ``memory_budget``), or sharding came first.
     """
-    wishes = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
+    requested = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)
-    plan = plan_for_mesh_sizes(facts, {}, "cpu", wishes, "mean")
+    plan = plan_for_mesh_sizes(facts, {}, "cpu", requested, "mean")
     return lay_out_module(model, facts, plan, None, ("activation_checkpoint",), door="apply_ac")
 
 
@@ -227,11 +227,11 @@ def apply_float8(
     if enable_fsdp_float8_all_gather and not gathers:
         log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
     facts = model_facts(model)
-    wishes = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
-    return lay_out_module(model, facts, float8_plan(facts, wishes, gathers), None, ("float8",), door="apply_float8")
+    requested = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
+    return lay_out_module(model, facts, float8_plan(facts, requested, gathers), None, ("float8",), door="apply_float8")
 
 
-def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan:
+def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
     """Make a plan for this process alone. Raises ConfigError where another technique came first.
 
     Args:
@@ -239,7 +239,7 @@ def float8_plan(facts: ModelFacts, wishes: Techniques, all_gather: bool) -> Plan
     """
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
-    plan = plan_for_mesh_sizes(facts, {}, local_device(), wishes, "mean")
+    plan = plan_for_mesh_sizes(facts, {}, local_device(), requested, "mean")
     assert plan.float8 is not None
     return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
 
@@ -291,7 +291,7 @@ def build_parallel_model(
     module = as_module(decoder_config(model_config))
     facts = model_facts(module)
     mode, recipe = checkpointing_mode(ac_mode).value, "tensorwise" if fp8 else "none"
-    wishes = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
-    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), wishes, cuts=True)
+    requested = Techniques(activation_checkpointing=mode, compile=compile_model, float8=recipe)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(param_dtype), requested, cuts=True)
     options = {"door": "build_parallel_model", "seed": seed, "takes_any_weights": True}
     return lay_out_module(module, facts, plan, device_mesh, order.NAMES, **options)

@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, selected
-from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.tensor.styles import STYLES
 
 from .styles import Style, translate_to_torch_parallel_style
 
 
-def wishes_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleWish, ...]:
+def requested_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleRequest, ...]:
     """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours. Raises ConfigError for an empty one.
 
     A layer with adapters is named by its own path, as models of transformers name it, or by that of the layer inside.
@@ -37,7 +37,11 @@ def wishes_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) 
     for pattern, style in (plan or {}).items():
         word, named = word_of(style, f"tp_shard_plan['{pattern}']"), selected(pattern, paths)
         adapted = {path: f"{path}{HOST}" for path in named if f"{path}{HOST}" in paths}
-        rows += [TensorStyleWish(adapted.get(path, path), word) for path in sorted(named)] if adapted else [TensorStyleWish(pattern, word)]
+        rows += (
+            [TensorStyleRequest(adapted.get(path, path), word) for path in sorted(named)]
+            if adapted
+            else [TensorStyleRequest(pattern, word)]
+        )
     return tuple(rows)
 
 

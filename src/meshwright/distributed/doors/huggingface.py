@@ -30,7 +30,7 @@ from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Techniques
 
 from .functions import averaging_plan, default_mp_policy
-from .given_styles import wishes_of
+from .given_styles import requested_of
 from .styles import translate_to_torch_parallel_style
 from .zero.megatron import HAVE_NVFSDP
 from .zero.strategy import nvfsdp_strategy_parallelize
@@ -77,10 +77,10 @@ def fsdp2_strategy_parallelize(
     """
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     sizes = sizes_of_stage(device_mesh)
-    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
+    requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
     has_data_axis = any(axis.value in sizes for axis in SAMPLES)  # of size 1 too: a call computes in one dtype, however many ranks
-    shards = has_dp_mesh(device_mesh) or mp_policy is not None or wishes.cpu_offload or (cuts and has_data_axis)
+    shards = has_dp_mesh(device_mesh) or mp_policy is not None or requested.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
         log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
     if not cuts and not shards:
@@ -88,9 +88,9 @@ def fsdp2_strategy_parallelize(
         return model
     facts = model_facts(model)
     if shards:
-        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), wishes, cuts=True)
+        plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), requested, cuts=True)
     else:
-        plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+        plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
     if isinstance(offload_policy, CPUOffloadPolicy):
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
     if plan.tensor is not None:

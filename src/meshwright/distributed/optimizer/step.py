@@ -7,8 +7,8 @@ import torch
 from meshwright.core.errors import ConfigError
 from meshwright.planning.optimizer.plan import OptimizerPlan
 
-from . import host_states
 from . import rehearsal as optimizer_rehearsal
+from . import state_offload
 from .torchao_adamw import TorchaoAdamW
 
 
@@ -23,7 +23,7 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
     if not isinstance(optimizer, TorchaoAdamW):
         optimizer_rehearsal.refuse_unequal(optimizer)
     if plan.in_host_memory:
-        host_states.step(optimizer, device)
+        state_offload.step(optimizer, device)
     else:
         optimizer.step()
 

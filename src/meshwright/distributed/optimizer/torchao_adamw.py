@@ -145,7 +145,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
     try:
         import torchao.optim  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(plan.wish, "torchao", "float8") from error
+        raise MissingExtraError(plan.request, "torchao", "float8") from error
 
 
 def is_rounded(tensor: Tensor) -> bool:

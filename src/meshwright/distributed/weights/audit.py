@@ -78,12 +78,12 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
             yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
         if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
             yield f"{fact.name} was never given values"
-        wish = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
+        request = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
         place = placement_of(parameter, plan)
-        if wish is not None and place != wish.placements:
-            yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(wish.placements)}"
-        if wish is not None and str(parameter.dtype) != f"torch.{wish.dtype}":
-            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {wish.dtype}"
+        if request is not None and place != request.placements:
+            yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
+        if request is not None and str(parameter.dtype) != f"torch.{request.dtype}":
+            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {request.dtype}"
         if parameter.requires_grad == (fact.name in frozen):
             yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
         for alias in fact.aliases:
@@ -103,12 +103,12 @@ def _float8(model: nn.Module, plan: Plan):
     """Which products are in float8, and by which recipe; of a plan that says nothing of it nothing."""
     if plan.float8 is None:
         return
-    planned, wish = set(plan.float8.modules), config_of(plan.float8)
+    planned, request = set(plan.float8.modules), config_of(plan.float8)
     for raw, module in model.named_modules():
         path, found = clean(raw), config_at(module)
         if path in planned and found is None:
             yield f"{path} computes in {plan.precision.compute}, and the plan says float8"
-        elif path in planned and found != wish:
+        elif path in planned and found != request:
             yield f"{path} computes in float8 otherwise than by the recipe {plan.float8.recipe}"
         elif path not in planned and found is not None:
             yield f"{path} computes in float8, and the plan says {plan.precision.compute}"

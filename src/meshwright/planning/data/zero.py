@@ -23,21 +23,21 @@ SHARED_OUT = {
 """Stage -> the model states that it shards over dp_shard."""
 
 
-def with_zero_stage(wishes: Techniques, layout: Layout) -> Techniques:
+def with_zero_stage(requested: Techniques, layout: Layout) -> Techniques:
     """Resolve the keys left "auto" by the stage; without a stage, by what suits the layout best."""
-    stage = wishes.zero_stage
+    stage = requested.zero_stage
     syncs = stage in (2, 3) and layout.dp_shard > 1
     reshards = layout.pp == 1 if stage == "auto" else stage in (0, 3)
-    if wishes.reshard_after_forward == "auto":
-        wishes = replace(wishes, reshard_after_forward=reshards)
-    if wishes.sync_grad_accum == "auto":
-        wishes = replace(wishes, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False)
-    return wishes
+    if requested.reshard_after_forward == "auto":
+        requested = replace(requested, reshard_after_forward=reshards)
+    if requested.sync_grad_accum == "auto":
+        requested = replace(requested, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False)
+    return requested
 
 
-def gathers_per_step(wishes: Techniques, layout: Layout) -> bool:
+def gathers_per_step(requested: Techniques, layout: Layout) -> bool:
     """Decide whether gathered parameters stay through all microbatches of a step."""
-    return wishes.zero_stage in (1, 2) or (layout.pp > 1 and wishes.reshard_after_forward is False)
+    return requested.zero_stage in (1, 2) or (layout.pp > 1 and requested.reshard_after_forward is False)
 
 
 def zero_fits(case: Case) -> Found:
@@ -80,9 +80,9 @@ def zero_fits(case: Case) -> Found:
         )
 
 
-def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[str]:
+def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
     """Note what a stage means for the layout: the traffic of a step with P parameter elements."""
-    stage, ranks = wishes.zero_stage, shares_of(layout).data_ranks
+    stage, ranks = requested.zero_stage, shares_of(layout).data_ranks
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
     elif stage == 1:
@@ -91,7 +91,7 @@ def zero_notes(wishes: Techniques, layout: Layout, technique: str) -> Iterator[s
         yield "ZeRO-2: P + m·P travel per step of m microbatches; each rank keeps its shard of the gradients"
     elif stage == 3:
         yield "ZeRO-3: 3P travel per microbatch; each rank keeps its shard of parameters and gradients"
-    elif technique == "fully_shard" and layout.dp_shard > 1 and wishes.sync_grad_accum is False:
+    elif technique == "fully_shard" and layout.dp_shard > 1 and requested.sync_grad_accum is False:
         yield "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3 keeps shards of them"
 
 

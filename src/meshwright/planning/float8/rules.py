@@ -13,7 +13,7 @@ AROUND = ("float32", "bfloat16", "float16")
 """Dtypes that may be computed in outside of the products."""
 
 
-def float8_wishes(case: Case) -> Found:
+def float8_requested(case: Case) -> Found:
     """Require that the float8 settings fit together, and fit the model."""
     t = case.techniques
     if t.float8 not in RECIPES:
@@ -50,19 +50,19 @@ def float8_companions(case: Case) -> Found:
 def float8_gathering(case: Case) -> Found:
     """Require sharding that can gather weights in float8."""
     t, shards, done = case.techniques, case.layout.dp_shard, case.facts.applied_plan(Float8Plan)
-    wished = t.float8 in RECIPES and t.float8_all_gather
-    if wished and t.float8 != "tensorwise":
+    wanted = t.float8 in RECIPES and t.float8_all_gather
+    if wanted and t.float8 != "tensorwise":
         yield UnsupportedError(
             f"techniques.float8_all_gather = true gathers a weight with one scale, and techniques.float8 = {t.float8} has one for each row,"
             f" another in forward than in backward. Set techniques.float8 = tensorwise, or techniques.float8_all_gather = false."
         )
-    if wished and (case.technique != "fully_shard" or shards == 1):
+    if wanted and (case.technique != "fully_shard" or shards == 1):
         yield ConfigError(
             f"techniques.float8_all_gather = true is about weights that FSDP gathers, and here none are: layout.dp_shard = {shards},"
             f" {case.technique}. Set techniques.float8_all_gather = false, or layout.dp_shard = 2 or more."
         )
-    if (wished or (done is not None and done.all_gather)) and not isinstance(t.reshard_after_forward, bool | str):
-        asked = "techniques.float8_all_gather" if wished else "enable_fsdp_float8_all_gather"
+    if (wanted or (done is not None and done.all_gather)) and not isinstance(t.reshard_after_forward, bool | str):
+        asked = "techniques.float8_all_gather" if wanted else "enable_fsdp_float8_all_gather"
         yield UnsupportedError(
             f"{asked} = true does not go with techniques.reshard_after_forward = {t.reshard_after_forward}: torch does not shard what was"
             f" gathered in float8 over fewer ranks. Set techniques.reshard_after_forward = true or false."

@@ -31,7 +31,7 @@ class MemoryUse(StrEnum):
 
 
 @dataclass(frozen=True)
-class Foresight:
+class MemoryEstimate:
     """An estimate of what a step holds besides model states.
 
     Attributes:
@@ -50,7 +50,7 @@ class Foresight:
         return max(self.ranks, key=lambda held: sum(held.values())) if rank is None else self.ranks[rank]
 
 
-def unforeseen(plan: Plan) -> str:
+def not_estimated(plan: Plan) -> str:
     """Say why a plan's activations cannot be measured on fake tensors; "" where they can."""
     if plan.compiled:
         return "what compiled blocks keep is the compiler's choice"

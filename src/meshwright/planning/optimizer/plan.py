@@ -47,7 +47,7 @@ class OptimizerPlan:
         return self.state != "full" or self.stochastic_rounding
 
     @property
-    def wish(self) -> str:
+    def request(self) -> str:
         """The setting that requires torchao, as the user writes it."""
         return f"techniques.optimizer_state = {self.state}" if self.state != "full" else "techniques.stochastic_rounding = true"
 

@@ -16,17 +16,17 @@ from .schedules.table import read_schedule
 from .split import balanced, given_cuts
 
 
-def make_pipeline_plan(facts: ModelFacts, layout: Layout, wishes: Techniques, precision: PrecisionPlan) -> PipelinePlan:
+def make_pipeline_plan(facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan) -> PipelinePlan:
     """Decide stages, ranks and cuts; UnsupportedError says why a model cannot be cut between its blocks."""
     assert facts.module is not None
     measured = facts.measurements.structure(layout.tp)
     flow = flow_of(facts.module, measured)
-    stages = count_stages(wishes, layout.pp, len(facts.blocks))
-    ranks = _rank_of(wishes.pipeline_schedule, layout.pp, stages)
-    cuts = _cuts(facts, flow, wishes, stages)
+    stages = count_stages(requested, layout.pp, len(facts.blocks))
+    ranks = _rank_of(requested.pipeline_schedule, layout.pp, stages)
+    cuts = _cuts(facts, flow, requested, stages)
     return PipelinePlan(
         ranks=layout.pp,
-        schedule=_name(wishes.pipeline_schedule),
+        schedule=_name(requested.pipeline_schedule),
         stages=tuple(StagePlan(rank, facts.blocks[start:end]) for rank, (start, end) in zip(ranks, cuts, strict=True)),
         kinds=flow.kinds,
         before=flow.before,
@@ -38,20 +38,20 @@ def make_pipeline_plan(facts: ModelFacts, layout: Layout, wishes: Techniques, pr
     )
 
 
-def _name(wish: str) -> str:
-    return wish if wish.endswith(".csv") else schedule_kind(wish).name
+def _name(request: str) -> str:
+    return request if request.endswith(".csv") else schedule_kind(request).name
 
 
-def _rank_of(wish: str, ranks: int, stages: int) -> tuple[int, ...]:
-    return read_schedule(wish).rank_of if wish.endswith(".csv") else schedule_kind(wish).rank_of(ranks, stages // ranks)
+def _rank_of(request: str, ranks: int, stages: int) -> tuple[int, ...]:
+    return read_schedule(request).rank_of if request.endswith(".csv") else schedule_kind(request).rank_of(ranks, stages // ranks)
 
 
-def _cuts(facts: ModelFacts, flow: Flow, wishes: Techniques, stages: int) -> list[tuple[int, int]]:
+def _cuts(facts: ModelFacts, flow: Flow, requested: Techniques, stages: int) -> list[tuple[int, int]]:
     blocks = len(facts.blocks)
-    if wishes.pipeline_cuts:
-        return given_cuts(wishes.pipeline_cuts, blocks, stages)
-    if wishes.layers_per_stage:
-        size = wishes.layers_per_stage
+    if requested.pipeline_cuts:
+        return given_cuts(requested.pipeline_cuts, blocks, stages)
+    if requested.layers_per_stage:
+        size = requested.layers_per_stage
         return [(start, min(start + size, blocks)) for start in range(0, blocks, size)]
     sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in facts.blocks]
     before, behind = (

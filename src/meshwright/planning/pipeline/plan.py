@@ -100,5 +100,5 @@ class PipelinePlan:
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Default to the largest even microbatches, of which a step has two per rank, or as many as it can."""
-        wished = max(self.legal(2 * self.ranks), 1)
-        return next((rows // number for number in range(min(wished, rows), 0, -1) if rows % number == 0), 1)
+        wanted = max(self.legal(2 * self.ranks), 1)
+        return next((rows // number for number in range(min(wanted, rows), 0, -1) if rows % number == 0), 1)

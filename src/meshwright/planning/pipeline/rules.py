@@ -14,7 +14,7 @@ from .schedules.table import read_schedule
 from .split import given_cuts
 
 
-def pipeline_wishes(case: Case) -> Found:
+def pipeline_requested(case: Case) -> Found:
     """Require that the pipeline settings fit together, the model and the mesh."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:

@@ -19,19 +19,19 @@ ACTS_WITH = {
 """Keys of the techniques that one mode of activation_checkpointing reads, with that mode."""
 
 
-def checkpointed_modules(facts: ModelFacts, wishes: Techniques) -> tuple[str, ...]:
+def checkpointed_modules(facts: ModelFacts, requested: Techniques) -> tuple[str, ...]:
     """List the modules that are recomputed, or (offload) whose saved activations go to host memory."""
-    match wishes.activation_checkpointing:
+    match requested.activation_checkpointing:
         case "full" | "selective_op" | "offload":
             return facts.blocks
         case "selective":
             return facts.attentions
         case "every_n":
-            every = max(wishes.checkpoint_every, 1)
+            every = max(requested.checkpoint_every, 1)
             return facts.blocks[every - 1 :: every]
         case "modules":
             names = modules_of_blocks(facts)
-            chosen = {name for text in wishes.checkpoint_modules for name in selected(text, names)}
+            chosen = {name for text in requested.checkpoint_modules for name in selected(text, names)}
             return tuple(name for name in names if name in chosen)
         case _:
             return ()

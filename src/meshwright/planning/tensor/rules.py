@@ -14,9 +14,9 @@ from .words import words_for
 
 
 def tensor_words(case: Case) -> Found:
-    for i, wish in enumerate(case.techniques.tensor_plan):
-        if wish.style not in STYLES:
-            yield ConfigError(unknown_style(f"techniques.tensor_plan[{i}].style = '{wish.style}'", wish.style))
+    for i, request in enumerate(case.techniques.tensor_plan):
+        if request.style not in STYLES:
+            yield ConfigError(unknown_style(f"techniques.tensor_plan[{i}].style = '{request.style}'", request.style))
 
 
 def tensor_fits(case: Case) -> Found:
@@ -33,8 +33,8 @@ def tensor_fits(case: Case) -> Found:
         return
     structure = case.facts.measurements.structure(ranks).structure
     legal = ", ".join(map(str, legal_degrees(structure)))
-    wishes = case.techniques.tensor_plan
-    given = words_for(case.facts, wishes).given if wishes and all(wish.style in STYLES for wish in wishes) else None
+    requested = case.techniques.tensor_plan
+    given = words_for(case.facts, requested).given if requested and all(request.style in STYLES for request in requested) else None
     for kind in structure.kinds:
         for region in kind.regions:
             if not region.fits(ranks) and (given is None or given.cuts(kind.blocks[0], region)):
@@ -67,21 +67,21 @@ def tensor_companions(case: Case) -> Found:
 def async_tensor_fits(case: Case) -> Found:
     if not case.techniques.async_tensor_parallel:
         return
-    wish = "techniques.async_tensor_parallel = true"
+    request = "techniques.async_tensor_parallel = true"
     if case.layout.tp == 1:
-        yield ConfigError(f"{wish} acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.")
+        yield ConfigError(f"{request} acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.")
     elif not case.techniques.sequence_parallel:
-        yield ConfigError(f"{wish} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false.")
+        yield ConfigError(f"{request} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false.")
     if case.device != "cuda":
         yield UnsupportedError(
-            f"{wish} needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for {case.device}."
+            f"{request} needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for {case.device}."
             f" Set techniques.async_tensor_parallel = false: the numbers are the same."
         )
 
 
-def no_blocks(wish: str, facts: ModelFacts) -> str:
+def no_blocks(request: str, facts: ModelFacts) -> str:
     """Say why a request that acts on repeated blocks finds none."""
-    lacks = f"{wish} acts on repeated blocks, and none was found in {facts.kind}: "
+    lacks = f"{request} acts on repeated blocks, and none was found in {facts.kind}: "
     for parameter in facts.parameters:
         alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
         if alike:  # sibling modules share one weight

@@ -12,7 +12,7 @@ from meshwright.core.parts import FusedPart
 from meshwright.introspection.module_kinds import ModuleKind
 from meshwright.introspection.structure.regions import Cut, Region
 from meshwright.introspection.structure.structure import BlockKind, Structure
-from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.techniques import TensorStyleRequest
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class GivenStyles:
 
 
 def given_styles(
-    wishes: Iterable[TensorStyleWish], kinds: Mapping[str, ModuleKind], linears: Mapping[str, tuple[int, int]] | None = None
+    requested: Iterable[TensorStyleRequest], kinds: Mapping[str, ModuleKind], linears: Mapping[str, tuple[int, int]] | None = None
 ) -> GivenStyles:
     """Match a plan's patterns to modules.
 
@@ -237,34 +237,34 @@ def given_styles(
         UnsupportedError: a style that no technique does yet.
     """
     found: dict[str, Named] = {}
-    for wish in wishes:
-        if wish.style not in STYLES:
-            raise ConfigError(unknown_style(f"tensor plan: '{wish.style}' of pattern '{wish.pattern}'", wish.style))
-        paths = selected(wish.pattern, kinds)
+    for request in requested:
+        if request.style not in STYLES:
+            raise ConfigError(unknown_style(f"tensor plan: '{request.style}' of pattern '{request.pattern}'", request.style))
+        paths = selected(request.pattern, kinds)
         if not paths:
             known = dict.fromkeys(pattern(path) for path in kinds if path)
             raise ConfigError(
-                f"tensor plan: the pattern '{wish.pattern}' names no module of the model.{nearest(wish.pattern, known)} A pattern is a"
-                f" module's whole path, with * for an index."
+                f"tensor plan: the pattern '{request.pattern}' names no module of the model.{nearest(request.pattern, known)} A pattern is"
+                f" a module's whole path, with * for an index."
             )
         for path in paths:
             if path in found:
-                both = f"'{found[path].pattern}' and '{wish.pattern}'"
+                both = f"'{found[path].pattern}' and '{request.pattern}'"
                 raise ConfigError(f"tensor plan: the patterns {both} both name {path}. Keep one of them.")
-            _check_kind(wish, path, kinds[path])
-            found[path] = Named(wish.pattern, wish.style)
+            _check_kind(request, path, kinds[path])
+            found[path] = Named(request.pattern, request.style)
     return GivenStyles(found, linears or {})
 
 
-def _check_kind(wish: TensorStyleWish, path: str, kind: ModuleKind) -> None:
-    where = f"tensor plan: {wish.style} for {path} (pattern '{wish.pattern}')"
-    meaning = STYLES[wish.style].kind
+def _check_kind(request: TensorStyleRequest, path: str, kind: ModuleKind) -> None:
+    where = f"tensor plan: {request.style} for {path} (pattern '{request.pattern}')"
+    meaning = STYLES[request.style].kind
     if meaning == "experts" or (kind == "parameter" and meaning != "whole"):
         raise UnsupportedError(f"{where}: experts and single parameters cannot be cut in this version. Leave it out: it stays whole.")
     if meaning == "sum":
         raise UnsupportedError(f"{where}: the row-wise layer that ends a region sums by itself. Leave it out.")
     legal = LEGAL_ON.get(kind, WHOLE)
-    if wish.style not in legal:
+    if request.style not in legal:
         raise ConfigError(f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}.")
 
 

@@ -11,7 +11,7 @@ from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.hints import NONE, Hints, hints_of
 from meshwright.introspection.module_kinds import ModuleKind, module_kinds, own_tensor_plan, tied_modules
-from meshwright.planning.techniques import TensorStyleWish
+from meshwright.planning.techniques import TensorStyleRequest
 
 from .styles import GivenStyles, given_styles
 
@@ -38,7 +38,7 @@ class Words:
     elsewhere: tuple[str, ...] = ()
 
 
-def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
+def words_for(facts: ModelFacts, requested: tuple[TensorStyleRequest, ...]) -> Words:
     """Read the user's plan where there is one, else the regions of the model's hints, else its own plan.
 
     Raises:
@@ -48,8 +48,8 @@ def words_for(facts: ModelFacts, wishes: tuple[TensorStyleWish, ...]) -> Words:
     assert model is not None
     kinds = module_kinds(model)
     tied, hints = tuple(tied_modules(model)), hints_of(model)
-    wishes = wishes or tuple(TensorStyleWish(wildcard, style) for wildcard, style in hints.regions.items())
-    if not wishes:
+    requested = requested or tuple(TensorStyleRequest(wildcard, style) for wildcard, style in hints.regions.items())
+    if not requested:
         return Words(own=own_tensor_plan(model), kinds=kinds, tied=tied, hints=hints)
     linears = {clean(path): (m.out_features, m.in_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return Words(given_styles(wishes, kinds, linears), kinds=kinds, tied=tied, hints=hints)
+    return Words(given_styles(requested, kinds, linears), kinds=kinds, tied=tied, hints=hints)

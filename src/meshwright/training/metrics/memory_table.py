@@ -36,7 +36,7 @@ class MemoryShares:
     microbatches: int
 
 
-def foreseen(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
+def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
     """Bytes at peak by kind, of those that a plan knows.
 
     Args:
@@ -53,7 +53,7 @@ def foreseen(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = N
 
 def memory_table(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> str:
     """One line for each kind: the most that was held, and the plan's figure where it has one."""
-    planned = foreseen(plan, shares, kept)
+    planned = estimated(plan, shares, kept)
     rows = [
         (
             text + _where(kind, plan),
@@ -75,7 +75,7 @@ def _where(kind: MemoryUse, plan: Plan) -> str:
 def suggestions(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> list[str]:
     """The switches that would save most, best first, with about how many bytes of this rank. A step that failed has found less than it
     would have held: then what was foreseen counts."""
-    planned = foreseen(plan, shares, kept)
+    planned = estimated(plan, shares, kept)
     known = {kind: max(found.get(kind, 0), planned.get(kind, 0)) for kind in (*found, *planned)}
     best = sorted(_savings(known, plan, shares), reverse=True)
     return [f"{switch} saves about {bytes_text(saved)}" for saved, switch in best[:SUGGESTED] if saved > 0]

@@ -31,8 +31,8 @@ class Sampler:
         self.tokenizer = own_tokenizer(config, folder)
         source = model_source(config, self.tokenizer)
         master = config.techniques.precision.master
-        wishes = Techniques(precision=Precision(master, master, master))
-        plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=wishes)
+        requested = Techniques(precision=Precision(master, master, master))
+        plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=requested)
         self.model = parallelize(source, None, plan=plan, weights=checkpoint.to_be_loaded if config.model.hf else None)
         checkpoint.load(self.model, path)
 

@@ -11,7 +11,7 @@ from meshwright.core.units import bytes_text
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.planning.memory.step import Foresight, MemoryUse
+from meshwright.planning.memory.step import MemoryEstimate, MemoryUse
 from meshwright.training.build import Run
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.memory_table import MemoryShares, is_out_of_memory, memory_table, out_of_memory
@@ -62,18 +62,18 @@ class MemoryWatch:
         self.found = dict(account.most)
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
-        foresight = self.r.foresee() if is_rank_zero() else Foresight((), "the first rank says it")
-        table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(foresight))
-        unknown = f"\n  activations and logits were not foreseen: {foresight.why_not}" if foresight.why_not else ""
+        estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")
+        table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
+        unknown = f"\n  activations and logits were not foreseen: {estimate.why_not}" if estimate.why_not else ""
         return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
 
-    def _of_this_rank(self, foresight: Foresight) -> Mapping[MemoryUse, int]:
+    def _of_this_rank(self, estimate: MemoryEstimate) -> Mapping[MemoryUse, int]:
         pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
-        return foresight.of(None if pipeline is None or mesh is None else get_pp_rank(mesh))
+        return estimate.of(None if pipeline is None or mesh is None else get_pp_rank(mesh))
 
     def _explain(self, error: Exception) -> None:
         if is_out_of_memory(error):
-            kept = self._of_this_rank(self.r.foresee())
+            kept = self._of_this_rank(self.r.estimate_memory())
             raise MeshwrightError(out_of_memory(error, self.found, self.r.plan, memory_shares(self.r), kept)) from error
 
 

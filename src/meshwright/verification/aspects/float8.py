@@ -39,7 +39,7 @@ def converted(model: nn.Module, problem: Problem) -> nn.Module:
     Raises:
         MissingExtraError: torchao is not installed.
     """
-    planned, _ = make_float8_plan(model_facts(model), as_techniques(problem.wishes), "cpu")
+    planned, _ = make_float8_plan(model_facts(model), as_techniques(problem.requested), "cpu")
     if planned is None:
         return model
     try:

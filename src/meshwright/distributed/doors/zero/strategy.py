@@ -18,7 +18,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.data.fully_sharded import sharded_modules
-from meshwright.distributed.doors.given_styles import wishes_of
+from meshwright.distributed.doors.given_styles import requested_of
 from meshwright.distributed.doors.lay_out import lay_out_module
 from meshwright.distributed.doors.transform_registry import equip
 from meshwright.distributed.mesh import (
@@ -109,7 +109,7 @@ def nvfsdp_strategy_parallelize(
     options.check()
     facts = model_facts(model)
     _check_meta(facts, options)
-    wishes = Techniques(tensor_plan=wishes_of(tp_shard_plan, model))
+    requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model))
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
     if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
         if get_expert_mesh(device_mesh) is not None:
@@ -117,14 +117,14 @@ def nvfsdp_strategy_parallelize(
         classes = unit_classes(model, facts, options)
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
             sizes = {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}
-            plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, wishes, "mean")
+            plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
             model = lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door=DOOR)
             if swap is not None:
                 swap.apply(model)
         model, optimizer = megatron.lay_out(model, optimizer, device_mesh, options, classes)
         return model if optimizer is None else (model, optimizer)
     options.check_native()
-    model = _lay_out(model, facts, device_mesh, options, wishes)
+    model = _lay_out(model, facts, device_mesh, options, requested)
     if swap is None or optimizer is None:
         return model
     swap.apply(model)
@@ -151,10 +151,10 @@ def _by_kind(
     return optimizer, units, tp_shard_plan
 
 
-def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, wishes: Techniques) -> nn.Module:
+def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, requested: Techniques) -> nn.Module:
     device_mesh = _mesh_of_stage(device_mesh, options)
-    wishes = replace(wishes, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options))  # type: ignore[arg-type]
-    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, wishes, "mean")
+    requested = replace(requested, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options))  # type: ignore[arg-type]
+    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, requested, "mean")
     plan = with_units(model, facts, plan, options)
     _check(plan, options)
     if plan.data_ranks == 1:

@@ -10,8 +10,8 @@ import pytest
 from meshwright import Layout, plan
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.explain import table
-from meshwright.planning.memory import step as foresight
-from meshwright.planning.memory.step import Foresight, MemoryUse, StageMemory, over_ranks, unforeseen
+from meshwright.planning.memory import step as estimate
+from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, StageMemory, not_estimated, over_ranks
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.simulate import peak_live
 from meshwright.planning.values import Batch
@@ -46,12 +46,12 @@ def test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one():
 
 def test_a_count_of_what_is_in_flight_that_is_off_is_seen(monkeypatch):
     """Mutant: a forward keeps nothing for its backward."""
-    moments = foresight._moments
+    moments = estimate._moments
 
     def leaking(stages, actions):
         return moments({number: replace(s, kept=Counter()) for number, s in stages.items()}, actions)
 
-    monkeypatch.setattr(foresight, "_moments", leaking)
+    monkeypatch.setattr(estimate, "_moments", leaking)
     with pytest.raises(AssertionError):
         test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one()
 
@@ -67,9 +67,9 @@ def test_kinds_have_their_peaks_apart():
 SAYS = {MemoryUse.ACTIVATIONS: 3 * MIB, MemoryUse.LOGITS: 2 * MIB}
 
 
-def test_a_plan_shows_what_was_foreseen_and_adds_it_up():
+def test_a_plan_shows_what_was_estimated_and_adds_it_up():
     made, batch = plan(MODEL, Layout(dp_shard=4)), Batch(8, 32)
-    bare, whole = table(made, batch), table(made, batch, Foresight((SAYS,)))
+    bare, whole = table(made, batch), table(made, batch, MemoryEstimate((SAYS,)))
     assert "memory of each rank without activations (1 microbatch)" in bare and "memory of each rank (1 microbatch)" in whole
     assert [line.split()[0] for line in whole.splitlines() if line.endswith(" MiB")][-3:-1] == ["activations", "logits"]
     assert "by rank of the pipeline" not in whole
@@ -77,26 +77,26 @@ def test_a_plan_shows_what_was_foreseen_and_adds_it_up():
 
 def test_a_plan_shows_every_rank_of_a_pipeline():
     made = plan(MODEL, Layout(dp_shard=1, pp=2))
-    said = table(made, Batch(8, 32), Foresight((SAYS, {MemoryUse.ACTIVATIONS: MIB})))
+    said = table(made, Batch(8, 32), MemoryEstimate((SAYS, {MemoryUse.ACTIVATIONS: MIB})))
     assert "activations and logits by rank of the pipeline  0: 5 MiB, 1: 1 MiB" in said
 
 
-def test_a_plan_says_why_something_is_not_foreseen():
+def test_a_plan_says_why_something_is_not_estimated():
     made = plan(MODEL, Layout(dp_shard=1), techniques={"compile": True})
-    said = table(made, Batch(8, 32), Foresight((), unforeseen(made)))
+    said = table(made, Batch(8, 32), MemoryEstimate((), not_estimated(made)))
     assert "without activations" in said and said.endswith(
         "  activations and logits are not foreseen: what compiled blocks keep is the compiler's choice"
     )
 
 
-def test_what_is_done_otherwise_on_a_gpu_is_not_foreseen():
+def test_what_is_done_otherwise_on_a_gpu_is_not_estimated():
     cut = plan(MODEL, Layout(dp_shard=1, tp=2))
-    assert cut.tensor is not None and not unforeseen(cut)
-    assert "async_tensor_parallel" in unforeseen(replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True)))
+    assert cut.tensor is not None and not not_estimated(cut)
+    assert "async_tensor_parallel" in not_estimated(replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True)))
     waiting = plan(MODEL, Layout(dp_shard=1), techniques={"activation_checkpointing": "offload"})
-    assert not unforeseen(waiting) and "host memory" in unforeseen(replace(waiting, device="cuda"))
+    assert not not_estimated(waiting) and "host memory" in not_estimated(replace(waiting, device="cuda"))
 
 
 def test_the_rank_that_holds_most_stands_for_all():
     little, much = {MemoryUse.ACTIVATIONS: 1}, {MemoryUse.ACTIVATIONS: 2, MemoryUse.LOGITS: 1}
-    assert Foresight((little, much)).of() == much and Foresight((little, much)).of(0) == little and Foresight(()).of(3) == {}
+    assert MemoryEstimate((little, much)).of() == much and MemoryEstimate((little, much)).of(0) == little and MemoryEstimate(()).of(3) == {}

@@ -19,7 +19,7 @@ PLAYED = 4
 back one block ahead)."""
 
 
-class SparedBlocks:
+class RepeatedBlocks:
     """Wraps the blocks of a module that is ready to be played.
 
     A block that keeps what all of its kind keep is passed over only once one of its kind has shown that it gives one tensor of the shape
@@ -37,8 +37,8 @@ class SparedBlocks:
             members.setdefault(_kind(module.get_submodule(path), path, number, plan), []).append(path)
         for kind, paths in members.items():
             for place, path in enumerate(paths):
-                is_spared = len(paths) > PLAYED and 1 < place < len(paths) - 2
-                self._wrap(module.get_submodule(path), path, kind, is_spared=is_spared, is_measured=place == 1)
+                is_repeated = len(paths) > PLAYED and 1 < place < len(paths) - 2
+                self._wrap(module.get_submodule(path), path, kind, is_repeated=is_repeated, is_measured=place == 1)
 
     def kept(self) -> Counter[MemoryUse]:
         """What the blocks that were passed over would have kept."""
@@ -47,12 +47,12 @@ class SparedBlocks:
             total.update(self._kept[kind])
         return total
 
-    def _wrap(self, block: nn.Module, path: str, kind: Kind, *, is_spared: bool, is_measured: bool) -> None:
+    def _wrap(self, block: nn.Module, path: str, kind: Kind, *, is_repeated: bool, is_measured: bool) -> None:
         forward = block.forward
 
         def played(*args: Any, **kwargs: Any) -> Any:
             self._enter(kind if is_measured else None)
-            if is_spared and kind in self._kept and kind in self._ways:
+            if is_repeated and kind in self._kept and kind in self._ways:
                 self._passed[path] = kind
                 return self._ways[kind](args, kwargs)
             output = forward(*args, **kwargs)

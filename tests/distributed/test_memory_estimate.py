@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from meshwright import Layout
 from meshwright.distributed.memory import account as memory_account
-from meshwright.distributed.memory import imagined, play, spared
+from meshwright.distributed.memory import dry_run, fake, repeated_blocks
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
-from meshwright.distributed.memory.play import foresee
+from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.wire import WireCounter
@@ -29,7 +29,7 @@ from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
-from meshwright.planning.memory.step import Foresight, MemoryUse
+from meshwright.planning.memory.step import MemoryEstimate, MemoryUse
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
@@ -73,25 +73,25 @@ def keys_of(model: Any) -> tuple[str, ...]:
     return ("positions", "document_ids") if isinstance(model, DecoderConfig) else ("positions",)
 
 
-def foreseen(case: Case) -> tuple[Plan, Batch, Foresight]:
+def estimated(case: Case) -> tuple[Plan, Batch, MemoryEstimate]:
     model, layout, techniques, microbatches = of(case)
     batch = Batch(ROWS * microbatches * layout.dp_replicate * layout.dp_shard, SEQ, ROWS)
     made = plan(model, layout, techniques=techniques, batch=batch)
-    return made, batch, foresee(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model)))
+    return made, batch, estimate_memory(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model)))
 
 
 def compared(case: Case) -> dict[MemoryUse, tuple[int, int]]:
     """By kind: bytes found in a first step, bytes foreseen."""
     case = of(case)
     model, layout, *_ = case
-    made, batch, foresight = foreseen(case)
+    made, batch, estimate = estimated(case)
     laid = parallelize(model, layout if layout.world > 1 else None, plan=made, seed=1, microbatch_rows=ROWS)
     rows = own_rows(laid, dict(RandomBatches(VOCABULARY, rows=batch.global_rows, seq_len=SEQ, keys=keys_of(model))(0)))
     account = MemoryAccount(laid.parts, dims_of_logits(VOCABULARY, layout.tp))
     with patch.object(memory_account, "LOOKS_EVERY", 1), account:
         laid.forward_backward(rows)
-    assert not foresight.why_not, foresight.why_not
-    held = foresight.of(get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else None)
+    assert not estimate.why_not, estimate.why_not
+    held = estimate.of(get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else None)
     return {kind: (account.most[kind], size) for kind, size in held.items()}
 
 
@@ -152,7 +152,7 @@ def off(found: dict[MemoryUse, tuple[int, int]]) -> dict[MemoryUse, tuple[int, i
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_process_holds_what_was_foreseen(measured, name):
+def test_one_process_holds_what_was_estimated(measured, name):
     found = compared(ALONE[name])
     assert found.keys() == {MemoryUse.ACTIVATIONS, MemoryUse.LOGITS} and found[MemoryUse.ACTIVATIONS][0] > 0
     assert not off(found)
@@ -160,7 +160,7 @@ def test_one_process_holds_what_was_foreseen(measured, name):
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *CUT, *OF_FOUR])
-def test_ranks_hold_what_was_foreseen(spmd, measured, name):
+def test_ranks_hold_what_was_estimated(spmd, measured, name):
     case = (SHARDED | CUT | OF_FOUR)[name]
     for found in spmd(case[1].world, compared, case):
         assert not off(found)
@@ -172,12 +172,12 @@ def test_ranks_hold_what_was_foreseen(spmd, measured, name):
 
 def without_recomputation():
     """The mode of activation checkpointing is ignored."""
-    return patch.object(play, "BEHIND_THE_CUT", ("fused_loss",))
+    return patch.object(dry_run, "BEHIND_THE_CUT", ("fused_loss",))
 
 
 def without_chunks():
     """The head's loss in chunks is ignored."""
-    return patch.object(play, "BEHIND_THE_CUT", ("activation_checkpoint",))
+    return patch.object(dry_run, "BEHIND_THE_CUT", ("activation_checkpoint",))
 
 
 MUTANTS: list[tuple[Callable[[], Any], str]] = [
@@ -194,11 +194,11 @@ def test_a_switch_that_the_forecast_ignores_is_seen(mutant, name):
 
 
 def test_a_dtype_that_the_forecast_ignores_is_seen():
-    case, whole = (MODEL, FSDP2, BF16, 1), play.without_memory
-    (right,) = foreseen(case)[2].ranks
-    in_fp32 = patch.object(play, "without_memory", lambda module, dtype: whole(module, torch.float32))
-    with in_fp32, patch.object(play, "casting"):
-        (wrong,) = foreseen(case)[2].ranks
+    case, whole = (MODEL, FSDP2, BF16, 1), dry_run.without_memory
+    (right,) = estimated(case)[2].ranks
+    in_fp32 = patch.object(dry_run, "without_memory", lambda module, dtype: whole(module, torch.float32))
+    with in_fp32, patch.object(dry_run, "casting"):
+        (wrong,) = estimated(case)[2].ranks
     assert off({MemoryUse.ACTIVATIONS: (right[MemoryUse.ACTIVATIONS], wrong[MemoryUse.ACTIVATIONS])})
 
 
@@ -210,7 +210,7 @@ def test_a_large_model_takes_no_memory_and_about_a_second():
     batch = Batch(64, 4096, 1)
     made = plan(facts, Layout(dp_shard=64), techniques=BF16)
     before = time.process_time()
-    (held,) = foresee(facts, made, batch).ranks
+    (held,) = estimate_memory(facts, made, batch).ranks
     assert time.process_time() - before < 8, "half a second on an idle machine"
     assert 20 << 30 < held[MemoryUse.ACTIVATIONS] < 40 << 30
     assert held[MemoryUse.LOGITS] == 3 * 4096 * 128_256 * 4, "logits in fp32, their logarithms, and a gradient"
@@ -226,9 +226,9 @@ def test_blocks_that_are_passed_over_are_counted(name, techniques):
     models = {"ours": replace(MODEL, n_layers=16), "experts": replace(SPARSE, n_layers=16)}
     case = models.get(name) or _family(name, num_hidden_layers=16), ONE, techniques, 1
     operators = []
-    for played in (spared.PLAYED, 99):
-        with patch.object(spared, "PLAYED", played), WireCounter() as wire:
-            operators.append((foreseen(case)[2].of(), sum(wire.operations.values())))
+    for played in (repeated_blocks.PLAYED, 99):
+        with patch.object(repeated_blocks, "PLAYED", played), WireCounter() as wire:
+            operators.append((estimated(case)[2].of(), sum(wire.operations.values())))
     (few, fewer), (all_of_them, operations) = operators
     assert not off({kind: (few[kind], all_of_them[kind]) for kind in all_of_them})
     assert fewer < operations
@@ -238,7 +238,7 @@ def test_the_model_is_left_as_it_is():
     model = as_module(MODEL)
     made = plan(model, TENSOR, techniques=FULL)
     names, state = [name for name, _ in model.named_parameters()], torch.get_rng_state()
-    foresee(model_facts(model), made, Batch(ROWS, SEQ))
+    estimate_memory(model_facts(model), made, Batch(ROWS, SEQ))
     assert [name for name, p in model.named_parameters() if p.is_meta] == names and model.get_parameter("embedding.weight").shape == (
         VOCABULARY,
         64,
@@ -246,7 +246,7 @@ def test_the_model_is_left_as_it_is():
     assert not any(vars(module).get("forward") for module in model.modules()) and torch.equal(torch.get_rng_state(), state)
     real = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
     weight = real[0].weight
-    foresee(model_facts(real), plan(real, ONE), Batch(1, 4))
+    estimate_memory(model_facts(real), plan(real, ONE), Batch(1, 4))
     assert real[0].weight is weight and weight.device.type == "cpu" and type(weight) is nn.Parameter
 
 
@@ -266,11 +266,11 @@ class Slow(nn.Module):
 
 
 def test_a_forward_of_very_many_operators_is_not_waited_for(monkeypatch):
-    assert foreseen((Slow(), ONE, {}, 1))[2].ranks, "few are played"
-    monkeypatch.setattr(imagined, "PATIENCE", 100)
+    assert estimated((Slow(), ONE, {}, 1))[2].ranks, "few are played"
+    monkeypatch.setattr(fake, "PATIENCE", 100)
     drawn = random.getstate()
-    foresight = foreseen((Slow(), ONE, {}, 1))[2]
-    assert foresight.ranks == () and "more than 100 operators" in foresight.why_not and random.getstate() == drawn
+    estimate = estimated((Slow(), ONE, {}, 1))[2]
+    assert estimate.ranks == () and "more than 100 operators" in estimate.why_not and random.getstate() == drawn
 
 
 def test_a_function_that_holds_on_to_the_model_leaves_no_gradient_there():
@@ -278,9 +278,9 @@ def test_a_function_that_holds_on_to_the_model_leaves_no_gradient_there():
     own = model.head.forward
     model.head.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
     kept = model.head.weight.grad = torch.ones_like(model.head.weight)
-    foresight = foreseen((model, ONE, {}, 1))[2]
+    estimate = estimated((model, ONE, {}, 1))[2]
     assert model.head.weight.grad is kept and all(p.grad is None for p in model.embedding.parameters())
-    assert foresight.ranks == () and "computes with the model itself" in foresight.why_not
+    assert estimate.ranks == () and "computes with the model itself" in estimate.why_not
 
 
 class Odd(nn.Module):
@@ -303,5 +303,5 @@ def test_what_cannot_be_known_is_left_out_and_said():
         "Odd cannot be run on tensors without values (DataDependentOutputException": (Odd(), ONE, {}, 1),
     }
     for why, case in reasons.items():
-        foresight = foreseen(case)[2]
-        assert foresight.ranks == () and foresight.of() == {} and why in foresight.why_not
+        estimate = estimated(case)[2]
+        assert estimate.ranks == () and estimate.of() == {} and why in estimate.why_not

@@ -27,14 +27,14 @@ from meshwright.distributed.tensor.parallel import wrap_modules
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.memory.step import Foresight, StageMemory, over_ranks, unforeseen
+from meshwright.planning.memory.step import MemoryEstimate, StageMemory, not_estimated, over_ranks
 from meshwright.planning.plan import Plan
 from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, MemoryUse, dims_of_logits
-from .imagined import ImaginedRanks, Unplayable, casting, imagining, same_random_numbers, untouched, without_memory
-from .spared import SparedBlocks
+from .fake import DryRunError, FakeRanks, casting, imagining, same_random_numbers, untouched, without_memory
+from .repeated_blocks import RepeatedBlocks
 
 KINDS = (MemoryUse.ACTIVATIONS, MemoryUse.LOGITS)
 """What is foreseen; messages of parameters and gradients are not played."""
@@ -45,7 +45,7 @@ BEFORE_THE_CUT, BEHIND_THE_CUT = ("freeze", "float8"), ("fused_loss", "activatio
 SELDOM = 1 << 30
 
 
-def foresee(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> Foresight:
+def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> MemoryEstimate:
     """What ranks will hold of activations and logits in a step. No process group; the model is left as it is.
 
     Args:
@@ -54,18 +54,18 @@ def foresee(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...
 
     Nothing is raised: what fails on tensors without memory, whatever the model's code is, is not foreseen, and the result says why.
     """
-    if (why := unforeseen(plan)) or facts.module is None:
-        return Foresight((), why or "the model itself is not at hand")
+    if (why := not_estimated(plan)) or facts.module is None:
+        return MemoryEstimate((), why or "the model itself is not at hand")
     try:
         with same_random_numbers(), untouched(facts.module):
             player = _Player(facts, plan, resolved(plan, batch), keys)
             with imagining(experts=facts.has_experts), _quiet():
-                return player.foresight()
-    except Unplayable as error:
-        return Foresight((), f"{facts.kind}: {error}")
+                return player.estimate()
+    except DryRunError as error:
+        return MemoryEstimate((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         said = (str(error).splitlines() or [""])[0]
-        return Foresight((), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})")
+        return MemoryEstimate((), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})")
 
 
 @contextmanager
@@ -84,14 +84,14 @@ class _Playing:
     """A part of the model as one rank has it, ready to compute.
 
     Attributes:
-        spared: blocks that are not computed.
+        repeated: blocks that are not computed.
         objective: the loss of a microbatch; of the last stage.
         router_loss: what a family adds to it.
     """
 
     part: ModelPart
     account: MemoryAccount
-    spared: SparedBlocks
+    repeated: RepeatedBlocks
     objective: Objective
     router_loss: SharedRouterLoss | None
 
@@ -108,7 +108,7 @@ class _Player:
         if plan.pipeline is not None:
             self.parts = [part for rank in range(plan.pipeline.ranks) for part in split(module, plan, self.facts, rank)]
 
-    def foresight(self) -> Foresight:
+    def estimate(self) -> MemoryEstimate:
         """Inside ``imagining``."""
         batch, pipeline = self.batch, self.plan.pipeline
         own = max(1, batch.global_rows // self.plan.data_ranks)
@@ -117,9 +117,9 @@ class _Player:
         self.inputs = self.signature.inputs(self.piece, torch.device("cpu"))
         microbatches = batch.microbatches(self.plan.data_ranks)
         if pipeline is None:
-            return Foresight((_known(self._whole(microbatches)),))
+            return MemoryEstimate((_known(self._whole(microbatches)),))
         stages = {part.stage: self._stage(cast("StagePart", part)) for part in self.parts}
-        return Foresight(tuple(map(_known, over_ranks(stages, pipeline.order(pipeline.legal(microbatches))))))
+        return MemoryEstimate(tuple(map(_known, over_ranks(stages, pipeline.order(pipeline.legal(microbatches))))))
 
     def _whole(self, microbatches: int) -> Mapping[MemoryUse, int]:
         """Further microbatches find gradients there, to which theirs are added; unless each leaves its own reduced."""
@@ -128,7 +128,7 @@ class _Player:
         with playing.account:
             for _ in range(1 if leaves_reduced else min(microbatches, 2)):
                 self._loss(playing).backward()
-        return playing.account.most + playing.spared.kept()
+        return playing.account.most + playing.repeated.kept()
 
     def _loss(self, playing: _Playing) -> Tensor:
         labels, routers = self.piece["labels"], playing.router_loss
@@ -162,7 +162,7 @@ class _Player:
             gradient = None if is_last else self._boundary(account)
             if left.requires_grad:
                 torch.autograd.backward(left, gradient)
-            backward, more = account.take(), playing.spared.kept()
+            backward, more = account.take(), playing.repeated.kept()
         return StageMemory(kept + more, forward + more, backward + more)
 
     def _boundary(self, account: MemoryAccount) -> Tensor:
@@ -184,7 +184,7 @@ class _Player:
         vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
         account = MemoryAccount([module], vocabulary, looks_every=SELDOM)
         if plan.tensor is not None:
-            ranks = ImaginedRanks(plan.tensor.ranks, account.note_messages)
+            ranks = FakeRanks(plan.tensor.ranks, account.note_messages)
             wrap_modules(module, plan.tensor, ranks, sums_at_once=plan.data.reduction == "mean")
         order.apply(module, plan, site, only=BEHIND_THE_CUT)
         objective = Objective(module, plan, None, lambda loss: None)
@@ -192,8 +192,8 @@ class _Player:
         self._cast(module, part.plan)
         part.module = module
         routers = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, module, ())
-        spared = SparedBlocks(module, part.plan, part.facts.blocks, account)
-        return _Playing(part, account, spared, objective, routers)
+        repeated = RepeatedBlocks(module, part.plan, part.facts.blocks, account)
+        return _Playing(part, account, repeated, objective, routers)
 
     def _cut(self, module: nn.Module, plan: Plan) -> None:
         if (tensor := plan.tensor) is not None:

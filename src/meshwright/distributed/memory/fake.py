@@ -19,7 +19,7 @@ GROUPED = {GROUPED_PRODUCT}
 """To tensors without memory torch says that it takes bfloat16 alone; the kernels take more."""
 
 
-class ImaginedRanks(MessagingRanks):
+class FakeRanks(MessagingRanks):
     """The first of several ranks of the tensor axis, as alone as it is: messages have their buffers, and nobody answers.
 
     Args:
@@ -88,10 +88,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in before:
             parameter.grad = gradient
     if touched:
-        raise Unplayable("a function that was put on one of its modules computes with the model itself, where a copy is played")
+        raise DryRunError("a function that was put on one of its modules computes with the model itself, where a copy is played")
 
 
-class Unplayable(Exception):
+class DryRunError(Exception):
     """In words, why a model is not played."""
 
 
@@ -105,7 +105,7 @@ class _Patience(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._operators += 1
         if self._operators > PATIENCE:
-            raise Unplayable(f"its step has more than {PATIENCE:,} operators, which would take too long to play")
+            raise DryRunError(f"its step has more than {PATIENCE:,} operators, which would take too long to play")
         return func(*args, **(kwargs or {}))
 
 

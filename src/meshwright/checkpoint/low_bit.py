@@ -30,7 +30,7 @@ ULPS = 2
 """Bound, in float32 steps, on the error of a scale recovered from its product with a code by division."""
 
 
-def keeps_few_bits(optimizer: torch.optim.Optimizer) -> bool:
+def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, TorchaoAdamW) and optimizer.state_word != "full"
 
 
