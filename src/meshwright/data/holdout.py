@@ -1,4 +1,7 @@
-"""Which documents are held out for validation. No seed enters: the same files and rows are held out in every run."""
+"""Choose the documents that are held out for validation.
+
+No seed enters: the same files and rows are held out in every run.
+"""
 
 from __future__ import annotations
 

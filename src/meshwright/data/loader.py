@@ -1,4 +1,7 @@
-"""Loader: each data rank's rows of each global batch. Its whole state is one integer: how many samples all ranks have consumed."""
+"""Load each data rank's rows of each global batch.
+
+The loader's whole state is one integer: the number of samples that all ranks have consumed.
+"""
 
 from __future__ import annotations
 

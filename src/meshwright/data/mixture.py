@@ -1,4 +1,7 @@
-"""Mixture: which source the sample at each index comes from, as a pure function of the index. Seeking is arithmetic."""
+"""Choose the source of the sample at each index, as a pure function of the index.
+
+Seeking is arithmetic.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a user says of a source: where it lies, how it is written, and what is learnt from it. Torch-free: part of the config tree."""
+"""Define the options of a source: where it lies, how it is written, what is learnt from it.
+
+Torch-free: part of the config tree.
+"""
 
 from __future__ import annotations
 

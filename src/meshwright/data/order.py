@@ -1,4 +1,7 @@
-"""Order: which sample stands at which index, as a pure function of (seed, index). Seeking is arithmetic."""
+"""Order samples as a pure function of (seed, index).
+
+Seeking is arithmetic.
+"""
 
 from __future__ import annotations
 

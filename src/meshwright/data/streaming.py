@@ -1,4 +1,4 @@
-"""Streaming: samples tokenised as they are needed, for sources that are too large, or change too often, to be tokenised first.
+"""Tokenise samples as they are needed, of sources too large or too changeable to be tokenised first.
 
 Documents come in the order of the files, again and again; every rank reads all of them and keeps its own rows, so that each layout
 sees the same samples. A stream cannot seek: to go on at sample n, what comes before it is read and tokenised once more, and counted.

@@ -1,4 +1,4 @@
-"""Meshes, and the techniques that lay a model onto them: one function per technique.
+"""Build meshes, and apply the techniques that lay a model onto them.
 
 These functions keep torch's averaging of gradients over data ranks, because their users bring mean losses;
 ``meshwright.parallelize`` sums a loss that is divided by the global token count already.

@@ -1,4 +1,4 @@
-"""Expert parallelism by KempnerForge's path: ``apply_expert_parallel`` of functions, ``get_ep_mesh`` of mesh."""
+"""Offer expert parallelism at KempnerForge's path."""
 
 from .doors.functions import apply_expert_parallel
 from .mesh import get_ep_mesh

@@ -1,4 +1,4 @@
-"""The device mesh: one axis per name, outermost first, sizes of 1 included; and its parts by name."""
+"""Build the device mesh, one axis per name, outermost first; and find its parts by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THE order of techniques. It stands here once, as code, and nowhere else."""
+"""State THE order of techniques, once, as code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ParallelModel: a model on a mesh, and the one step that every layout shares."""
+"""Define ParallelModel: a model on a mesh, and the one step that every layout shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model and a mesh to a ParallelModel: facts, plan, apply, audit."""
+"""Turn a model and a mesh into a ParallelModel: facts, plan, apply, audit."""
 
 from __future__ import annotations
 

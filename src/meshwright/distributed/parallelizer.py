@@ -1,4 +1,4 @@
-"""Any Hugging Face model onto a mesh, by NeMo AutoModel's path and names; they live in ``doors``."""
+"""Offer NeMo AutoModel's calls at their path."""
 
 from .doors.huggingface import (
     HAVE_NVFSDP,

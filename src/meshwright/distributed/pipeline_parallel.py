@@ -1,4 +1,4 @@
-"""Pipeline parallelism for loops of one's own by KempnerForge's path; the names live in ``mesh`` and ``doors``."""
+"""Offer pipeline parallelism at KempnerForge's path, for loops of one's own."""
 
 from .doors.stage_module import PipelineStageModule, build_stage_module, compute_layer_assignment
 from .doors.torch_schedules import build_pipeline_schedule, build_pipeline_stage

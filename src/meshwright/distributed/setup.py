@@ -1,4 +1,4 @@
-"""Process group and mesh: brought up from torchrun's or Slurm's variables, torn down without hanging."""
+"""Bring process group and mesh up from torchrun's or Slurm's variables, and tear them down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism by KempnerForge's path: ``apply_tensor_parallel`` of functions, ``get_tp_mesh`` of mesh."""
+"""Offer tensor parallelism at KempnerForge's path."""
 
 from .doors.functions import apply_tensor_parallel
 from .mesh import get_tp_mesh

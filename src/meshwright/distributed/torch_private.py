@@ -1,4 +1,7 @@
-"""Reach what torch.distributed keeps private: DTensor's inside, FSDP2's, and that of process groups. Nothing else touches it.
+"""Reach the private parts of torch.distributed: DTensor's, FSDP2's, process groups'; nothing else does.
+
+Each function names the public way that it waits for, or the torch that has another one.
+``tests/distributed/test_distributed_private.py`` exercises every one.
 
 Each function says which public way it waits for, or since when torch has another one. ``tests/distributed/test_distributed_private.py``
 exercises every one.

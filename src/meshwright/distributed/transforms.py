@@ -1,4 +1,4 @@
-"""A chain of registered model transforms, from config. Built-in ones come in THE order, whatever order the config lists them in.
+"""Apply a chain of registered model transforms from a config, built-in ones in THE order.
 
 Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
 """

@@ -1,4 +1,4 @@
-"""Clipping and ranks by KempnerForge's path; the names live in grad_clip and world."""
+"""Offer clipping and ranks at KempnerForge's path."""
 
 from .optimizer.grad_clip import clip_grad_norm_
 from .process.world import get_world_info, is_rank_zero

@@ -1,1 +1,1 @@
-"""Facts about any ``nn.Module``, on meta or not: parameters, ties, buffers, repeated blocks. Nothing here changes a model."""
+"""Read facts off any ``nn.Module``, on meta or not, without changing it."""

@@ -1,4 +1,4 @@
-"""Finding a model's repeated blocks from its structure alone."""
+"""Find a model's repeated blocks by its structure alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster as a fact: how many ranks, how many per node, which device."""
+"""Describe the cluster: number of ranks, ranks per node, kind of device."""
 
 from __future__ import annotations
 

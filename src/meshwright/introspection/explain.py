@@ -1,4 +1,4 @@
-"""Facts about a model as text for people."""
+"""Print facts about a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelFacts: what a model is made of, as a frozen value."""
+"""Define ModelFacts: what a model is made of, as a frozen value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Causal language models of Hugging Face's transformers, from a folder, a config.json or a config object; nothing is downloaded.
+"""Read causal language models of transformers from a folder, a config.json or a config object.
+
+Nothing is downloaded.
 
 Everything about such a model is learnt from its module and its config by facts; no family is known by name.
 """

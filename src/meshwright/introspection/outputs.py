@@ -1,4 +1,4 @@
-"""Where in a model's output the logits are."""
+"""Find the logits in a model's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model wants its inputs."""
+"""Read off a model's forward which inputs it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user hands over (a config, a module, a factory) to a module, without allocating weights."""
+"""Turn what a user hands over (a config, a module, a factory) into a module without weights."""
 
 from __future__ import annotations
 

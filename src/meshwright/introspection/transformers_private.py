@@ -1,4 +1,7 @@
-"""Reach what transformers keeps private. Nothing else touches it. Each function says which public way it waits for."""
+"""Reach the private parts of transformers; nothing else does.
+
+Each function names the public way that it waits for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models inside others that hand their inputs on, as adapter libraries wrap them."""
+"""Find models inside others that hand their inputs on, as adapter libraries wrap them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training from a config: the one user-facing config tree, what it builds, and the loop."""
+"""Train from a config: the config tree, what it builds, and the loop."""

@@ -1,4 +1,4 @@
-"""From a config to everything that a run needs: tokenizer, plan, model, optimizer, data. Refusals come before process groups."""
+"""Build everything that a run needs from a config, refusals before process groups."""
 
 from __future__ import annotations
 

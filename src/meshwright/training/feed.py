@@ -1,4 +1,4 @@
-"""What a run reads: its sources prepared once per node, opened on every rank, mixed and dealt to data ranks."""
+"""Prepare a run's sources once per node, open them on every rank, mix and deal their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Starting a run: in this process when a launcher made it one of several, else over worker processes of this host. Torch-free."""
+"""Start a run in this process (one of several, by a launcher) or over worker processes.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

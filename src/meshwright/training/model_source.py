@@ -1,4 +1,4 @@
-"""The model of a run: the decoder that the config describes, or a causal language model of Hugging Face; and what a run says of it."""
+"""Find a run's model: our decoder by config, or a causal language model of transformers."""
 
 from __future__ import annotations
 

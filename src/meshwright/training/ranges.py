@@ -1,4 +1,7 @@
-"""The legal range of every value of the config tree, in one table. What depends on the model or the mesh is in planning."""
+"""Check the legal range of every value of the config tree.
+
+Rules about the model or the mesh are in planning.
+"""
 
 from __future__ import annotations
 

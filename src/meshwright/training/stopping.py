@@ -1,4 +1,4 @@
-"""Signals that end a run cleanly: noted here, agreed by all ranks at the end of a step."""
+"""Note signals that end a run cleanly, and let all ranks agree at the end of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: what the config names, kept with the run so that it can always be read again."""
+"""Read the tokenizer that the config names, and keep it with the run."""
 
 from __future__ import annotations
 

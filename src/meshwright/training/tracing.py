@@ -1,4 +1,4 @@
-"""A run's first steps against a trace of what one process computed: on the run's own machines, in its layout and precision."""
+"""Compare a run's first steps with a trace of one process, in the run's own layout and precision."""
 
 from __future__ import annotations
 

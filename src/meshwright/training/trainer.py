@@ -1,4 +1,4 @@
-"""The loop. It knows no parallelism: every layout takes the same step."""
+"""Train: the loop knows no parallelism, since every layout takes the same step."""
 
 from __future__ import annotations
 

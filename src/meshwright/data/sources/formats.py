@@ -1,4 +1,4 @@
-"""Formats: how records lie in a file. Each can count its records and go through them; none is read whole."""
+"""Count and read records of each file format, a few at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Listing: which files a user's words stand for, and in which format they are. Nothing is read."""
+"""List the files that a user's words stand for, with their formats.
+
+Nothing is read.
+"""
 
 from __future__ import annotations
 

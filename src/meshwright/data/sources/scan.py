@@ -1,4 +1,4 @@
-"""Sources: the files and folders that a user names become a sorted list of files, each read once and checked."""
+"""Turn the files and folders that a user names into a sorted list of files, each read once and checked."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text to tokens: tokenizers, chat templates, and what is learnt from a record."""
+"""Turn text into tokens: tokenizers, chat templates, and what is learnt from a record."""

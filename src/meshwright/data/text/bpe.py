@@ -1,4 +1,4 @@
-"""A tokenizer trained on the spot: byte-level byte-pair encoding of the run's own text (Sennrich et al. 2016; Radford et al. 2019)."""
+"""Train a byte-level byte-pair tokenizer on the run's own text (Sennrich et al. 2016; Radford et al. 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that a model sees, by the Jinja template that comes with its tokenizer."""
+"""Write a conversation as the text that a model sees, by its tokenizer's Jinja template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: what is learnt from a record. Each turns one into examples: text in pieces, of which some are learnt and some only read."""
+"""Turn a record into examples: text in pieces, of which some are learnt and some only read."""
 
 from __future__ import annotations
 

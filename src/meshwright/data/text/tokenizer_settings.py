@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer.json and says more of it: names of special tokens, a chat template, the token that ends a text."""
+"""Read what lies beside a tokenizer.json: special tokens, a chat template, the end of a text."""
 
 from __future__ import annotations
 

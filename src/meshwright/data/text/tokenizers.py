@@ -1,4 +1,7 @@
-"""Tokenizers: text to ids and back. Bytes need no file; anything else is a local tokenizer.json. Nothing is ever downloaded."""
+"""Turn text into ids and back.
+
+Bytes need no file; anything else is a local tokenizer.json. Nothing is ever downloaded.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Data parallelism applied: DDP, FSDP2, HSDP, and gradient accumulation."""
+"""Apply data parallelism: DDP, FSDP2, HSDP, and gradient accumulation."""

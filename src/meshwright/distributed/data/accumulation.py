@@ -1,4 +1,4 @@
-"""Gradient accumulation: when gradients travel, for every kind of parallel model."""
+"""Decide when gradients travel while they accumulate, for every kind of parallel model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP): ZeRO-3 (arXiv 1910.02054) on torch's fully_shard."""
+"""Apply FSDP2 and its hybrid form: ZeRO-3 (arXiv 1910.02054) on torch's fully_shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters that some ranks use and others do not, by their rows, under fully_shard.
+"""Reduce gradients of parameters that some ranks' rows leave unused, under fully_shard.
 
 torch packs those gradients of a unit that exist, in order: ranks that used other parameters would add up gradients of different ones. So
 what is missing is filled up with zeros before it travels; and behind the backward the ranks say which parameters anybody used: one that

@@ -1,4 +1,4 @@
-"""Replicated data parallelism: torch's DistributedDataParallel (arXiv 2006.15704) on whole parameters."""
+"""Apply torch's DistributedDataParallel (arXiv 2006.15704) to whole parameters."""
 
 # no postponed annotations here: torch reads those of the communication hook as objects
 

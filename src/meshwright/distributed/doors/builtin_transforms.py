@@ -1,4 +1,4 @@
-"""The built-in transforms: each technique under its registered name, with the option names that its users know."""
+"""Register the built-in transforms, with the option names that their users know."""
 
 from __future__ import annotations
 

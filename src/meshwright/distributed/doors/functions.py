@@ -1,4 +1,4 @@
-"""One public function per technique: each makes a plan for the model at hand and applies its one row."""
+"""Offer one public function per technique: each plans for the model at hand and applies one row."""
 
 from __future__ import annotations
 

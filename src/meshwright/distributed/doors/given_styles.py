@@ -1,4 +1,4 @@
-"""Tensor plans that are given to a function, torch's own styles among them, read as rows of words."""
+"""Read tensor plans that are given to a function, torch's own styles among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call that lays any model of transformers (any transformer) onto a mesh: tensor parallelism, then FSDP2 or HSDP.
+"""Lay any transformer onto a mesh in one call: tensor parallelism, then FSDP2 or HSDP.
 
 The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks, since users of these
 functions bring mean losses; no second call completes them.

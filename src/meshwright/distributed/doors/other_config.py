@@ -1,4 +1,4 @@
-"""KempnerForge's ModelConfig read as a config of our decoder."""
+"""Read KempnerForge's ModelConfig as a config of our decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage of our decoder as a module of its own, for users who bring their own loop and torch's pipeline classes."""
+"""Build one stage of our decoder as a module, for users with a loop and torch's pipeline classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stage module of our decoder is cut over the tensor axis: as the whole decoder is, between whole messages."""
+"""Plan the tensor axis of a stage module as that of the whole decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The styles of tensor-parallel plans as ParallelStyle objects of our own: each makes one module compute on its part.
+"""Define the styles of tensor-parallel plans as ParallelStyle objects, each for one module.
 
 One by one and without sequence parallelism: what goes in and what comes out of a module is whole or one rank's features, by its style. A
 whole model is better cut by regions (``apply_tensor_parallel``), which know what belongs together.

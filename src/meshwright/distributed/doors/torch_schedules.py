@@ -1,4 +1,4 @@
-"""torch's own pipeline objects, for users who bring their own loop; ``parallelize`` runs schedules of ours."""
+"""Build torch's own pipeline objects, for users with a loop of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the built-in transforms, under the names that their users know."""
+"""Define the options of the built-in transforms, under the names that their users know."""
 
 from __future__ import annotations
 

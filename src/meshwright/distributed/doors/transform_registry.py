@@ -1,4 +1,4 @@
-"""The registry of model transforms: typed configs by name, and their order in a chain."""
+"""Register model transforms: typed configs by name, and their order in a chain."""
 
 from __future__ import annotations
 

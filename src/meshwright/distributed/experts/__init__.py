@@ -1,1 +1,1 @@
-"""Expert parallelism applied, and the routing of a step."""
+"""Apply expert parallelism, and route the tokens of a step."""

@@ -1,4 +1,4 @@
-"""Expert parallelism (arXiv 2006.16668): each rank has its share of every layer's experts, and tokens travel to theirs and back.
+"""Share experts out over ranks (arXiv 2006.16668): tokens travel to their experts and back.
 
 A token's row is sent once for each of its experts that is elsewhere, and only then: nothing is filled up, and nothing is dropped. What a
 rank sends to each of the others is known from one small message of counts, for which it waits once in a layer. A rank that is given no

@@ -1,4 +1,4 @@
-"""How tokens spread over experts: counted where experts are given them, whatever chose them."""
+"""Count how tokens spread over experts, where experts are given them."""
 
 from __future__ import annotations
 

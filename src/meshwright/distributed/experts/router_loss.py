@@ -1,4 +1,4 @@
-"""The loss that a model of transformers has its routers balanced by, of the tokens of all ranks that compute a microbatch together."""
+"""Compute a model's own router loss over the tokens of all ranks that share a microbatch."""
 
 from __future__ import annotations
 

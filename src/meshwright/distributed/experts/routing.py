@@ -1,4 +1,4 @@
-"""Routers of experts in a step: what their losses count for, and what moves their biases.
+"""Weigh routers' losses in a step, and move routers' biases.
 
 Both follow from numbers of the whole step, over all data ranks and microbatches: tokens that are routed, and tokens per expert.
 """

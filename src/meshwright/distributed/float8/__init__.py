@@ -1,1 +1,1 @@
-"""float8 training applied."""
+"""Apply float8 training."""

@@ -1,4 +1,4 @@
-"""What ranks of the tensor axis agree on before they multiply in float8: the largest magnitude of an operand that each has a part of.
+"""All-reduce amax over the tensor axis, so that a sharded operand has one tensorwise scale.
 
 So a part is rounded with the scale that the whole has in one process. Nothing travels where no operand asks for it.
 """

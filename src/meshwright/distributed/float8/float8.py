@@ -1,4 +1,4 @@
-"""float8 training of linear layers (arXiv 2209.05433), by torchao: operands of products are rounded to float8 with a scale of their own."""
+"""Convert linear layers to float8 training (arXiv 2209.05433), by torchao."""
 
 from __future__ import annotations
 

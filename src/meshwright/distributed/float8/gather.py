@@ -1,4 +1,4 @@
-"""Weights that FSDP gathers in float8: one byte for each element, and one scale for the whole weight, as it would have unsharded.
+"""Gather FSDP's weights in float8: a byte for each element, and one scale for the whole weight.
 
 torch asks the shard that it gathers how to (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao's answer is another class of
 tensor at rest, which optimizers, checkpoints and clipping then meet. Here an object answers in the shard's place, and what rests stays

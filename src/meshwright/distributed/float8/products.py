@@ -1,4 +1,4 @@
-"""How a linear layer multiplies: its output and the gradients of its input and weight, each a product of its own.
+"""Define how a linear layer multiplies: its output and the gradients of input and weight.
 
 Whoever computes them apart (tensor parallelism, which has messages between them; pipelines, which put the weight's off) asks the layer how
 it multiplies, so that one in float8 stays so.

@@ -1,4 +1,4 @@
-"""Reach what torchao keeps private, or in modules that it does not document. Nothing else touches it.
+"""Reach the private parts of torchao; nothing else does.
 
 torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. These are the functions behind them, for
 products that stand apart from their module, and for a step of one parameter. Each waits for a public form of itself.

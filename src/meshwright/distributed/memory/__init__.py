@@ -1,1 +1,1 @@
-"""Account for the memory of a step, measured or foreseen on tensors without memory."""
+"""Account for the memory of a step, measured or estimated by a dry run."""

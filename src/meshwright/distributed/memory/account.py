@@ -1,4 +1,4 @@
-"""What the memory of a step is held for: every storage that its operators make, told apart by who holds it and by what made it."""
+"""Account for every storage that a step's operators make: by its holder and by its maker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""A step of one rank, played: the plan's techniques are applied by the very code that applies them to the real model, then forward and
-backward run on tensors without memory, and what is held is accounted as in a run's first step."""
+"""Estimate the memory of one rank's step by a dry run on tensors without memory.
+
+The plan's techniques are applied by the very code that applies them to the real model; then forward and backward run,
+and what is held is accounted as in a run's first step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model, its inputs and its fellow ranks without memory: every tensor knows its shape, dtype and who holds it, and has no values."""
+"""Make a model, its inputs and the other ranks without memory: tensors with shapes and no values."""
 
 from __future__ import annotations
 

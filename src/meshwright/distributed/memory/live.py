@@ -1,4 +1,4 @@
-"""Which memory is there, below our code: every storage that torch's operators make is followed until nobody holds it."""
+"""Follow every storage that torch's operators make until nobody holds it."""
 
 from __future__ import annotations
 

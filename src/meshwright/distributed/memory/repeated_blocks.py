@@ -1,4 +1,4 @@
-"""Blocks that are alike are played a few times each; the others hand on what they are given, and what they would have kept is added."""
+"""Run a few of the blocks that are alike, and add what the others would have kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One global gradient norm over plain tensors and DTensors on any mixture of meshes, and clipping by it."""
+"""Compute one global gradient norm over tensors on any mixture of meshes, and clip by it."""
 
 from __future__ import annotations
 

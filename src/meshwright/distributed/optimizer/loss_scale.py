@@ -1,4 +1,4 @@
-"""Dynamic loss scaling (arXiv 1710.03740, section 3.2): float16 has no small gradients, so all of them are computed larger."""
+"""Scale the loss dynamically (arXiv 1710.03740, section 3.2): float16 has no small gradients."""
 
 from __future__ import annotations
 

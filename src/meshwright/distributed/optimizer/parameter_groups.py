@@ -1,4 +1,4 @@
-"""Optimizer groups by name: which parameters decay, and what is special."""
+"""Group parameters by name: which of them decay, and what is special."""
 
 from __future__ import annotations
 

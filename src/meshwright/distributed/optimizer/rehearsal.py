@@ -1,4 +1,4 @@
-"""An optimizer that is not known, tried out on small parameters that lie as the model's do, before it changes a weight."""
+"""Try an unknown optimizer on small parameters, placed as the model's are, before its first step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Optimizer state alone in host memory (as in ZeRO-Offload, arXiv 2101.06840, but that the device computes the step): for the step it comes
-to the device by portions, so the arithmetic is the very one of state that stays there.
+"""Keep optimizer state alone in host memory (as in ZeRO-Offload, arXiv 2101.06840).
+
+For the step, which the device computes, the state comes to the device by portions, so the arithmetic is that of state
+that stays there.
 
 On CUDA host memory is pinned, and copies follow on the stream that computes. On the CPU the same is done by plain copies.
 """

@@ -1,4 +1,4 @@
-"""The step of an optimizer, as the plan has it: of the kind that was asked for, with its state where it was asked for."""
+"""Step an optimizer as the plan has it, with its state where the plan keeps it."""
 
 from __future__ import annotations
 

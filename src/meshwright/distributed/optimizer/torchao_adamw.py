@@ -1,4 +1,4 @@
-"""AdamW by torchao: moments in 8 or 4 bits (arXiv 2110.02861, 2309.01507), and stochastic rounding of bfloat16 weights.
+"""Step AdamW by torchao: low-bit moments (arXiv 2110.02861, 2309.01507), stochastic rounding of bfloat16.
 
 States and arithmetic are torchao's. What is ours: each rank steps its own part of a parameter, of whatever placement; and random numbers
 are a function of (seed, step, name, position), so that copies of a weight are rounded alike, wherever they lie, and after a resume.

@@ -1,1 +1,1 @@
-"""Pipeline parallelism applied: a model cut into stages, and the work of a step done in a schedule's order."""
+"""Apply pipeline parallelism: cut a model into stages, and work in a schedule's order."""

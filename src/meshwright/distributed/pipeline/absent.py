@@ -1,4 +1,4 @@
-"""What stands in a stage's model for the modules that other stages have.
+"""Stand in for the modules that other stages have.
 
 The model's own forward runs on every stage. So masks, positions, rotary tables and whatever else its code gives to its blocks are its
 own, and no family needs code of its own. Blocks that are elsewhere hand on what they are given; the last of them before the stage's own

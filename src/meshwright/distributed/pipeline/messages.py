@@ -1,4 +1,4 @@
-"""What stages send each other, between the ranks of the pipeline axis."""
+"""Send activations and gradients between the ranks of the pipeline axis."""
 
 from __future__ import annotations
 

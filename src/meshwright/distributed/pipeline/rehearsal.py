@@ -1,4 +1,4 @@
-"""A cut into stages, rehearsed before its first use: a small copy of the model goes through stages of one block each, in this process.
+"""Rehearse a cut into stages before its first use, on a small copy with stages of one block each.
 
 The stages are made by the very code that makes those of the real model; only what carries messages between them is another.
 """

@@ -1,4 +1,4 @@
-"""A step of a pipeline: each rank does its part of the schedule's program, in its order."""
+"""Run a rank's part of a pipeline's step, in the order of its program."""
 
 from __future__ import annotations
 

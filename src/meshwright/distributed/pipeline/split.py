@@ -1,4 +1,4 @@
-"""A model cut into the parts that the stages of one rank run: one module for each stage, of which other stages' parameters are absent."""
+"""Cut a model into the stages of one rank, a module for each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes: who they are, how they start, agree and are watched."""
+"""Find processes, start them, let them agree, and watch them."""

@@ -1,4 +1,7 @@
-"""How ranks agree. Every decision that changes control flow passes through here; without a process group each is its own word."""
+"""Let ranks agree: every decision that changes control flow passes through here.
+
+Without a process group every function returns its argument.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives an elastic restart: a few words in the store of torchrun's agent, which stays up while workers come and go."""
+"""Keep a few values over an elastic restart, in the store of torchrun's agent."""
 
 from __future__ import annotations
 

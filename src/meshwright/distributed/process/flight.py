@@ -1,4 +1,4 @@
-"""The collective that this rank waits in, from torch's flight recorder (``setup`` switches it on). Safe to ask from any thread."""
+"""Read from torch's flight recorder which collective this rank waits in, from any thread."""
 
 from __future__ import annotations
 

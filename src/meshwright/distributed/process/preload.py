@@ -1,4 +1,6 @@
-"""What the fork server imports once, so that each worker starts with it: torch and our distributed floor. Starts no threads.
+"""Import once, in the fork server, what each worker starts with.
+
+Starts no threads.
 
 The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal that closes): it
 tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer them as it did before; a signal that

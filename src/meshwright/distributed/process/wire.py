@@ -1,4 +1,4 @@
-"""Counting what goes over the wire, below our code: every c10d operation that torch dispatches, with its bytes."""
+"""Count messages below our code: every c10d operation that torch dispatches, with its bytes."""
 
 from __future__ import annotations
 

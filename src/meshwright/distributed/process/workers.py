@@ -1,4 +1,6 @@
-"""Worker processes of one host, kept alive between jobs. Torch-free in the parent.
+"""Keep worker processes of one host alive between jobs.
+
+Torch-free in the parent.
 
 Workers are forked from a server that has imported torch already (so four start in a fraction of a second), and from a parent
 that never ran a multi-threaded kernel (so OpenMP survives the fork). Each job is a function that every rank runs; the ranks

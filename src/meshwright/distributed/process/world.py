@@ -1,4 +1,7 @@
-"""Who am I among the processes: torchrun's variables, else Slurm's, else alone. Torch-free."""
+"""Find this process's rank and the world size: from torchrun, else Slurm, else alone.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Activation checkpointing, activation offload and per-block compilation applied."""
+"""Apply activation checkpointing, activation offload and per-block compilation."""

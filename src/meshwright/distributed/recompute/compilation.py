@@ -1,4 +1,4 @@
-"""torch.compile, one repeated block at a time and in place: names stay, and equal blocks share one compilation."""
+"""Compile repeated blocks one at a time and in place: names stay, equal blocks share a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations that blocks save for backward wait in host memory (as in arXiv 2104.07857), and come back one block ahead of their use.
+"""Keep activations in host memory (as in arXiv 2104.07857), and fetch them one block ahead of their use.
 
 On CUDA copies run on a stream of their own, from and to pinned memory: a block's leave while the next one computes, and the one before is
 fetched while this one's backward runs. On the CPU the same is done by plain copies.

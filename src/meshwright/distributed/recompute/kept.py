@@ -1,4 +1,4 @@
-"""Results that a recomputation is handed back, where a policy keeps them: of operators, and of what other ranks sent.
+"""Save results of operators and collectives for a recomputation, as a policy asks.
 
 torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) holds results of operators, and so of no collective
 that writes into a buffer; it fails where the recomputed forward has an operator that the forward had not (a sharded unit gathers again,

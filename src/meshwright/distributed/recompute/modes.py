@@ -1,4 +1,4 @@
-"""The modes of recomputation by their names."""
+"""Name the modes of recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators' results a recomputation keeps: words and names, made into a policy of ``torch.utils.checkpoint``."""
+"""Turn names of operators into a policy of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 

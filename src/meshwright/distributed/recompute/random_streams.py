@@ -1,4 +1,4 @@
-"""The states of torch's random streams."""
+"""Read and restore the states of torch's random streams."""
 
 from __future__ import annotations
 

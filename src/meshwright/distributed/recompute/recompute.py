@@ -1,5 +1,4 @@
-"""Activation checkpointing: drop a module's activations and recompute them in backward (arXiv 1604.06174), all of them or but for results
-of some operators (arXiv 2205.05198); or keep them in host memory."""
+"""Recompute activations in backward (arXiv 1604.06174), all or but for some operators' (arXiv 2205.05198)."""
 
 from __future__ import annotations
 

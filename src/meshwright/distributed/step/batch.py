@@ -1,4 +1,4 @@
-"""One rank's batch of an optimizer step: checked, counted, cut into microbatches."""
+"""Check and count a rank's batch of an optimizer step, and cut it into microbatches."""
 
 from __future__ import annotations
 

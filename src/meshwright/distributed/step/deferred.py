@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: what a split backward computes in its second half (zero bubble pipelines, arXiv 2401.10241).
+"""Defer weight gradients to a split backward's second half (zero bubble pipelines, arXiv 2401.10241).
 
 The first half is an ordinary backward in which linear layers pass on their input's gradient, and note input and output gradient for
 later. So a recomputed block is recomputed once, and what the second half needs is all that is kept. Other parameters (norms, biases,

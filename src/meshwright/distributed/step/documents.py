@@ -1,4 +1,4 @@
-"""Whether a model that is told positions only keeps packed documents apart: asked of the model itself.
+"""Ask a model whether positions alone keep packed documents apart.
 
 transformers sees from positions that begin again where a document begins, and masks; but not in every model, and not in every version.
 """

@@ -1,4 +1,4 @@
-"""A head that computes the loss itself, in chunks, on request: whole logits never exist."""
+"""Let a head compute the loss in chunks, so that whole logits never exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling from a model, token by token, by running the whole window each time (right for short samples)."""
+"""Sample from a model token by token, running the whole window each time (for short samples)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a microbatch, as the plan has it computed: from logits, from this rank's part of them, or by the head itself."""
+"""Compute the loss of a microbatch as the plan has it: from logits, from a rank's part, or in the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of the user's: asked, before the first step, whether they are the sum that layouts can share out; and those of the model's own."""
+"""Check that a user's loss is a sum that layouts can share out; and find a model's own losses."""
 
 from __future__ import annotations
 

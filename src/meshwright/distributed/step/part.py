@@ -1,4 +1,4 @@
-"""What one process runs of a model: a part for each pipeline stage that it has; without a pipeline, the model."""
+"""Define the part of a model that one process runs: one for each of its pipeline stages."""
 
 from __future__ import annotations
 

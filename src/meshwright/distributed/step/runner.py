@@ -1,4 +1,4 @@
-"""Which runner a plan needs."""
+"""Choose the runner that a plan needs."""
 
 from __future__ import annotations
 

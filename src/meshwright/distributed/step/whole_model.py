@@ -1,4 +1,4 @@
-"""A step of a model that is one part: microbatches one behind the other."""
+"""Run the microbatches of a model that is one part, one behind the other."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: weights cut along features, activations between blocks along the sequence."""
+"""Apply tensor and sequence parallelism: weights cut along features, activations along the sequence."""

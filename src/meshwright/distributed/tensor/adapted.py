@@ -1,4 +1,4 @@
-"""Linear layers with adapters on one of several tensor-parallel ranks.
+"""Compute linear layers with adapters on one of several tensor-parallel ranks.
 
 The module that adds an adapter's output to its host's runs as it is, with this rank's parts inside. So what lies between (dropout,
 scales, casts, several adapters, adapters switched off) stays its own business, and nothing travels but what would without adapters:

@@ -1,4 +1,4 @@
-"""Where a model begins and ends to be cut: embedding, first and last block, head."""
+"""Begin and end the cut of a model: embedding, first and last block, head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differentiable steps of tensor and sequence parallelism.
+"""Define the differentiable steps of tensor and sequence parallelism.
 
 Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): what a rank holds between blocks is its
 part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter. A gathered tensor is not kept for backward:

@@ -1,4 +1,4 @@
-"""The ranks of the tensor axis: what they say to each other."""
+"""Exchange tensors among the ranks of the tensor axis."""
 
 from __future__ import annotations
 

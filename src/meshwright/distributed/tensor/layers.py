@@ -1,4 +1,4 @@
-"""How layers inside a block compute on one of several tensor-parallel ranks."""
+"""Compute layers inside a block on one of several tensor-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a head whose vocabulary ranks share out, and a head whose logits are never whole.
+"""Compute the loss of a vocabulary-parallel head, and of a head whose logits are never whole.
 
 The vocabulary-parallel cross entropy is Megatron-LM's (arXiv 1909.08053): each rank has the logits of its part of the vocabulary; maxima
 and sums of exponentials travel, and not the logits. The fused head computes logits, loss and gradients chunk by chunk in the forward, as

@@ -1,4 +1,4 @@
-"""Column-parallel layers behind norms that stand side by side: the norms' input is gathered once, and each rank norms all of it.
+"""Compute column-parallel layers behind norms side by side: their input is gathered once, before the norms.
 
 Gathering what the norms give would send one tensor for each. A rank finds for the norms' parameters a summand of their gradients, that
 of its own features; without this it would be that of its own tokens.

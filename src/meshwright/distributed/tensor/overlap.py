@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: a product and the message before or behind it overlap, piece by piece, through symmetric memory.
+"""Overlap products with the messages before or behind them, through symmetric memory.
 
 torch's fused operators do it ("async TP" in torchtitan): ranks read each other's memory over NVLink while they multiply. What comes out is
 what the message and the product give one after the other.

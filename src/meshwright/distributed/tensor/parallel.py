@@ -1,4 +1,4 @@
-"""Tensor parallelism applied: parameters distributed, modules wrapped, by the plan."""
+"""Apply a tensor plan: distribute parameters, wrap modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan rehearsed before its first use: the ranks are threads of this process, and what they compute is compared with plain torch.
+"""Rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch.
 
 The modules are wrapped by the very code that lays out the real model; only what carries messages between ranks is another.
 """

@@ -1,4 +1,4 @@
-"""What the wrapped modules of one model share, and how a module is wrapped: its forward is replaced in place, and names stay.
+"""Share state among the wrapped modules of one model, and show them plain local parameters.
 
 A wrapped forward works on plain tensors, this rank's parts of the parameters, which rest as DTensors.
 """

@@ -1,4 +1,4 @@
-"""How activations between the blocks lie on the ranks of the tensor axis."""
+"""Describe how activations between blocks lie on the ranks of the tensor axis."""
 
 from __future__ import annotations
 

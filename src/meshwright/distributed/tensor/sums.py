@@ -1,4 +1,4 @@
-"""Gradients that are sums over the tensor axis: of what all ranks have whole and use for their own part, and of copied parts.
+"""Sum gradients over the tensor axis: of whole parameters used for a part of the work, and of copied parts.
 
 Their sum follows from the plan, and is taken once per optimizer step, in one message.
 """

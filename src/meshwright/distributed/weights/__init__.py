@@ -1,1 +1,1 @@
-"""Weights: how they come into being, how they lie on ranks, and how whole tensors are read off them."""
+"""Make weights, place them on ranks, and read whole tensors off them."""

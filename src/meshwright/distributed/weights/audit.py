@@ -1,4 +1,4 @@
-"""Was the plan done? Every parameter there and placed as planned, ties and frozen state as before, replicas bitwise equal."""
+"""Audit a laid-out model: every parameter is there and placed as planned, replicas bitwise equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as a model's constructor computes them, on every layout.
+"""Give weights the constructor's values, on every layout.
 
 The constructor's steps (``introspection/constructor/recording``) are carried out on each rank, for the parameters of
 which it holds a part; a value lives no longer than steps need it, so the peak is the rank's own share and the largest

@@ -1,4 +1,4 @@
-"""What IS: a laid-out model as text, read off its tensors and modules and not off its plan."""
+"""Describe a laid-out model by its tensors and modules, not by its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random values of a parameter, drawn block by block: each rank draws the blocks that overlap its share, and every layout has the same."""
+"""Draw a parameter's random values block by block, equal on every layout."""
 
 from __future__ import annotations
 

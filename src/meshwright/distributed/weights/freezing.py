@@ -1,4 +1,4 @@
-"""Frozen parameters: they get no gradient, no optimizer state, and stay as they were loaded."""
+"""Freeze parameters: they get no gradient and no optimizer state."""
 
 from __future__ import annotations
 

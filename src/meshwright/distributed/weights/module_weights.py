@@ -1,5 +1,6 @@
-"""Weights of models that were handed over on meta, by their modules' own initialisers: ``reset_parameters`` (torch's convention;
-``_reset_parameters`` too). What the model's constructor did besides is not known then (``constructed`` has models whose constructor is).
+"""Initialise a model handed over on meta by its modules' ``reset_parameters`` (or ``_reset_parameters``).
+
+What the model's constructor did besides is not known then (``constructed`` has models whose constructor is).
 
 Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its parameters and buffers
 and of those inside it (a parent may set its children's), with torch's generator seeded by (seed, path of the module); then each

@@ -1,4 +1,4 @@
-"""A tensor that lies in parts: a fused weight, or key heads of which several ranks have copies, and all that torch makes of it."""
+"""Define a tensor that lies in parts (fused weights, copied key heads), and what torch makes of it."""
 
 from __future__ import annotations
 

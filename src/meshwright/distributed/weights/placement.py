@@ -1,4 +1,4 @@
-"""The placement of a tensor of which a rank holds several runs of slices, or the same ones as another rank."""
+"""Place a tensor of which a rank holds several runs of slices, or the same ones as another rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a parameter is here, and seeds that do not depend on where."""
+"""Find the local part of a parameter, and seeds that do not depend on where it lies."""
 
 from __future__ import annotations
 

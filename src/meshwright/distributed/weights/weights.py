@@ -1,4 +1,4 @@
-"""Weights come into being: each rank makes its own share, and every layout starts bitwise equal.
+"""Make weights: each rank its own share, bitwise equal on every layout.
 
 A model that a function, a class or a config builds gets what its constructor computes (``constructed``). Our own decoder has a law: a
 parameter's values are a function of (seed, global name, position). It is cut into blocks of whole rows, at most

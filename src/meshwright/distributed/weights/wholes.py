@@ -1,4 +1,4 @@
-"""Whole tensors from shards, many at a time."""
+"""Gather whole tensors from shards, many at a time."""
 
 from __future__ import annotations
 

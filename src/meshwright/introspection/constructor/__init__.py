@@ -1,1 +1,1 @@
-"""Record what a model's constructor does to its tensors, and do it again where they are needed."""
+"""Record how a model's constructor fills its tensors, and repeat it on each rank."""

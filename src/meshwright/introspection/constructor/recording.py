@@ -1,4 +1,4 @@
-"""Record what a model's constructor does to its tensors, without memory, to carry it out where it is needed.
+"""Record what a constructor does to its tensors, without memory, to repeat it elsewhere.
 
 The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates or writes a tensor is
 noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to the last bit what the constructor gives in one

@@ -1,4 +1,4 @@
-"""The steps by which a model's constructor makes its tensors, and real tensors in which they are carried out.
+"""Define the steps by which a constructor fills tensors, and carry them out on real ones.
 
 A tensor is named by its storage and how it lies there, so views, ``.data`` and parameters made of tensors need no care.
 """

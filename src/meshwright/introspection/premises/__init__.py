@@ -1,1 +1,1 @@
-"""Check on a small copy what a layout takes for granted of a model: rows that add up, a forward that changes no state."""
+"""Test on a small copy what layouts assume: rows add up, and a forward changes no state."""

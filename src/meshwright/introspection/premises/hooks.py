@@ -1,4 +1,7 @@
-"""Hooks of the user's own on parameters: a layout may call them with a part of the gradient, or not at all."""
+"""Find the user's hooks on parameters.
+
+A layout may call such a hook with a part of the gradient, or not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model computes in less than its own dtype somewhere."""
+"""Detect whether a model computes in less than its own dtype somewhere."""
 
 from __future__ import annotations
 

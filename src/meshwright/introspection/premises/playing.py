@@ -1,4 +1,7 @@
-"""One forward and backward of a copy of a model, watched: random draws held still, and numbers that Python reads off the data noted."""
+"""Run one forward and backward of a copy of a model under observation.
+
+Random draws are held still, and numbers that Python reads off the data are noted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a model's forward does beyond giving each row's tokens that row's logits, played on a small copy of it before its first use.
+"""Test what a model's forward does besides giving each row's tokens their logits.
+
+The test runs on a small copy, before the model is first laid out.
 
 Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process does. All of that is
 without consequence for a forward that is a function of weights and rows. So the small copy is played, in training mode and with every

@@ -1,4 +1,4 @@
-"""Configs of models of the same structure that are small enough to be measured in a moment.
+"""Derive configs of the same structure that are small enough to be measured in a moment.
 
 Keys are the usual ones of transformers' configs and of ours. Whether a small model really has the structure of the large one is not taken
 on trust: its blocks must have the same modules and parameters.

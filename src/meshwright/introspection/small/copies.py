@@ -1,4 +1,4 @@
-"""Copies of models, also of those whose forward was replaced by a function that holds on to the model."""
+"""Copy models deeply, those too whose forward was replaced by a closure over the model."""
 
 from __future__ import annotations
 

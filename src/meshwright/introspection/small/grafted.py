@@ -1,4 +1,4 @@
-"""A small model that a config builds, put into the wrappers of a large one: around the model itself, and around single layers.
+"""Put a small model into the wrappers of a large one.
 
 A wrapper is a module around one of the same class as the small model has in its place. It is copied without its weights, in sizes that
 follow from the layer inside; what it has of its own (a rank, a scale, a rate of dropout) stays.

@@ -1,4 +1,4 @@
-"""A small copy of a model to measure: fp64, on the CPU, random weights, no more blocks than it has kinds of."""
+"""Make a small copy of a model to measure: fp64, on the CPU, random weights, few blocks."""
 
 from __future__ import annotations
 

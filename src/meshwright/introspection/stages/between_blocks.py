@@ -1,4 +1,7 @@
-"""What a model's forward reads while none of its blocks runs: a pipeline's stages cut the way from one block to the next."""
+"""Find what a forward reads while none of its blocks runs.
+
+A pipeline's stages cut the way from one block to the next.
+"""
 
 from __future__ import annotations
 

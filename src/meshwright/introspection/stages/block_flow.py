@@ -1,4 +1,4 @@
-"""How activations flow from block to block, and what lies before and behind the blocks; seen on the small copy that was measured."""
+"""Find how activations flow from block to block, and what lies before and behind the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How a transformer can be cut among tensor-parallel ranks, measured on a small copy of it: no names, no list of families."""
+"""Measure how a transformer can be cut among tensor-parallel ranks, on a small copy of it.
+
+No family of models is known by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with adapters beside them: pairs of linear layers, one behind the other, whose output is added to that of a host.
+"""Find adapters: pairs of linear layers whose output is added to that of a host layer.
 
 Found by what is computed. A module takes one tensor and gives the host's output and multiples of what the pairs make of the same tensor.
 So it is itself linear, and is measured in the host's place: what it gives is held and pushed, and not what one of its layers gives.

@@ -1,4 +1,4 @@
-"""Stacks of experts: modules that hold all experts of a layer in tensors with one row for each, and compute rows by expert numbers.
+"""Find stacks of experts: modules whose tensors hold all experts of a layer, a row for each.
 
 Such a module can compute with a part of its stack: given local numbers, and weights of one, its own forward gives what each row's expert
 makes of it. So experts are shared out without knowing what they compute. Whether that holds is tried on a small copy, in fp64.

@@ -1,4 +1,4 @@
-"""Modules of a block whose outputs are held at recorded values, while features of one of them are pushed."""
+"""Hold the outputs of a block's modules at recorded values, and push features of one of them."""
 
 from __future__ import annotations
 

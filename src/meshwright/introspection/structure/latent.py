@@ -1,4 +1,4 @@
-"""What heads are made from: whether nothing else comes into it."""
+"""Check that nothing else flows into the layers that heads are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else of a region must be told that only some of its groups are here: numbers that its modules keep, arguments with a dim of heads.
+"""Find what else a region must be told on a rank: numbers its modules keep, arguments with a dim of heads.
 
 Found by trying. The region's modules run as one of several ranks would run them, on slices of what was recorded; the input of the layer
 that ends the region must then be that rank's slice of the recorded one. Numbers that matter are changed, fewest first, until it is so.

@@ -1,4 +1,4 @@
-"""Norms of one and the same tensor, side by side: which of a block's layers take nothing else than what they give."""
+"""Find norms of the same tensor, side by side, and the layers that take only what those give."""
 
 from __future__ import annotations
 

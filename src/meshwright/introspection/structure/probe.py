@@ -1,4 +1,4 @@
-"""Measuring one block: which features of which layers move which others.
+"""Measure in one block which features of which layers move which others.
 
 All linear layers' outputs are held at recorded values, one output feature of one of them is pushed at one token, and the inputs of all
 of them are watched. What moves is *directly* influenced. The direct influence is block-sparse exactly where a block can be cut: features

@@ -1,4 +1,4 @@
-"""A region of a block, and the cuts of its tensors."""
+"""Define a region of a block, and the cuts of its tensors."""
 
 from __future__ import annotations
 

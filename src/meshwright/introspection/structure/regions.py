@@ -1,4 +1,4 @@
-"""From measured influence to regions: the parts of a block that fall into groups which do not touch each other."""
+"""Find regions in measured influence: parts of a block whose groups do not touch each other."""
 
 from __future__ import annotations
 

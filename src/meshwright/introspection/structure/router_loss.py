@@ -1,5 +1,7 @@
-"""The loss that models of transformers have their routers balanced by: E · Σₑ Fₑ · Pₑ over the tokens of all layers (arXiv 2101.03961,
-eq. 4 to 6), with F the share of tokens that chose an expert, and P its mean probability.
+"""Measure the loss by which a model of transformers balances its routers (arXiv 2101.03961, eq. 4 to 6).
+
+It is E · Σₑ Fₑ · Pₑ over the tokens of all layers, with F the share of tokens that chose an expert, and P its mean
+probability.
 
 It is part of a loss that such a model computes itself, of the tokens that one process has. What it is made of is tried on a small copy, so
 that it can be computed of the tokens of many processes.

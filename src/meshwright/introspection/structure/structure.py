@@ -1,4 +1,4 @@
-"""The structure of a model: its kinds of blocks with their regions, and what lies before and behind the blocks."""
+"""Define the structure of a model: kinds of blocks, their regions, both ends; and measure it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model does between its head and the logits that it returns (a soft cap, a scale): found by watching, replayed on any piece."""
+"""Find what a model does between its head and its logits (a soft cap, a scale), and replay it on any piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank is doing, in a small file that outlives it: for whoever asks why a run ended, or why it does not go on.
+"""Write each rank's present work to a small file that outlives the rank.
 
 The first line of the file says step and phase and is written by the loop itself, so that it is right at any moment; the
 second is written about once per second by a thread: the module, the collective and the stack of the one that trains. A file

@@ -1,4 +1,4 @@
-"""The other ranks of a run: what their heartbeats explain when a collective breaks or does not end."""
+"""Explain by other ranks' heartbeats why a collective broke or does not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the heartbeats of a run say of a rank that ended or does not go on, in sentences. Torch-free: the launcher asks too."""
+"""Tell from heartbeats why a rank ended or does not go on.
+
+Torch-free: the launcher asks too.
+"""
 
 from __future__ import annotations
 

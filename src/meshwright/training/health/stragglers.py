@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: each rank's own time of a step, without what it waited for others in collectives.
+"""Find the rank that keeps the others waiting, by each rank's own time of a step.
 
 All ranks' steps take the same time, since they meet in collectives. But a rank that is late at one is seen by all: the clock of a
 step starts when the ranks leave the collective that ends the step before (the one by which they agree to go on), so the moments

@@ -1,4 +1,4 @@
-"""TensorBoard files of a run's figures."""
+"""Write a run's figures to TensorBoard files."""
 
 from __future__ import annotations
 

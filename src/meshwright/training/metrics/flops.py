@@ -1,4 +1,4 @@
-"""FLOPs of training and model FLOPs utilisation (MFU), counted as in PaLM, appendix B (Chowdhery et al. 2022)."""
+"""Count FLOPs of training and model FLOPs utilisation (PaLM, appendix B; Chowdhery et al. 2022)."""
 
 from __future__ import annotations
 

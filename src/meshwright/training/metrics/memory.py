@@ -1,4 +1,4 @@
-"""How much memory this process holds, and of which kind: what the allocator gave out on a GPU, resident memory on a CPU."""
+"""Read this process's memory: the allocator's on a GPU, resident memory on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's memory was held for beside what the plan foresaw, and which switches would save most of it."""
+"""Compare a step's memory with the plan's estimate, and name the switches that save most."""
 
 from __future__ import annotations
 

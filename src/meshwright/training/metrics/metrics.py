@@ -1,4 +1,4 @@
-"""The run's figures on disk: ``metrics.jsonl``, which every other way of looking at a run is made from."""
+"""Write a run's figures to ``metrics.jsonl``, the source of every other view."""
 
 from __future__ import annotations
 

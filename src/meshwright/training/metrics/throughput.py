@@ -1,4 +1,4 @@
-"""Tokens per second over the last steps, and what that says about the rest of the run."""
+"""Measure tokens per second over the last steps, and the time that is left."""
 
 from __future__ import annotations
 

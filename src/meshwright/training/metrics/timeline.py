@@ -1,4 +1,4 @@
-"""Where the seconds before the first step went."""
+"""Time the phases before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's figures go: one small interface, and behind it a file, TensorBoard and Weights & Biases."""
+"""Send a run's figures to a file, TensorBoard and Weights & Biases through one interface."""
 
 from __future__ import annotations
 

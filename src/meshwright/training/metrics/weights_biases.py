@@ -1,4 +1,4 @@
-"""Weights & Biases: a run's figures on somebody's server, or in files that ``wandb sync`` sends there."""
+"""Send a run's figures to Weights & Biases, or into files that ``wandb sync`` sends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How fast and by what rule parameters move: learning-rate schedules and the optimizer."""
+"""Build optimizers and learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that resuming needs the step and nothing else."""
+"""Compute learning rates as pure functions of the step: resuming needs the step alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile of a few steps as a Chrome trace (chrome://tracing, https://ui.perfetto.dev), in the names of the model and the mesh."""
+"""Profile a few steps as a Chrome trace, in the names of the model and the mesh."""
 
 from __future__ import annotations
 

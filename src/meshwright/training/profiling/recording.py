@@ -1,4 +1,4 @@
-"""What is recorded of a few steps and written when they are over: a profile, or the memory's history."""
+"""Record a few steps and write what was recorded: a profile, or the memory's history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names for a trace of torch's profiler: backward by module, collectives by kind and mesh axis. Works on the parsed file; torch-free."""
+"""Name a profiler trace's events: backward by module, collectives by kind and mesh axis.
+
+Works on the parsed file; torch-free.
+"""
 
 from __future__ import annotations
 

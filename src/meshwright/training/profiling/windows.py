@@ -1,4 +1,7 @@
-"""A few steps of a run, written "10:13" for the steps 10, 11 and 12: which ones to profile, or to record the memory of. Torch-free."""
+"""Read a window of steps, written "10:13" for the steps 10, 11 and 12.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

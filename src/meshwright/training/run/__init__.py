@@ -1,1 +1,1 @@
-"""A run's folder: what it holds, who may use it, how it is continued and exported."""
+"""Keep a run's folder: its files, its one user, its continuation and export."""

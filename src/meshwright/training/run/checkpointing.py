@@ -1,4 +1,4 @@
-"""A run's own checkpoints: saved beside each other, pointed to when whole, and taken up again when the run goes on."""
+"""Save a run's checkpoints, point to the newest whole one, and continue from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's model as a folder that transformers reads."""
+"""Convert a run's model into a folder that transformers reads."""
 
 from __future__ import annotations
 

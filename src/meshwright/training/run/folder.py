@@ -1,4 +1,4 @@
-"""A run's folder: where it is, what it holds, and whether it is the same run."""
+"""Find a run's folder, and check that it holds the same run."""
 
 from __future__ import annotations
 

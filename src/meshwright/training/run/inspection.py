@@ -1,4 +1,4 @@
-"""What a run folder holds, in words. Reads nothing but small text files."""
+"""Describe the contents of a run folder from its small text files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job in a run's folder at a time: two would overwrite each other's checkpoints and metrics."""
+"""Allow one job at a time in a run's folder: two would overwrite each other's files."""
 
 from __future__ import annotations
 

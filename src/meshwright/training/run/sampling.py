@@ -1,4 +1,4 @@
-"""Text from a run's checkpoint, in one process."""
+"""Sample text from a run's checkpoint, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trust: which values of a config run somebody's code, and whose word they need.
+"""Find the values of a config that run somebody's code, and ask for consent.
 
 A config file may come from anybody, with the run or the model that it describes, so no file allows its own code: such a value counts
 where it is given as a flag on this command line, or where ``--trust`` stands there. Torch-free.

@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs."""
+"""Submit runs as Slurm jobs."""

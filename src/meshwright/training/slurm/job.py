@@ -1,4 +1,7 @@
-"""A run as a Slurm job: its batch script, and the submission. Torch-free; submitit is imported where it is used."""
+"""Submit a run as a Slurm job: its batch script, and the submission.
+
+Torch-free; submitit is imported where it is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The folder of a Slurm job's run where the config names none: made once, and found again when the job is requeued. Torch-free."""
+"""Make the folder of a Slurm job's run once, and find it again when the job is requeued.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss curve in one line of text."""
+"""Draw a loss curve in one line of text."""
 
 from __future__ import annotations
 

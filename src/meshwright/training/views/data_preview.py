@@ -1,4 +1,4 @@
-"""The first samples of a run's data as the model will meet them: what is learnt stands out from what is only read."""
+"""Show the first samples of a run's data, learnt tokens apart from those only read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live display on a terminal: a bar, the figures of the moment, the loss so far and the last logged steps."""
+"""Show a run live on a terminal: a bar, present figures, the loss so far, the last logged steps."""
 
 from __future__ import annotations
 

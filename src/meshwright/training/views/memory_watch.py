@@ -1,4 +1,4 @@
-"""What the memory of a run's first step is held for, and what is said when there is not enough."""
+"""Watch the memory of a run's first step, and explain when there is not enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says while it runs: one interface, shown live on a terminal, as plain lines elsewhere, not at all on other ranks."""
+"""Print a run's progress: live on a terminal, as plain lines elsewhere, on the first rank alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last thing a run prints: what came of it, and where everything is."""
+"""Print a run's results, and where everything is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do and when: of a schedule by name, or as a run's last step was measured."""
+"""Draw the work of a pipeline's ranks over time, by schedule or as the last step was measured."""
 
 from __future__ import annotations
 

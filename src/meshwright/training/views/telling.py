@@ -1,4 +1,4 @@
-"""What a run tells of itself: the header, the figures of every step on screen and on disk, and the closing report."""
+"""Print and write what a run reports: its header, the figures of each step, the closing report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What watches the loop beside its figures: recordings of a few steps, the comparison of the first ones with a trace, and the search
-for the rank that the others wait for."""
+"""Watch the loop beside its figures: recordings, the comparison with a trace, the search for stragglers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""nvFSDP's call as a door into the engine."""
+"""Offer nvFSDP's call as a door into the engine."""

@@ -1,4 +1,4 @@
-"""A check of gradients when a backward ends, of which all ranks learn."""
+"""Check gradients when a backward ends, and tell all ranks."""
 
 from __future__ import annotations
 

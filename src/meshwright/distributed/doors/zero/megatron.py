@@ -1,4 +1,4 @@
-"""megatron-fsdp (once nvFSDP) as the back end of ``nvfsdp_strategy_parallelize``: CUDA only, and never run here.
+"""Call megatron-fsdp (once nvFSDP) as the back end of the door: CUDA only, and never run here.
 
 Its arguments have had several names and some come and go, so each is bound by the signature of what is installed, or refused by name.
 """

@@ -1,4 +1,4 @@
-"""An optimizer that was made for a model before it was laid out, made to hold what its parameters became."""
+"""Make an optimizer hold what its parameters became when the model was laid out."""
 
 from __future__ import annotations
 

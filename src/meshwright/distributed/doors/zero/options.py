@@ -1,4 +1,4 @@
-"""What can be said to ``nvfsdp_strategy_parallelize``, and what of it there is without megatron-fsdp."""
+"""Define the options of ``nvfsdp_strategy_parallelize``, and those that exist without megatron-fsdp."""
 
 from __future__ import annotations
 

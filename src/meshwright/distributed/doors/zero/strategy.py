@@ -1,4 +1,4 @@
-"""nvFSDP's one call, as a door into our engine: ZeRO stages 0 to 3 for any transformer, beside tensor parallelism."""
+"""Offer nvFSDP's one call: ZeRO stages 0 to 3 for any transformer, beside tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules' parameters travel together, where the user of ``nvfsdp_strategy_parallelize`` says so."""
+"""Choose the modules whose parameters travel together, as the user of the door asks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""A run as one HTML page: its curves, what happened, its config and its plan. It needs no network and trusts no file. Torch-free."""
+"""Show a run as one HTML page: curves, events, config and plan.
+
+The page needs no network and trusts no file. Torch-free.
+"""

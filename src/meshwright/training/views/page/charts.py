@@ -1,4 +1,4 @@
-"""Curves as SVG: axes, a path per series, marks where something happened."""
+"""Draw curves as SVG: axes, a path per series, marks at events."""
 
 from __future__ import annotations
 

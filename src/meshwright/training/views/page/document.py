@@ -1,4 +1,4 @@
-"""The page: everything that a run folder tells, in one file that needs nothing else."""
+"""Write the page: everything that a run folder tells, in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics of a run say, as series of numbers: read once, in little memory, whatever stands in the file."""
+"""Read a run's metrics as series of numbers, once and in little memory."""
 
 from __future__ import annotations
 
