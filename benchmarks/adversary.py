@@ -1,9 +1,12 @@
-"""Random odd models on random layouts with random options, each against plain torch in one process. Nothing of the oracle is the library's.
+"""Random odd models on random layouts with random options, each against plain torch in one process.
+
+Nothing of the oracle is the library's.
 
     python benchmarks/adversary.py [--trials 500] [--seed 0] [--only SEED]
 
-A trial draws a transformer from parts (attention, feed-forward, norms, positions, ties, oddities), a layout of two or four ranks,
-techniques, batches and an optimizer, trains for three steps, and compares losses, gradient norms and weights in float64. It ends as
+A trial draws a transformer from parts (attention, feed-forward, norms, positions, ties, oddities), a layout of two or
+four ranks, techniques, batches and an optimizer, trains for three steps, and compares losses, gradient norms and
+weights in float64. It ends as
 
     equal      within 1e-9 of the norm, relative
     refused    by an error of the library's own, before the first step
@@ -51,7 +54,9 @@ class Attention(nn.Module):
         if self.fused:
             self.qkv = nn.Linear(width, width + 2 * self.kv * HEAD, bias=self.bias)
         else:
-            self.q, self.k, self.v = (nn.Linear(width, n, bias=self.bias) for n in (width, self.kv * HEAD, self.kv * HEAD))
+            self.q, self.k, self.v = (
+                nn.Linear(width, n, bias=self.bias) for n in (width, self.kv * HEAD, self.kv * HEAD)
+            )
         self.o = nn.Linear(width, width, bias=self.bias)
         if self.kind == "normed":
             self.q_norm, self.k_norm = nn.LayerNorm(HEAD), nn.LayerNorm(HEAD)
@@ -81,7 +86,10 @@ class FeedForward(nn.Module):
         super().__init__()
         hidden, self.gated = r.choice([2, 3, 4]) * width, r.random() < 0.5
         bias = r.random() < 0.5
-        self.up, self.down = nn.Linear(width, hidden * (2 if self.gated else 1), bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.up, self.down = (
+            nn.Linear(width, hidden * (2 if self.gated else 1), bias=bias),
+            nn.Linear(hidden, width, bias=bias),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -127,8 +135,32 @@ class Block(nn.Module):
 
 ODDITIES = (
     *("none",) * 14,
-    *("batch mean", "running mean", "counter", "late", "carried", "rare adapter", "chosen branch", "unused", "max_norm", "normalised head"),
-    *("tuple", "dict", "object", "auxiliary loss", "shared norm", "batch norm", "frozen half", "sparse", "hook", "looped", "skip", "x0"),
+    *(
+        "batch mean",
+        "running mean",
+        "counter",
+        "late",
+        "carried",
+        "rare adapter",
+        "chosen branch",
+        "unused",
+        "max_norm",
+        "normalised head",
+    ),
+    *(
+        "tuple",
+        "dict",
+        "object",
+        "auxiliary loss",
+        "shared norm",
+        "batch norm",
+        "frozen half",
+        "sparse",
+        "hook",
+        "looped",
+        "skip",
+        "x0",
+    ),
 )
 
 
@@ -139,12 +171,16 @@ class Model(nn.Module):
         self.odd, self.calls, self.carried = r.choice(ODDITIES), 0, torch.zeros(())
         self.width, layers = HEAD * r.choice([2, 4, 4]), r.choice([2, 2, 3, 4])
         self.config = type("Config", (), {"vocab_size": IDS})()
-        self.emb = nn.Embedding(IDS, self.width, max_norm=0.8 if self.odd == "max_norm" else None, sparse=self.odd == "sparse")
+        self.emb = nn.Embedding(
+            IDS, self.width, max_norm=0.8 if self.odd == "max_norm" else None, sparse=self.odd == "sparse"
+        )
         self.places = nn.Embedding(32, self.width) if r.random() < 0.6 else None
         sparse = r.random() < 0.15
         kind = r.choice([nn.ModuleList, nn.ModuleDict])
         blocks = [Block(r, self.width, sparse) for _ in range(layers)]
-        self.layers: Any = nn.ModuleList(blocks) if kind is nn.ModuleList else nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})
+        self.layers: Any = (
+            nn.ModuleList(blocks) if kind is nn.ModuleList else nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})
+        )
         self.norm, self.head = nn.LayerNorm(self.width), nn.Linear(self.width, IDS, bias=r.random() < 0.5)
         if r.random() < 0.3 and self.odd not in ("sparse", "max_norm", "normalised head"):
             self.head.weight = self.emb.weight
@@ -241,7 +277,12 @@ def drawn(seed: int) -> dict[str, Any]:
     """A trial's layout, techniques and batch sizes."""
     r = random.Random(10_000 + seed)
     world = r.choice([2, 2, 2, 4])
-    layouts = [{"dp_shard": world}, {"dp_shard": 1, "dp_replicate": world}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 1, "pp": 2}]
+    layouts = [
+        {"dp_shard": world},
+        {"dp_shard": 1, "dp_replicate": world},
+        {"dp_shard": 1, "tp": 2},
+        {"dp_shard": 1, "pp": 2},
+    ]
     if world == 4:
         layouts += [
             {"dp_shard": 2, "dp_replicate": 2},
@@ -310,7 +351,10 @@ def one_process(seed: int, trial: dict[str, Any], piece: int) -> tuple[list[floa
         tokens = sum(int((b["labels"] != -100).sum()) for b in by_rank)
         total = 0.0
         for start in range(0, trial["rows"], piece or trial["rows"]):
-            both = {key: torch.cat([b[key][start : start + (piece or trial["rows"])] for b in by_rank]) for key in ("tokens", "labels")}
+            both = {
+                key: torch.cat([b[key][start : start + (piece or trial["rows"])] for b in by_rank])
+                for key in ("tokens", "labels")
+            }
             logits = logits_of(model(both["tokens"]))
             loss = F.cross_entropy(logits.flatten(0, 1), both["labels"].flatten(), reduction="sum") / tokens
             loss.backward()
@@ -339,13 +383,17 @@ def on_a_layout(seed: int) -> tuple[str, str]:
     optimizer = optimizer_of(model.parameters(), trial["adamw"])
     ranks = layout.dp_replicate * layout.dp_shard
     rank = (
-        0 if model.mesh is None else model.mesh["dp_replicate"].get_local_rank() * layout.dp_shard + model.mesh["dp_shard"].get_local_rank()
+        0
+        if model.mesh is None
+        else model.mesh["dp_replicate"].get_local_rank() * layout.dp_shard + model.mesh["dp_shard"].get_local_rank()
     )
     losses, norms = [], []
     for by_rank in batches(seed, ranks, trial["rows"], trial["seq"], trial["masked"]):
         losses.append(float(model.forward_backward(by_rank[rank])))
         norms.append(model.optimizer_step(optimizer, trial["max_norm"]).grad_norm)
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()} | dict(model.named_buffers())
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()} | dict(
+        model.named_buffers()
+    )
     expected = one_process(seed, trial, trial["piece"])
     errors = {"loss": _apart(losses, expected[0]), "norm": _apart(norms, expected[1])}
     for name, value in whole.items():

@@ -1,9 +1,12 @@
-"""A run in hard weather: ranks killed, signals and a disk that fails, at random moments; continued each time, on 4, 2 or 1 ranks.
+"""A run in hard weather: ranks killed, signals and a disk that fails, at random moments.
+
+Continued each time, on 4, 2 or 1 ranks.
 
     python benchmarks/chaos.py [events] [--seed 0] [--folder DIR]
 
-At the end every step's loss and samples must be those of a run that nothing happened to. On the way, after every event: what
-``latest`` names is whole, it is no older than before, and the run goes on from it; after a signal no step is lost.
+At the end every step's loss and samples must be those of a run that nothing happened to. On the way, after every
+event: what ``latest`` names is whole, it is no older than before, and the run goes on from it; after a signal no step
+is lost.
 """
 
 from __future__ import annotations
@@ -33,16 +36,23 @@ from meshwright.training.metrics.metrics import read_metrics
 HERE = Path(__file__).resolve().parent
 SAVE_EVERY, BATCH, TOLERANCE = 5, 8, 1e-7
 RATE = 3e-5
-"""Small, so that losses stay comparable when the number of ranks changes: at 1e-3 a difference of one rounding doubles every twenty
-steps. A step that is lost or taken twice still changes all later losses by far more than the tolerance."""
+"""Small, so that losses stay comparable when the number of ranks changes: at 1e-3 a difference of one rounding
+doubles every twenty steps. A step that is lost or taken twice still changes all later losses by far more than the
+tolerance.
+"""
 MOMENTS = ("process group", "data", "model", "checkpoint", "forward", "forward", "step", "save", "save", "validation")
-WORDS = "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum".split()
+WORDS = (
+    "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum"
+).split()
 FAULT = "MESHWRIGHT_CHAOS_FAULT"
 
 
 @dataclass(frozen=True)
 class Event:
-    """``kind``: kill, disk, or the name of a signal. ``moment``: the phase that ``rank`` shall be in. ``change``: of the disk."""
+    """``kind``: kill, disk, or the name of a signal.
+
+    ``moment``: the phase that ``rank`` shall be in. ``change``: of the disk.
+    """
 
     kind: str
     moment: str = "forward"
@@ -62,14 +72,18 @@ class Figures:
     def text(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.events.items()))
         recovery = (
-            f"{max(self.recovery):.1f} s at most, {sum(self.recovery) / len(self.recovery):.1f} s on average" if self.recovery else "-"
+            f"{max(self.recovery):.1f} s at most, {sum(self.recovery) / len(self.recovery):.1f} s on average"
+            if self.recovery
+            else "-"
         )
         return "\n".join(
             [
-                f"events                       {sum(n for kind, n in self.events.items() if ',' not in kind)} ({kinds})",
+                f"events                       {sum(n for kind, n in self.events.items() if ',' not in kind)}"
+                f" ({kinds})",
                 f"commands                     {self.commands}",
                 f"steps                        {self.steps}",
-                f"steps taken again            {sum(self.lost)} ({max(self.lost, default=0)} at most; a save every {SAVE_EVERY})",
+                f"steps taken again            {sum(self.lost)} ({max(self.lost, default=0)} at most; a save every"
+                f" {SAVE_EVERY})",
                 f"from a kill to the next step {recovery} ({len(self.recovery)} restarts by the launcher)",
                 "lost beyond the last save    0",
                 "half loaded                  0",
@@ -79,7 +93,10 @@ class Figures:
 
 
 class Weather:
-    """The run in ``folder``/run and what happens to it. Every expectation that fails is an AssertionError that says which."""
+    """The run in ``folder``/run and what happens to it.
+
+    Every expectation that fails is an AssertionError that says which.
+    """
 
     def __init__(self, folder: Path, seed: int = 0, say: Callable[[str], None] = print):
         self.folder, self.run, self.say = folder, folder / "run", say
@@ -100,14 +117,21 @@ class Weather:
     def command(self, ranks: int, steps: int, run: Path, *, restarts: int = 0, fault: str = "") -> subprocess.Popen:
         """Start the command; what it says goes to files."""
         flags: dict[str, Any] = {
-            "run": run, "steps": steps, "model.size": "debug", "data.source": self.folder / "texts", "data.cache": self.folder / "cache",
-            "data.seq_len": 32, "batch.global_batch": BATCH, "optimizer.lr": RATE, "schedule.kind": "constant", "schedule.warmup_steps": 0,
-            "techniques.precision.master": "float64", "validation.every": 7, "validation.samples": 16, "checkpoint.every": SAVE_EVERY,
+            "run": run, "steps": steps, "model.size": "debug",
+            "data.source": self.folder / "texts", "data.cache": self.folder / "cache",
+            "data.seq_len": 32, "batch.global_batch": BATCH, "optimizer.lr": RATE,
+            "schedule.kind": "constant", "schedule.warmup_steps": 0,
+            "techniques.precision.master": "float64", "validation.every": 7, "validation.samples": 16,
+            "checkpoint.every": SAVE_EVERY,
             "logging.tensorboard": "off", "sample.tokens": 0, "process.count": ranks, "process.max_restarts": restarts,
         }  # fmt: skip
         words = ["train", *(f"--{key}={value}" for key, value in flags.items())]
         paths = [str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
-        known = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_", "MESHWRIGHT_"))}
+        known = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "TORCHELASTIC_", "MESHWRIGHT_"))
+        }
         env = known | {
             "TMPDIR": str(self.folder / "tmp"),
             "OMP_NUM_THREADS": "1",
@@ -117,7 +141,9 @@ class Weather:
         code = "import sys, chaos; sys.exit(chaos.faulty_command(sys.argv[1:]))"
         self.figures.commands += 1
         with open(run.with_suffix(".out"), "w") as out, open(run.with_suffix(".err"), "w") as err:
-            return subprocess.Popen([sys.executable, "-c", code, *words], env=env, stdout=out, stderr=err, start_new_session=True)
+            return subprocess.Popen(
+                [sys.executable, "-c", code, *words], env=env, stdout=out, stderr=err, start_new_session=True
+            )
 
     def said(self) -> str:
         return self.run.with_suffix(".err").read_text()
@@ -159,7 +185,9 @@ class Weather:
         self.fired.unlink(missing_ok=True)
         self.step_at_fault = None
         fault = f"{disk.rank % ranks}:{disk.change}:{self.fired}" if disk else ""
-        process = self.command(ranks, 1_000_000, self.run, restarts=max(len(events) - 1, 1 if ranks == 1 else 0), fault=fault)
+        process = self.command(
+            ranks, 1_000_000, self.run, restarts=max(len(events) - 1, 1 if ranks == 1 else 0), fault=fault
+        )
         for number, event in enumerate(events):
             self.figures.events[event.kind if event.kind in ("kill", "disk") else "signal"] += 1
             self.strike(process, event, event.rank % ranks, is_last=number == len(events) - 1)
@@ -179,7 +207,9 @@ class Weather:
         restarted = False
         while process.poll() is None and not restarted:
             if event.kind == "disk" and self.is_unnoticed():
-                self.figures.events["disk, unnoticed"] += 1  # torch's mkdir of a folder that is there, or the removal of an old save
+                self.figures.events["disk, unnoticed"] += (
+                    1  # torch's mkdir of a folder that is there, or the removal of an old save
+                )
                 event = Event("SIGTERM")
                 process.terminate()
                 process.wait(60)
@@ -189,7 +219,10 @@ class Weather:
         taken, latest = self.steps(), self.latest()
         assert latest >= before, f"{event}: the last save was step {before}, and now it is {latest}"
         self.figures.lost.append(max(0, taken - latest))
-        self.say(f"{event.kind:<8} {event.moment:<14} rank {rank}  step {taken}, saved {latest}{', restarted' if restarted else ''}")
+        self.say(
+            f"{event.kind:<8} {event.moment:<14} rank {rank}  step {taken}, saved"
+            f" {latest}{', restarted' if restarted else ''}"
+        )
         assert taken - latest <= SAVE_EVERY, f"{event}: {taken - latest} steps to take again"
         if restarted:
             self.figures.recovery.append(self.goes_on(process, struck, latest))
@@ -197,7 +230,9 @@ class Weather:
             self.check_end(event, process.returncode, taken - latest)
 
     def is_unnoticed(self) -> bool:
-        """The disk failed, and the run went past two saves since: the first may have begun before, and a run that notices ends at one."""
+        """The disk failed, and the run went past two saves since: the first may have begun before, and a run that
+        notices ends at one.
+        """
         if not self.fired.exists():
             return False
         if self.step_at_fault is None:
@@ -209,7 +244,10 @@ class Weather:
         begun, pid = time.time(), 0
         places = [self.run / "heartbeats"]
         while True:
-            found = [read_record(file_of(place, rank)) for place in [*places, *(self.folder / "tmp").glob("meshwright-*/heartbeats")]]
+            found = [
+                read_record(file_of(place, rank))
+                for place in [*places, *(self.folder / "tmp").glob("meshwright-*/heartbeats")]
+            ]
             for record in found:
                 if record is not None and is_child(record.pid, process.pid):
                     begun, pid = (begun if pid else time.time()), record.pid
@@ -227,7 +265,10 @@ class Weather:
             if resumed := [i for i, row in enumerate(rows) if row.get("event") == "resume" and row["time"] > struck]:
                 after = [row for row in rows[resumed[-1] :] if "loss" in row]
                 if after:
-                    assert rows[resumed[-1]]["step"] == latest and after[0]["step"] == latest + 1, (latest, rows[resumed[-1] :])
+                    assert rows[resumed[-1]]["step"] == latest and after[0]["step"] == latest + 1, (
+                        latest,
+                        rows[resumed[-1] :],
+                    )
                     return after[0]["time"] - struck
             elif rows and not latest and not [row for row in rows if row["time"] < struck]:
                 return next((row["time"] for row in rows if "loss" in row), time.time()) - struck
@@ -240,10 +281,14 @@ class Weather:
         if event.kind in ("kill", "disk"):
             words = "was killed by SIGKILL" if event.kind == "kill" else "No space left on device"
             assert status == 1 and len(lines) == 1 and words in lines[0], (status, said)
-            where = r"rank \d+ \(host \S+, pid \d+\) was killed by SIGKILL (at step \d+, in |in .*before the first step)"
+            where = (
+                r"rank \d+ \(host \S+, pid \d+\) was killed by SIGKILL (at step \d+, in |in .*before the first step)"
+            )
             assert event.kind == "disk" or re.search(where, lines[0]), said
         else:
-            words = said + self.run.with_suffix(".out").read_text()  # where it took no step, what is to be taken again was so before
+            words = (
+                said + self.run.with_suffix(".out").read_text()
+            )  # where it took no step, what is to be taken again was so before
             took_none = "before the first step" in words or "before a step was under way" in words
             assert status == 128 + signal.Signals[event.kind] and (lost == 0 or took_none), (event, status, lost, said)
 
@@ -260,7 +305,9 @@ class Weather:
         one, other = ([row for row in read_metrics(run / "metrics.jsonl") if "loss" in row] for run in runs)
         for key in ("step", "samples", "tokens"):
             assert [row[key] for row in one] == [row[key] for row in other], f"{key} differ"
-        self.figures.deviation = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(one, other, strict=True))
+        self.figures.deviation = max(
+            abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(one, other, strict=True)
+        )
         assert self.figures.deviation <= TOLERANCE, f"losses differ by {self.figures.deviation:.1e}"
         return self.figures
 
@@ -282,7 +329,9 @@ def drawn(count: int, draw: random.Random) -> list[Event]:
         kind = draw.choice(("kill", "kill", "kill", "SIGINT", "SIGTERM", "SIGUSR1", "disk"))
         rank = draw.randrange(4)
         moment = draw.choice(MOMENTS if kind == "kill" else MOMENTS[4:])
-        events.append(Event(kind, "-" if kind == "disk" else moment, rank, draw.randrange(1, 60 if rank % 2 == 0 else 12)))
+        events.append(
+            Event(kind, "-" if kind == "disk" else moment, rank, draw.randrange(1, 60 if rank % 2 == 0 else 12))
+        )
     return events
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/compile.py [--blocks 4 24] [--rounds 3] [--backend inductor]
 
-Each depth is trained for one step in a process of its own, with an empty compiler cache, in turns. CPU seconds of that first step are
-printed, and how many graphs were made. What the blocks compute is a small part of it: dim 64, 2 rows of 16 tokens.
+Each depth is trained for one step in a process of its own, with an empty compiler cache, in turns. CPU seconds of
+that first step are printed, and how many graphs were made. What the blocks compute is a small part of it: dim 64, 2
+rows of 16 tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def main() -> None:
     pairs = [(apart(few, o.backend), apart(many, o.backend)) for _ in range(o.rounds)]
     ratios = [deep["seconds"] / flat["seconds"] for flat, deep in pairs]
     for name, found in ((few, [flat for flat, _ in pairs]), (many, [deep for _, deep in pairs])):
-        print(f"{name:3d} blocks: {median(one['seconds'] for one in found):6.2f} CPU s, {found[0]['graphs']:.0f} graphs")
+        print(
+            f"{name:3d} blocks: {median(one['seconds'] for one in found):6.2f} CPU s, {found[0]['graphs']:.0f} graphs"
+        )
     print(f"ratio {median(ratios):.3f} (median of {o.rounds} pairs: {', '.join(f'{ratio:.3f}' for ratio in ratios)})")
 
 

@@ -1,10 +1,12 @@
 """Initial weights: time and memory of what a rank makes of a constructor, beside plain torch in one process.
 
-    python benchmarks/constructors.py stream [million parameters]     share of one of four ranks, carried on through the whole stream
-    python benchmarks/constructors.py 8b [world]                      share of one rank of a Llama of 8B, drawn by (seed, name, position)
+    python benchmarks/constructors.py stream [million parameters]
+        share of one of four ranks, carried on through the whole stream
+    python benchmarks/constructors.py 8b [world]
+        share of one rank of a Llama of 8B, drawn by (seed, name, position)
 
-Every case has a process of its own; the ranks besides the first are torch's fake process group, which sends nothing. The peak is the
-largest resident size above that of the process before it had a model.
+Every case has a process of its own; the ranks besides the first are torch's fake process group, which sends nothing.
+The peak is the largest resident size above that of the process before it had a model.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def measure(who: str, build, world: int) -> None:
     module = as_module(build)
     sizes = [p.numel() * p.element_size() / MIB for p in module.parameters()]
     whole, largest = sum(sizes), max(sizes)
-    parallelize(lambda: torch.nn.Linear(2, 2), Layout(dp_shard=world)) if who == "ours" else build  # what is imported at first use
+    parallelize(
+        lambda: torch.nn.Linear(2, 2), Layout(dp_shard=world)
+    ) if who == "ours" else build  # what is imported at first use
     before, begin = resident(), time.perf_counter()
     if who == "ours":
         parallelize(build, Layout(dp_shard=world), seed=1, audit=False)
@@ -81,4 +85,7 @@ def main(case: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "stream", int(sys.argv[2]) if len(sys.argv) > 2 else 300 if "8b" not in sys.argv else 64)
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "stream",
+        int(sys.argv[2]) if len(sys.argv) > 2 else 300 if "8b" not in sys.argv else 64,
+    )

@@ -2,9 +2,9 @@
 
     python benchmarks/data.py [--tokens 50000000] [--seq-len 2048] [--rows 8] [--seconds 3]
 
-Writes a corpus of random documents into a temporary cache, then reads batches with ``data.workers = 1`` and counts tokens per second
-(labels, positions and document ids are made too). The seek is to sample 10**9 of a mixture of five sources with a curriculum. Below
-50 M tokens per second, or with a seek above 10 ms, the exit status is 1.
+Writes a corpus of random documents into a temporary cache, then reads batches with ``data.workers = 1`` and counts
+tokens per second (labels, positions and document ids are made too). The seek is to sample 10**9 of a mixture of five
+sources with a curriculum. Below 50 M tokens per second, or with a seek above 10 ms, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def make(folder: Path, n_tokens: int) -> Path:
     ids = draw.integers(1, 50_000, size=n_tokens).astype(np.uint16)
     ids[np.cumsum(draw.integers(50, 4000, size=n_tokens // 2000)) % n_tokens] = 0
     np.save(folder / "ids.npy", ids)
-    return prepare(SourceOptions((str(folder / "ids.npy"),)), IdTokenizer(50_000, 0), 0.0, folder / "cache", lambda line: None).folder
+    return prepare(
+        SourceOptions((str(folder / "ids.npy"),)), IdTokenizer(50_000, 0), 0.0, folder / "cache", lambda line: None
+    ).folder
 
 
 def conversations(n_tokens: int) -> Whole:

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Sixteen experts of our decoder in grouped products, against one product for each: paired rounds in one process, CPU time.
+"""Sixteen experts of our decoder in grouped products, against one product for each: paired rounds in one process, CPU
+time.
 
-    OMP_NUM_THREADS=1 python benchmarks/experts.py [--rounds 40] [--tokens 256] [--dim 128] [--hidden 64] [--dtype float32]
+    OMP_NUM_THREADS=1 python benchmarks/experts.py [--rounds 40] [--tokens 256] [--dim 128] [--hidden 64] \
+        [--dtype float32]
 
 Exit status 1 where the grouped one is not faster, or gives something else.
 """
@@ -60,7 +62,10 @@ def main() -> int:
     median, worst = statistics.median(ratios), max(errors)
     sizes = f"{EXPERTS} experts, {args.tokens} tokens, {args.dim} × {args.hidden}, {args.dtype}"
     print(f"{sizes}: grouped / loop, CPU time of forward and backward")
-    print(f"median {median:.3f} of {args.rounds} rounds (fastest {min(ratios):.3f}, slowest {max(ratios):.3f}); results within {worst:.1e}")
+    print(
+        f"median {median:.3f} of {args.rounds} rounds (fastest {min(ratios):.3f}, slowest {max(ratios):.3f}); results"
+        f" within {worst:.1e}"
+    )
     return int(not (median < 1 and worst < (1e-5 if dtype is torch.float32 else 2e-2)))
 
 

@@ -1,11 +1,14 @@
-"""Every causal language model of transformers that can be made tiny, on each axis by itself, against one plain torch process.
+"""Every causal language model of transformers that can be made tiny, on each axis by itself, against one plain torch
+process.
 
     OMP_NUM_THREADS=1 python benchmarks/families.py [--only llama gpt2] [--axes tp pp] [--seconds 120] [--unknown]
 
-Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp`` and ``ep`` = 2. Two steps in float32, with batches of different
-lengths and an SGD step between them: each loss must be that of one process within 1e-5, each gradient within 1e-4, the norm too. Results
-are kept in .cache/families.json with a hash of the sources: a run that was stopped goes on where it was, and a changed source is judged
-anew (``--unknown``: only where no result is there yet). The table is docs/families.md.
+Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp`` and ``ep`` = 2. Two steps in float32, with
+batches of different
+lengths and an SGD step between them: each loss must be that of one process within 1e-5, each gradient within 1e-4,
+the norm too. Results are kept in .cache/families.json with a hash of the sources: a run that was stopped goes on
+where it was, and a changed source is judged anew (``--unknown``: only where no result is there yet). The table is
+docs/families.md.
 """
 
 from __future__ import annotations
@@ -36,14 +39,21 @@ LENGTHS = (12, 9)
 """Tokens of a row, in each step."""
 LOSS, GRADIENT = 1e-5, 1e-4
 SMALLEST = 1e-3
-"""Of the norm of all gradients: one that is smaller is compared relative to that, since float32 computes it from larger numbers."""
+"""Of the norm of all gradients: one that is smaller is compared relative to that, since float32 computes it from
+larger numbers.
+"""
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "dim_ff"), 64),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        4,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "dim_ff"), 64
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -88,7 +98,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": PER_LAYER | {"num_kv_shared_layers": 0, "laurel_rank": 8},
     "gemma4_text": PER_LAYER,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": SPACE | {"mamba_n_groups": 1, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
+    "granitemoehybrid": SPACE
+    | {"mamba_n_groups": 1, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -334,8 +345,15 @@ def page(results: dict[str, Result]) -> str:
     """The table, and the reasons below it."""
     rows, reasons = [], {}
     names = sorted({key.split(" ")[0] for key in results})
-    left_out = {name: results[f"{name} dp_shard"]["why"] for name in names if results.get(f"{name} dp_shard", {}).get("is") == "left out"}
-    counts = {axis: Counter(results[f"{n} {axis}"]["is"] for n in names if n not in left_out and f"{n} {axis}" in results) for axis in AXES}
+    left_out = {
+        name: results[f"{name} dp_shard"]["why"]
+        for name in names
+        if results.get(f"{name} dp_shard", {}).get("is") == "left out"
+    }
+    counts = {
+        axis: Counter(results[f"{n} {axis}"]["is"] for n in names if n not in left_out and f"{n} {axis}" in results)
+        for axis in AXES
+    }
     for name in names:
         if name in left_out:
             continue
@@ -349,14 +367,18 @@ def page(results: dict[str, Result]) -> str:
                 word = f"{word} [{number}]"
             cells.append(word)
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
-    sums = " · ".join(f"{axis}: " + ", ".join(f"{n} {word}" for word, n in counts[axis].most_common() if word != "–") for axis in AXES)
+    sums = " · ".join(
+        f"{axis}: " + ", ".join(f"{n} {word}" for word, n in counts[axis].most_common() if word != "–") for axis in AXES
+    )
     days = sorted({result["day"] for result in results.values()})
     return "\n".join(
         [
             "# Families of transformers, each axis by itself",
             "",
-            f"`benchmarks/families.py`, {days[0] if days[0] == days[-1] else f'{days[0]} to {days[-1]}'}, {versions()}, CPU, gloo. Tiny"
-            " models with random weights on two ranks, two steps in float32: *equal* means each loss within 1e-5 and each gradient within"
+            f"`benchmarks/families.py`, {days[0] if days[0] == days[-1] else f'{days[0]} to {days[-1]}'},"
+            f" {versions()}, CPU, gloo. Tiny"
+            " models with random weights on two ranks, two steps in float32: *equal* means each loss within 1e-5 and"
+            " each gradient within"
             " 1e-4 of one plain torch process. –: the family has no stacked experts.",
             "",
             sums,
@@ -367,7 +389,11 @@ def page(results: dict[str, Result]) -> str:
             "",
             *(f"{number}. {_short(why)}" for why, number in reasons.items()),
             "",
-            *(["Left out: " + "; ".join(f"{name} ({_short(why, 90)})" for name, why in left_out.items()) + "."] if left_out else []),
+            *(
+                ["Left out: " + "; ".join(f"{name} ({_short(why, 90)})" for name, why in left_out.items()) + "."]
+                if left_out
+                else []
+            ),
             "",
         ]
     )
@@ -384,7 +410,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=None, metavar="FAMILY")
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
     parser.add_argument("--seconds", type=float, default=120.0, help="given to each family on each axis")
-    parser.add_argument("--unknown", action="store_true", help="run only what has no result yet, whatever the sources were then")
+    parser.add_argument(
+        "--unknown", action="store_true", help="run only what has no result yet, whatever the sources were then"
+    )
     parser.add_argument("--page", action="store_true", help="write the page from what is kept, and run nothing")
     asked = parser.parse_args()
     results = kept()
@@ -392,20 +420,27 @@ def main() -> int:
         with WorkerPool(2, threads=1) as pool:
             pool._context.set_forkserver_preload([PRELOAD, "transformers.models.llama.modeling_llama"])
             for family in asked.only or families():
-                todo = [axis for axis in asked.axes if not _is_known(results.get(f"{family} {axis}"), unknown=asked.unknown)]
+                todo = [
+                    axis for axis in asked.axes if not _is_known(results.get(f"{family} {axis}"), unknown=asked.unknown)
+                ]
                 stamp = {"source": source_hash(), "day": date.today().isoformat()}
                 if todo:
                     try:
                         pool.run(alone, family, world=1, timeout=asked.seconds)
                     except Exception as error:  # noqa: BLE001  (whatever transformers raises)
                         why = str(error).strip().splitlines()[-1]
-                        results |= {f"{family} {axis}": {"is": "left out", "why": why, "seconds": 0.0} | stamp for axis in AXES}
+                        results |= {
+                            f"{family} {axis}": {"is": "left out", "why": why, "seconds": 0.0} | stamp for axis in AXES
+                        }
                         print(f"{family:24} left out: {why[:200]}", flush=True)
                         todo = []
                 for axis in todo:
                     result = judged(pool, family, axis, asked.seconds) | stamp
                     results[f"{family} {axis}"] = result
-                    print(f"{family:24} {axis:9} {result['is']:8} {result['seconds']:6.1f} s  {result['why'][:400]}", flush=True)
+                    print(
+                        f"{family:24} {axis:9} {result['is']:8} {result['seconds']:6.1f} s  {result['why'][:400]}",
+                        flush=True,
+                    )
                 keep(results)
     if asked.only is None or asked.page:
         PAGE.write_text(page(results))

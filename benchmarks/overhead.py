@@ -1,9 +1,9 @@
 """Our step against a bare FSDP2 loop: CPU time per token, and dispatched operations per step, 2 gloo ranks.
 
-The bare loop is what a careful person writes by hand with torch alone: fully_shard on each block and the root, a global token
-count, a loss that is a sum divided by it, clipping by the global norm, fused AdamW; no logging. Both train the same model on the
-same batches in the same processes, in short rounds that alternate, so that the machine's drift hits both alike. Each round gives a
-ratio; the median and a 95 % bound (bootstrap of the median) are printed.
+The bare loop is what a careful person writes by hand with torch alone: fully_shard on each block and the root, a
+global token count, a loss that is a sum divided by it, clipping by the global norm, fused AdamW; no logging. Both
+train the same model on the same batches in the same processes, in short rounds that alternate, so that the machine's
+drift hits both alike. Each round gives a ratio; the median and a 95 % bound (bootstrap of the median) are printed.
 
 The exit status is 1 where the median is above 1.02, the bound above 1.04, or there are more than 1 % more operations.
 
@@ -130,7 +130,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps per round and loop")
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
     options = parser.parse_args()
-    print(f"{options.rounds} paired rounds of {options.steps} steps, 2 gloo ranks, 4 blocks, 4 rows of 128 tokens per rank")
+    print(
+        f"{options.rounds} paired rounds of {options.steps} steps, 2 gloo ranks, 4 blocks, 4 rows of 128 tokens per"
+        f" rank"
+    )
     missed = 0
     with WorkerPool(2, threads=1) as pool:
         for dim in options.dims:
@@ -141,7 +144,8 @@ def main() -> int:
             tokens = 2 * 4 * 128 * options.steps
             micro = statistics.median(ours for _, ours in rounds) / tokens * 1e6
             print(
-                f"dim {dim:4d}: CPU time ours / bare: median {statistics.median(ratios):.4f}, 95 % bound {bound(ratios):.4f};"
+                f"dim {dim:4d}: CPU time ours / bare: median {statistics.median(ratios):.4f}, 95 % bound"
+                f" {bound(ratios):.4f};"
                 f" {micro:.2f} µs per token; operations per step {operations['ours']} / {operations['bare']}"
                 f" = {operations['ours'] / operations['bare']:.4f}"
             )

@@ -1,8 +1,11 @@
-"""Does a pipeline take as long as its schedule says? Executed time against the order of actions, played through with the run's own times.
+"""Does a pipeline take as long as its schedule says?
 
-Blocks sleep a while in forward, input gradient and weight gradient, so that ranks overlap on a machine with few cores. Each schedule runs
-a few steps; of each, the time from the first action to the last on any rank is divided by the makespan of the simulation in which every
-action lasts as long as its kind did on its stage, on average. Exit status 1 where the median of a schedule is above 1.05.
+Executed time against the order of actions, played through with the run's own times.
+
+Blocks sleep a while in forward, input gradient and weight gradient, so that ranks overlap on a machine with few
+cores. Each schedule runs a few steps; of each, the time from the first action to the last on any rank is divided by
+the makespan of the simulation in which every action lasts as long as its kind did on its stage, on average. Exit
+status 1 where the median of a schedule is above 1.05.
 
     python benchmarks/pipeline.py [--ranks 4] [--microbatches 8] [--sleep 0.02] [--steps 5]
 """
@@ -58,7 +61,9 @@ def pad(block: nn.Module, seconds: float, deferred: DeferredGradients) -> None:
 def steps_of(schedule: str, ranks: int, microbatches: int, seconds: float, steps: int) -> list[tuple[int, Times]]:
     """What this rank did and when, step by step."""
     config = DecoderConfig(64, 16, 2 * ranks, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16)
-    model = parallelize(config, Layout(pp=ranks, dp_shard=1), techniques={"pipeline_schedule": schedule}, microbatch_rows=1)
+    model = parallelize(
+        config, Layout(pp=ranks, dp_shard=1), techniques={"pipeline_schedule": schedule}, microbatch_rows=1
+    )
     runner = model._runner
     assert isinstance(runner, Pipeline)
     for stage, part in runner.parts.items():
@@ -106,7 +111,10 @@ def main() -> int:
             by_rank = pool.run(steps_of, *arguments, world=options.ranks, timeout=300)
             found = ratios(by_rank, schedule, options.ranks, options.microbatches)
             worst = max(worst, median := statistics.median(found))
-            print(f"{schedule:<24} executed / simulated: median {median:.3f}, from {min(found):.3f} to {max(found):.3f}", flush=True)
+            print(
+                f"{schedule:<24} executed / simulated: median {median:.3f}, from {min(found):.3f} to {max(found):.3f}",
+                flush=True,
+            )
     return int(worst > GOAL)
 
 

@@ -1,8 +1,9 @@
-"""Each mode of activation checkpointing in one process: bytes that a forward keeps for backward, and CPU time of a step against none.
+"""Each mode of activation checkpointing in one process: bytes that a forward keeps for backward, and CPU time of a
+step against none.
 
-All modes train the same model on the same batch, in short rounds that follow each other, so that the machine's drift hits all
-alike. A round gives each mode a ratio to ``none`` of the same round; the median is printed. Bytes are those of every storage that is
-still there when the forward has ended, host copies of ``offload`` not counted.
+All modes train the same model on the same batch, in short rounds that follow each other, so that the machine's drift
+hits all alike. A round gives each mode a ratio to ``none`` of the same round; the median is printed. Bytes are those
+of every storage that is still there when the forward has ended, host copies of ``offload`` not counted.
 
 The exit status is 1 where full is above 1.36 × none, or a mode keeps what it should not.
 
@@ -88,7 +89,9 @@ def main() -> int:
         rounds.append({name: taken[name] / taken["none"] for name in models})
     ratios = {name: statistics.median(row[name] for row in rounds[2:]) for name in models}
     one_block = (kept["none"] - kept["full"]) / o.layers + o.rows * o.seq * o.dim * 4
-    print(f"dim {o.dim}, {o.layers} blocks, {o.rows} rows of {o.seq} tokens, {o.rounds} rounds, torch {torch.__version__}")
+    print(
+        f"dim {o.dim}, {o.layers} blocks, {o.rows} rows of {o.seq} tokens, {o.rounds} rounds, torch {torch.__version__}"
+    )
     print(f"{'mode':30} {'MiB kept':>10} {'of none':>8} {'CPU time / none':>16}")
     for name in models:
         print(f"{name:30} {kept[name] / 2**20:10.1f} {kept[name] / kept['none']:8.3f} {ratios[name]:16.3f}")

@@ -1,9 +1,10 @@
-"""Seconds that looking at a model takes before its first layout: what its forward does, and its cuts tried out on a small copy.
+"""Seconds that looking at a model takes before its first layout: what its forward does, and its cuts tried out on a
+small copy.
 
     OMP_NUM_THREADS=1 python benchmarks/rehearsal.py
 
-Models of a billion parameters and more, on meta, each looked at for the first time. Ours and those of transformers are made small by their
-config; a module that is not built from one is copied itself, up to a size.
+Models of a billion parameters and more, on meta, each looked at for the first time. Ours and those of transformers
+are made small by their config; a module that is not built from one is copied itself, up to a size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from meshwright import Layout, plan
 from meshwright.distributed.pipeline import rehearsal as stages
@@ -58,7 +66,8 @@ def staged(model: nn.Module) -> None:
 
 def main() -> None:
     print(
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {torch.get_num_threads()} threads"
     )
     for name, build in MODELS.items():
         with torch.device("meta"):
@@ -67,7 +76,10 @@ def main() -> None:
         premises = seconds(lambda: facts.measurements.premises())  # noqa: B023  (called at once)
         tensor, pipeline = seconds(lambda: cut(models[1])), seconds(lambda: staged(models[2]))  # noqa: B023
         sizes = f"{name:16} {facts.numel / 1e9:6.2f} B"
-        print(f"{sizes}   its forward {premises:5.2f} s   with tp = 2 {tensor:5.2f} s   with pp = 2 {pipeline:5.2f} s", flush=True)
+        print(
+            f"{sizes}   its forward {premises:5.2f} s   with tp = 2 {tensor:5.2f} s   with pp = 2 {pipeline:5.2f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

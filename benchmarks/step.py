@@ -1,7 +1,8 @@
 """Speed and memory of one training step of a named model size: tokens/s, MFU, peak memory.
 
-MFU is 6·N + 12·L·d·s FLOPs per token (PaLM, arXiv 2204.02311, appendix B: N matmul parameters, L blocks of attention width d,
-sequence s, recomputation not counted) over the dense peak of the device; it is printed where that peak is known.
+MFU is 6·N + 12·L·d·s FLOPs per token (PaLM, arXiv 2204.02311, appendix B: N matmul parameters, L blocks of attention
+width d, sequence s, recomputation not counted) over the dense peak of the device; it is printed where that peak is
+known.
 
     python benchmarks/step.py --size 1B --seq-len 4096 --rows 4 [--compile] [--ac full] [--compute bfloat16]
     torchrun --nproc-per-node 8 benchmarks/step.py --size 8B …
@@ -63,17 +64,27 @@ def main() -> int:
     speed = o.rows * o.seq_len * model.plan.world / seconds
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.dim
     flops = training_flops_per_token(
-        parameter_count(config) - embedding, n_layers=config.n_layers, dim_attention=config.n_heads * config.head_dim, seq_len=o.seq_len
+        parameter_count(config) - embedding,
+        n_layers=config.n_layers,
+        dim_attention=config.n_heads * config.head_dim,
+        seq_len=o.seq_len,
     )
     share = mfu(speed, flops, peak_flops(name, model.plan.precision.compute), model.plan.world)
     memory = read_memory(model.device)
     if is_rank_zero():
         utilisation = f"MFU {100 * share:.1f} %" if share is not None else "MFU unknown (no peak known for this device)"
         print(
-            f"torch {torch.__version__} on {model.plan.world} × {name}, compute {model.plan.precision.compute}, {model.plan.data.technique}"
+            f"torch {torch.__version__} on {model.plan.world} × {name}, compute {model.plan.precision.compute},"
+            f" {model.plan.data.technique}"
         )
-        print(f"{o.size}: {o.rows} rows × {o.seq_len} tokens per rank, recompute {o.ac}, compile {o.compile}; first step {warm[0]:.2f} s")
-        print(f"{seconds * 1e3:.1f} ms per step, {speed:,.0f} tokens/s, {utilisation}, {memory.label} {memory.peak / 2**30:.2f} GiB")
+        print(
+            f"{o.size}: {o.rows} rows × {o.seq_len} tokens per rank, recompute {o.ac}, compile {o.compile}; first"
+            f" step {warm[0]:.2f} s"
+        )
+        print(
+            f"{seconds * 1e3:.1f} ms per step, {speed:,.0f} tokens/s, {utilisation}, {memory.label}"
+            f" {memory.peak / 2**30:.2f} GiB"
+        )
     destroy_distributed()
     return 0
 

@@ -1,11 +1,14 @@
-"""Our tensor + sequence parallel step against the plainest one that a careful person writes by hand: CPU time per token, 2 gloo ranks.
+"""Our tensor + sequence parallel step against the plainest one that a careful person writes by hand: CPU time per
+token, 2 gloo ranks.
 
-The hand-written one is the same decoder with its linear layers cut, and raw collectives in small autograd functions (gather, scatter and
-their duals) around them, as Megatron-LM has them (arXiv 1909.08053, 2205.05198): embedding and loss are cut over the vocabulary, gradients
-of norms are summed once per step in one message. Both train the same model on the same batches in the same processes, in rounds that
-alternate, so that the machine's drift hits both alike. Each round gives a ratio; the median and a 95 % bound (bootstrap of the median) are
-printed. There are two ways, and each is compared with the hand-written form of the same way and with the one that keeps: to keep what was
-gathered for backward, or to gather it again (our default), which sends one more all-gather for each column-parallel input.
+The hand-written one is the same decoder with its linear layers cut, and raw collectives in small autograd functions
+(gather, scatter and their duals) around them, as Megatron-LM has them (arXiv 1909.08053, 2205.05198): embedding and
+loss are cut over the vocabulary, gradients of norms are summed once per step in one message. Both train the same
+model on the same batches in the same processes, in rounds that alternate, so that the machine's drift hits both
+alike. Each round gives a ratio; the median and a 95 % bound (bootstrap of the median) are printed. There are two
+ways, and each is compared with the hand-written form of the same way and with the one that keeps: to keep what was
+gathered for backward, or to gather it again (our default), which sends one more all-gather for each column-parallel
+input.
 
 It also prints what a block keeps for backward, and how large its logits are.
 
@@ -134,14 +137,18 @@ def by_hand(config: Any, mesh: Any, seed: int, *, regather: bool = False) -> Any
 
     def block(b, x, cos, sin):
         a, f = b.attention, b.feed_forward
-        q, k, v = (y.unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for y in linears(b.attention_norm(x), a.wq, a.wk, a.wv))
+        q, k, v = (
+            y.unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for y in linears(b.attention_norm(x), a.wq, a.wk, a.wv)
+        )
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         x = x + Scatter.apply(F.linear(out.transpose(1, 2).flatten(-2), a.wo.weight))
         gate, up = linears(b.feed_forward_norm(x), f.w_gate, f.w_up)
         return x + Scatter.apply(F.linear(F.silu(gate) * up, f.w_down.weight))
 
     decay = [*sharded]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], lr=1e-3, fused=True
+    )
 
     def step(batch):
         tokens, labels = batch["tokens"], batch["labels"]
@@ -218,7 +225,9 @@ def measure(dim: int, rounds: int, seq: int, rows: int) -> dict[str, Any]:
 
 
 def kept_elements(config: Any, mesh: Any, rows: int, seq: int) -> dict[str, float]:
-    """Elements that autograd keeps for one block on one rank, parameters apart, against the formula of the usual account."""
+    """Elements that autograd keeps for one block on one rank, parameters apart, against the formula of the usual
+    account.
+    """
     import torch
 
     step = ours(config, mesh, 0)
@@ -230,7 +239,9 @@ def kept_elements(config: Any, mesh: Any, rows: int, seq: int) -> dict[str, floa
 
     def pack(x):
         if inside[0] and x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
-            kept[x.untyped_storage().data_ptr()] = max(x.untyped_storage().nbytes() // x.element_size(), kept.get(x.data_ptr(), 0))
+            kept[x.untyped_storage().data_ptr()] = max(
+                x.untyped_storage().nbytes() // x.element_size(), kept.get(x.data_ptr(), 0)
+            )
         return x
 
     block = model.layers["1"]
@@ -267,12 +278,22 @@ def main() -> int:
     for dim in asked.dims:
         with WorkerPool(TP) as pool:
             by_rank = pool.run(measure, dim, asked.rounds, asked.seq, asked.rows, world=TP, timeout=1800)
-        totals = {name: [sum(t) for t in zip(*(r["times"][name] for r in by_rank), strict=True)] for name in by_rank[0]["times"]}
-        print(f"dim {dim}, {asked.rows} × {asked.seq} tokens, {asked.rounds} paired rounds; losses {by_rank[0]['losses']}")
+        totals = {
+            name: [sum(t) for t in zip(*(r["times"][name] for r in by_rank), strict=True)]
+            for name in by_rank[0]["times"]
+        }
+        print(
+            f"dim {dim}, {asked.rows} × {asked.seq} tokens, {asked.rounds} paired rounds; losses {by_rank[0]['losses']}"
+        )
         for name, other in COMPARED:
             ratios = [mine / theirs for mine, theirs in zip(totals[name], totals[other], strict=True)]
-            print(f"  CPU time of {name} / {other}: median {statistics.median(ratios):.3f}, 95 % bound {bound(ratios):.3f}")
-            worst = max(worst, statistics.median(ratios)) if name.partition(", ")[2] == other.partition(", ")[2] else worst
+            print(
+                f"  CPU time of {name} / {other}: median {statistics.median(ratios):.3f}, 95 % bound"
+                f" {bound(ratios):.3f}"
+            )
+            worst = (
+                max(worst, statistics.median(ratios)) if name.partition(", ")[2] == other.partition(", ")[2] else worst
+            )
         print(f"  kept for backward by a block: {by_rank[0]['kept']}")
     return int(worst > 1.05)
 

@@ -1,11 +1,12 @@
 """Comparing a run with a trace: what it costs, and how far from their bounds sound runs stay.
 
-Cost: CPU time of the first three steps of `meshwright train` with the comparison against without, 2 gloo ranks. Both are taken in the same
-processes, in rounds that alternate, so that the machine's drift hits both alike. Each round gives a ratio; the median and a
-95 % bound (bootstrap of the median) are printed. Bounds: runs of other seeds, depths and ties, each in float32 and bfloat16 and in two
-layouts; of each stage the largest error in units of its bound.
+Cost: CPU time of the first three steps of `meshwright train` with the comparison against without, 2 gloo ranks. Both
+are taken in the same processes, in rounds that alternate, so that the machine's drift hits both alike. Each round
+gives a ratio; the median and a 95 % bound (bootstrap of the median) are printed. Bounds: runs of other seeds, depths
+and ties, each in float32 and bfloat16 and in two layouts; of each stage the largest error in units of its bound.
 
-The exit status is 1 where the median of a model as wide as models are (dim 512 and more) is above 1.05, or a sound run is found to differ.
+The exit status is 1 where the median of a model as wide as models are (dim 512 and more) is above 1.05, or a sound
+run is found to differ.
 
     OMP_NUM_THREADS=1 python benchmarks/trace.py [--rounds 20] [--dims 128 512 1024] [--seeds 16]
 """
@@ -110,7 +111,10 @@ def trained(config: Config) -> None:
 
 
 def farthest(pool: Any, seeds: int, folder: Path) -> int:
-    """Print, per dtype and stage, the largest error of sound runs in units of its bound; how many runs were found to differ."""
+    """Print, per dtype and stage, the largest error of sound runs in units of its bound.
+
+    How many runs were found to differ.
+    """
     largest: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {}}
     different = runs = 0
     for seed in range(seeds):
@@ -125,7 +129,9 @@ def farthest(pool: Any, seeds: int, folder: Path) -> int:
                 run = folder / f"run{runs}"
                 techniques = replace(base.techniques, precision=replace(base.techniques.precision, compute=dtype))
                 batch = replace(base.batch, microbatch=microbatch)
-                config = replace(base, run=str(run), check_trace=path, layout=layout, techniques=techniques, batch=batch)
+                config = replace(
+                    base, run=str(run), check_trace=path, layout=layout, techniques=techniques, batch=batch
+                )
                 pool.run(trained, config, world=layout.world)
                 found = json.loads((run / "trace_check.json").read_text())
                 different += not found["equal"]
@@ -134,7 +140,9 @@ def farthest(pool: Any, seeds: int, folder: Path) -> int:
                         error = float("inf") if row["error"] is None else row["error"] / row["bound"]
                         stages[row["stage"]] = max(stages.get(row["stage"], 0.0), error)
     for dtype, stages in largest.items():
-        print(f"{dtype}: largest error / bound: " + ", ".join(f"{stage} {value:.2f}" for stage, value in stages.items()))
+        print(
+            f"{dtype}: largest error / bound: " + ", ".join(f"{stage} {value:.2f}" for stage, value in stages.items())
+        )
     print(f"{runs} sound runs, {different} found to differ")
     return different
 
@@ -162,7 +170,8 @@ def main() -> int:
             ratios = [compared / plain for plain, compared in rounds]
             middle = statistics.median(ratios)
             print(
-                f"dim {dim:4d}: CPU time of compared steps / plain ones: median {middle:.4f}, 95 % bound {bound(ratios):.4f};"
+                f"dim {dim:4d}: CPU time of compared steps / plain ones: median {middle:.4f}, 95 % bound"
+                f" {bound(ratios):.4f};"
                 f" plain {statistics.median(plain for plain, _ in rounds) * 1e3:.0f} ms"
             )
             missed += dim >= WIDE and middle > LIMIT

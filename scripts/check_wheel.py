@@ -1,7 +1,8 @@
-"""Build the sdist, from it the wheel, and try the wheel as its users meet it: first in an environment that holds nothing else.
+"""Build the sdist, from it the wheel, and try the wheel as its users meet it: first in an environment that holds
+nothing else.
 
-Run by ``make test`` with the development environment's Python, whose third-party packages the second half borrows, so that
-torch is not installed again. Exits 1 and says what is wrong with the wheel.
+Run by ``make test`` with the development environment's Python, whose third-party packages the second half borrows, so
+that torch is not installed again. Exits 1 and says what is wrong with the wheel.
 """
 
 from __future__ import annotations
@@ -53,15 +54,23 @@ def check_contents(wheel: Path) -> str:
     """What is in the wheel and what its metadata says; returns the version."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = HeaderParser().parsestr(archive.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode())
+        metadata = HeaderParser().parsestr(
+            archive.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
+        )
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     require(tops == {"meshwright"}, f"the wheel puts {sorted(tops)} beside each other; only meshwright belongs there")
-    require("meshwright/py.typed" in names, "the wheel has no meshwright/py.typed: type checkers would ignore the annotations")
+    require(
+        "meshwright/py.typed" in names,
+        "the wheel has no meshwright/py.typed: type checkers would ignore the annotations",
+    )
     require(any(n.endswith("/licenses/LICENSE") for n in names), "the wheel has no LICENSE")
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "meshwright").rglob("*.py")}
     require(sources <= names, f"the wheel lacks {sorted(sources - names)}; is a pattern of .gitignore too wide?")
     torch = [line for line in metadata.get_all("Requires-Dist", []) if re.match(r"torch\s*[<>=!~(;]|torch$", line)]
-    require(len(torch) == 1 and re.fullmatch(r"torch>=[\d.]+", torch[0]), f"torch wants one lower bound and no pin, not {torch}")
+    require(
+        len(torch) == 1 and re.fullmatch(r"torch>=[\d.]+", torch[0]),
+        f"torch wants one lower bound and no pin, not {torch}",
+    )
     return metadata["Version"]
 
 

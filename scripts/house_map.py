@@ -30,13 +30,25 @@ FLOORS = (
 
 def page() -> str:
     """The page's text: a section for each floor, and in it a list for each room."""
-    lines = ["# Rooms", "", "Written by `python scripts/house_map.py`. How the rooms belong together: [architecture.md](architecture.md)."]
+    lines = [
+        "# Rooms",
+        "",
+        "Written by `python scripts/house_map.py`. How the rooms belong together: [architecture.md](architecture.md).",
+    ]
     for floor in FLOORS:
         rooms = sorted({path.parent for path in (HOUSE / floor).rglob("*.py")})
         for room in rooms:
             name = room.relative_to(HOUSE).as_posix()
-            lines += ["", f"{'##' if room == HOUSE / floor else '###'} {name}", "", first_line(room / "__init__.py"), ""]
-            lines += [f"- `{path.stem}`: {first_line(path)}" for path in sorted(room.glob("*.py")) if path.stem != "__init__"]
+            lines += [
+                "",
+                f"{'##' if room == HOUSE / floor else '###'} {name}",
+                "",
+                first_line(room / "__init__.py"),
+                "",
+            ]
+            lines += [
+                f"- `{path.stem}`: {first_line(path)}" for path in sorted(room.glob("*.py")) if path.stem != "__init__"
+            ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,11 @@
 """Write tests/mutants.txt: in which ways (tests/ways.txt) each mutant of the galleries dies, and by which question.
 
-    python scripts/mutants.py [--check]     --check: change nothing; exit with 1 if a way that the file names kills its mutant no more,
+    python scripts/mutants.py [--check]
+        --check: change nothing; exit with 1 if a way that the file names kills its mutant no more,
                                             or if a mutant has none
 
-Each mutant is applied to ways, the plainest first, until ``ENOUGH`` killed it. `make test` applies it to the first of them again.
+Each mutant is applied to ways, the plainest first, until ``ENOUGH`` killed it. `make test` applies it to the first of
+them again.
 """
 
 from __future__ import annotations
@@ -62,8 +64,17 @@ def main() -> int:
             return any(not kills for kills in found.values())
         known = read_kills()
         alive = [mutant for mutant in on_ways() if not known.get(mutant)]
-        alive += [f"{mutant} in {kill.way}" for mutant, kills in known.items() for kill in kills if killed(mutant, kill.way, pool) != kill]
-    print(f"alive, or killed by another question: {alive}" if alive else f"{len(known)} mutants die as tests/mutants.txt says")
+        alive += [
+            f"{mutant} in {kill.way}"
+            for mutant, kills in known.items()
+            for kill in kills
+            if killed(mutant, kill.way, pool) != kill
+        ]
+    print(
+        f"alive, or killed by another question: {alive}"
+        if alive
+        else f"{len(known)} mutants die as tests/mutants.txt says"
+    )
     return bool(alive)
 
 

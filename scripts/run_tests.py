@@ -1,10 +1,14 @@
 """Run the tests: `make test` and `make test-all`.
 
-    python scripts/run_tests.py [pytest arguments]           what make test has; without arguments the checks of the code too
-    python scripts/run_tests.py --all [--piece K/N]          every test, or one of N pieces; writes tests/costs.txt when all are green
-    python scripts/run_tests.py --touched [--minutes M]      what make test leaves out and the changes since the last whole run touch
+    python scripts/run_tests.py [pytest arguments]
+        what make test has; without arguments the checks of the code too
+    python scripts/run_tests.py --all [--piece K/N]
+        every test, or one of N pieces; writes tests/costs.txt when all are green
+    python scripts/run_tests.py --touched [--minutes M]
+        what make test leaves out and the changes since the last whole run touch
 
-Two pytest processes share the tests out, each with a pool of workers of its own; the checks of the code run beside them.
+Two pytest processes share the tests out, each with a pool of workers of its own; the checks of the code run beside
+them.
 """
 
 from __future__ import annotations
@@ -52,16 +56,32 @@ class Checks(threading.Thread):
     def run(self) -> None:
         for name, command in CHECKS.items():
             begin = time.monotonic()
-            done = subprocess.run(list(map(str, command)), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                list(map(str, command)), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            )
             text = f"\n{done.stdout}{done.stderr}" if done.returncode else ""
-            print(f"\ncheck: {name}: {'FAILED' if done.returncode else 'well'}, {time.monotonic() - begin:.0f} s{text}", flush=True)
+            print(
+                f"\ncheck: {name}: {'FAILED' if done.returncode else 'well'}, {time.monotonic() - begin:.0f} s{text}",
+                flush=True,
+            )
             self.failed += [name] * (done.returncode != 0)
 
 
 def pytest(*arguments: str) -> int:
     """Run the tests in as many processes as the machine has cores, two at least; pytest's exit status."""
     processes = max(2, min(os.cpu_count() or 1, MOST_PROCESSES))
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "worksteal", *ignored(), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        str(processes),
+        "--dist",
+        "worksteal",
+        *ignored(),
+        *arguments,
+    ]
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         words = [after for before, after in pairwise(arguments) if before == "-k"]
         command += (files_with(words[0]) if len(words) == 1 else []) or ["tests"]
@@ -73,8 +93,13 @@ def ignored() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread for each process; and what is compiled to bytecode is kept, or hundreds of processes would compile the package anew."""
-    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
+    """One thread for each process.
+
+    And what is compiled to bytecode is kept, or hundreds of processes would compile the package anew.
+    """
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
 
 def has_gpu() -> bool:
@@ -96,8 +121,9 @@ def test(arguments: list[str]) -> int:
 
 
 def test_all(piece: str, arguments: list[str]) -> int:
-    """All pieces, or one; behind all of them the files are compared that were computed once (the ways, and what kills which mutant), and
-    costs are kept."""
+    """All pieces, or one; behind all of them the files are compared that were computed once (the ways, and what kills
+    which mutant), and costs are kept.
+    """
     wanted = [piece] if piece else [f"{number}/{PIECES}" for number in range(1, PIECES + 1)]
     COSTS.parent.mkdir(exist_ok=True)
     COSTS.unlink(missing_ok=True)
@@ -105,7 +131,10 @@ def test_all(piece: str, arguments: list[str]) -> int:
     for one in wanted:
         begin = time.monotonic()
         status = pytest(f"--piece={one}", f"--costs={COSTS}", *arguments)
-        print(f"piece {one}: {'failed' if status else 'passed'}, {(time.monotonic() - begin) / 60:.0f} minutes", flush=True)
+        print(
+            f"piece {one}: {'failed' if status else 'passed'}, {(time.monotonic() - begin) / 60:.0f} minutes",
+            flush=True,
+        )
         failed += [f"piece {one}"] * (status != 0)
     if not piece:
         for script in ("ways.py", "mutants.py"):
@@ -113,7 +142,8 @@ def test_all(piece: str, arguments: list[str]) -> int:
             failed += [script] * (done.returncode != 0)
         if not failed and not arguments:
             keep_costs()
-            # what another test had computed before is paid by whoever comes first: so those of make test are measured by themselves too
+            # what another test had computed before is paid by whoever comes first: so those of make test are measured
+            # by themselves too
             if pytest("--tier=test", f"--costs={COSTS}") == 0:
                 keep_costs()
             else:
@@ -126,7 +156,9 @@ def keep_costs() -> None:
     """Write tests/costs.txt: what each test costs, and which tests make test has."""
     from touched import BASE, FILE
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
     costs: dict[str, Cost] = {}
     for cost in (Cost(**one | {"covers": tuple(one["covers"])}) for one in found):
@@ -149,7 +181,10 @@ def test_touched(minutes: float) -> int:
     command = [sys.executable, "-m", "pytest", "tests", "--tier=rest", "--collect-only", "-q", *ignored()]
     listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
     chosen, left = touched([line for line in listed.splitlines() if "::" in line], 60 * minutes * 2)
-    print(f"{len(chosen)} tests of make test-all are touched by what changed since it was last green; {left} more do not fit into the time")
+    print(
+        f"{len(chosen)} tests of make test-all are touched by what changed since it was last green; {left} more do"
+        f" not fit into the time"
+    )
     if not chosen:
         return 0
     TOUCHED.parent.mkdir(exist_ok=True)

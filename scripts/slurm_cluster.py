@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""A private Slurm with two virtual nodes on this machine, for tests. It needs root and Debian's packages slurm-wlm and munge.
+"""A private Slurm with two virtual nodes on this machine, for tests.
+
+It needs root and Debian's packages slurm-wlm and munge.
 
     slurm_cluster.py check            whether this machine can have one; says what is in the way
     slurm_cluster.py install          get the packages by apt-get, where they are missing
     slurm_cluster.py start FOLDER     bring a cluster up; prints what to export
     slurm_cluster.py stop FOLDER      cancel its jobs and end its daemons, by the process numbers in FOLDER/pids
 
-Everything lies in FOLDER, an authentication daemon of its own included; an installed Slurm is not looked at. The nodes are called n1
-and n2. That these names mean this machine is known in the nodes' own mount namespace only: /etc/hosts stays as it is.
+Everything lies in FOLDER, an authentication daemon of its own included; an installed Slurm is not looked at. The
+nodes are called n1 and n2. That these names mean this machine is known in the nodes' own mount namespace only:
+/etc/hosts stays as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job waits until the credentials of its last start are void: two minutes, unless they live shorter (5 s at the least).
+# A requeued job waits until the credentials of its last start are void: two minutes, unless they live shorter
+# (5 s at the least).
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -144,7 +148,11 @@ def start(folder: Path) -> str:
         for name, words in daemons.items():
             with (folder / f"{name}.out").open("w") as out:
                 process = subprocess.Popen(
-                    [find(words[0]) or words[0], *words[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                    [find(words[0]) or words[0], *words[1:]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
                 )
             pids.write(f"{process.pid} {birth(process.pid)} {name}\n")
             pids.flush()
@@ -180,7 +188,13 @@ def write_files(folder: Path) -> Path:
         for node, port in zip(NODES, ports[1:], strict=True)
     ]
     # The port of a run follows from its job's number: clusters beside each other had better count from different ones.
-    values = {"folder": folder, "host": host, "port": ports[0], "nodes": "\n".join(rows), "first_job": random.randrange(1_000, 11_000)}
+    values = {
+        "folder": folder,
+        "host": host,
+        "port": ports[0],
+        "nodes": "\n".join(rows),
+        "first_job": random.randrange(1_000, 11_000),
+    }
     conf = folder / "slurm.conf"
     conf.write_text(CONF.format(**values))
     return conf
@@ -197,12 +211,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_idle() -> bool:
-    states = subprocess.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], capture_output=True, text=True).stdout.split()
+    states = subprocess.run(
+        ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], capture_output=True, text=True
+    ).stdout.split()
     return states == ["idle"] * len(NODES)
 
 
 def stop(folder: Path) -> str:
-    """End the cluster of a folder: its jobs, then the daemons that ``start`` wrote down. Returns what is left, or nothing."""
+    """End the cluster of a folder: its jobs, then the daemons that ``start`` wrote down.
+
+    Returns what is left, or nothing.
+    """
     pids = folder / "pids"
     if not pids.exists():
         return f"{folder} has no cluster"
@@ -226,7 +245,10 @@ def alive(rows: list[list[str]]) -> list[str]:
 
 
 def birth(pid: int) -> str:
-    """When a process began, in the kernel's ticks: with its number that names it for good. Empty: there is none (any more)."""
+    """When a process began, in the kernel's ticks: with its number that names it for good.
+
+    Empty: there is none (any more).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

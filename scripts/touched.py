@@ -24,7 +24,8 @@ BASE = "# The last whole run was at "
 
 
 def touched(tests: Iterable[str], seconds: float) -> tuple[list[str], int]:
-    """Choose, of tests that make test leaves out, those that the changes since the last whole run touch, the nearest first.
+    """Choose, of tests that make test leaves out, those that the changes since the last whole run touch, the nearest
+    first.
 
     As many as fit; and how many do not.
 
@@ -48,7 +49,9 @@ def changed_files() -> list[str]:
     lines = FILE.read_text(encoding="utf-8").splitlines()
     bases = [line.removeprefix(BASE).split(",", 1)[0] for line in lines if line.startswith(BASE)]
     for base in (*bases, "HEAD~1"):
-        done = subprocess.run(["git", "diff", "--name-only", base], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "diff", "--name-only", base], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode == 0:
             return done.stdout.split()
     return []
@@ -57,7 +60,8 @@ def changed_files() -> list[str]:
 def distances_of(files: Iterable[str]) -> dict[str, int]:
     """Test file -> imports between it and the nearest of the files; 0: it is one of them.
 
-    What the package itself imports leads nowhere, since it loads each of its names when that is asked for: else all would touch all.
+    What the package itself imports leads nowhere, since it loads each of its names when that is asked for: else all
+    would touch all.
     """
     import grimp
 

@@ -2,8 +2,8 @@
 
     python scripts/ways.py [--check]        --check: change nothing; exit with 1 if the file would be another
 
-Most faults need one switch or two to show (Kuhn, Wallace, Gallo 2004). Greedy, one way at a time (Cohen et al. 1997, AETG): the rules are
-asked about the few candidates that would cover most, never about the whole product.
+Most faults need one switch or two to show (Kuhn, Wallace, Gallo 2004). Greedy, one way at a time (Cohen et al. 1997,
+AETG): the rules are asked about the few candidates that would cover most, never about the whole product.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ SPARSE = ("softmax", "sigmoid", "deepseek_v3")
 LAYOUTS = [
     axes
     for axes in (
-        dict(zip(("dp", "tp", "pp", "ep"), values, strict=True)) for values in product(*(FACTORS[n] for n in ("dp", "tp", "pp", "ep")))
+        dict(zip(("dp", "tp", "pp", "ep"), values, strict=True))
+        for values in product(*(FACTORS[n] for n in ("dp", "tp", "pp", "ep")))
     )
-    if 2 <= Way(**axes).layout.world <= 4 and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp > 1)
+    if 2 <= Way(**axes).layout.world <= 4
+    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp > 1)
 ]
 PLAIN = [
     Way.of(text)
@@ -48,7 +50,10 @@ PLAIN = [
         "dp=fsdp tp=2 sequence=cut",
     )
 ]
-"""They come first: where one of them fails, that says more than a way of many switches; and most mutants die in one of them."""
+"""They come first: where one of them fails, that says more than a way of many switches.
+
+And most mutants die in one of them.
+"""
 CANDIDATES, ATTEMPTS = 12, 30
 """Legal ways of which the best is taken, and how many are tried before a pair is called refused."""
 STARTS = 5
@@ -83,13 +88,20 @@ def price(way: Way) -> float:
 
 
 def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, plain: float) -> Way | None:
-    """A way with the given values; None where no axes have them. Each other value covers, with those before, most of what is missing.
+    """A way with the given values; None where no axes have them.
+
+    Each other value covers, with those before, most of what is missing.
 
     Args:
-        plain: the share of factors that are left at their first value: what is refused may be legal with less beside it.
+        plain: the share of factors that are left at their first value: what is refused may be legal with less beside
+            it.
     """
     gain = partial(_gain, missing=missing, draw=draw)
-    fitting = [axes for axes in LAYOUTS if all(axes.get(name, value) == value for name, value in given.items()) and _fits(axes, given)]
+    fitting = [
+        axes
+        for axes in LAYOUTS
+        if all(axes.get(name, value) == value for name, value in given.items()) and _fits(axes, given)
+    ]
     if not fitting:
         return None
     chosen = max(fitting, key=lambda axes: sum(gain(choice, {**axes, **given}) for choice in axes.items())) | given
@@ -100,12 +112,16 @@ def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, pl
     for name in sorted(allowed, key=lambda name: (name != "model", draw.random())):
         if name not in chosen:
             is_plain = draw.random() < plain
-            chosen[name] = allowed[name][0] if is_plain else max(allowed[name], key=lambda value: gain((name, value), chosen))
+            chosen[name] = (
+                allowed[name][0] if is_plain else max(allowed[name], key=lambda value: gain((name, value), chosen))
+            )
     return Way(**chosen)
 
 
 def _fits(axes: dict[str, str], given: dict[str, str]) -> bool:
-    """Whether the axes have what is said of them: a schedule a pipeline, a cut of the sequence tensor ranks, ep a model with experts."""
+    """Whether the axes have what is said of them: a schedule a pipeline, a cut of the sequence tensor ranks, ep a
+    model with experts.
+    """
     said = (("pp", "schedule"), ("tp", "sequence"))
     has_axes = all(given.get(name, "-") == "-" or axes[axis] == "2" for axis, name in said)
     return has_axes and (axes.get("ep") != "2" or given.get("model", SPARSE[0]) in SPARSE)
@@ -113,7 +129,11 @@ def _fits(axes: dict[str, str], given: dict[str, str]) -> bool:
 
 def _gain(choice: Choice, others: dict[str, str], *, missing: set[Pair], draw: random.Random) -> float:
     """How many missing pairs the choice makes with the others, and a little chance."""
-    pairs = {tuple(sorted([choice, other], key=lambda c: NAMES.index(c[0]))) for other in others.items() if other[0] != choice[0]}
+    pairs = {
+        tuple(sorted([choice, other], key=lambda c: NAMES.index(c[0])))
+        for other in others.items()
+        if other[0] != choice[0]
+    }
     return len(pairs & missing) + draw.random()
 
 
@@ -163,7 +183,10 @@ def covering(draw: random.Random, rules: Rules) -> tuple[list[Way], dict[Pair, s
 
 
 def pruned(found: list[Way], rules: Rules) -> list[Way]:
-    """Without the ways whose own pairs others can take over by changing values that cover nothing of their own; the dearest first."""
+    """Without the ways whose own pairs others can take over by changing values that cover nothing of their own.
+
+    The dearest first.
+    """
     kept = list(found)
     while True:
         covered = _counted(kept)
@@ -219,7 +242,11 @@ def _with(pair: Pair, old: Way, covered: Counter[Pair], rules: Rules) -> Way | N
 
 def _kept(old: Way, change: dict[str, str], covered: Counter[Pair], rules: Rules) -> Way | None:
     """The way with other values; None where that would lose a pair, cost more, or be refused."""
-    new = replace(old, **change, **{said: "-" for axis, said in (("pp", "schedule"), ("tp", "sequence")) if change.get(axis) == "1"})
+    new = replace(
+        old,
+        **change,
+        **{said: "-" for axis, said in (("pp", "schedule"), ("tp", "sequence")) if change.get(axis) == "1"},
+    )
     if old in PLAIN or price(new) > price(old) or not _own(old, covered) <= pairs_of(new):
         return None
     return None if rules.refusal(new) else new
@@ -227,12 +254,16 @@ def _kept(old: Way, change: dict[str, str], covered: Counter[Pair], rules: Rules
 
 def text() -> str:
     rules = Rules()
-    arrays = [(pruned(found, rules), refused) for found, refused in (covering(random.Random(seed), rules) for seed in range(STARTS))]
+    arrays = [
+        (pruned(found, rules), refused)
+        for found, refused in (covering(random.Random(seed), rules) for seed in range(STARTS))
+    ]
     found, refused = min(arrays, key=lambda array: (len(array[1]), sum(map(price, array[0]))))
     covered = set().union(*map(pairs_of, found))
     assert covered | set(refused) == set(all_pairs()) and not covered & set(refused)
     lines = [
-        "# Written by scripts/ways.py: ways in which every two values of different factors meet, as far as the rules allow.",
+        "# Written by scripts/ways.py: ways in which every two values of different factors meet, as far as the rules"
+        " allow.",
         f"# {len(found)} ways cover {len(covered)} pairs; {len(refused)} pairs were found in no legal way:",
         *(f"# {'='.join(a)} {'='.join(b)}: {why}" for (a, b), why in sorted(refused.items())),
         *map(str, found),

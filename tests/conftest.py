@@ -20,7 +20,9 @@ PRELOADED = ("torchao.float8", "torchao.optim", "transformers.models.llama.model
 
 
 class Workers(WorkerPool):
-    """A pool that remembers what one process computes, and whose workers remember how models can be cut (support/remembered)."""
+    """A pool that remembers what one process computes, and whose workers remember how models can be cut
+    (support/remembered).
+    """
 
     def __init__(self, size, **options):
         super().__init__(size, **options)
@@ -46,7 +48,8 @@ def pool():
 def spmd(pool):
     """``spmd(world, job, *args)``: run ``job(*args)`` on ``world`` ranks and return the results in rank order.
 
-    ``job`` is a module-level function. World 1 runs in a worker too: the one-process reference sees the same environment.
+    ``job`` is a module-level function. World 1 runs in a worker too: the one-process reference sees the same
+    environment.
     """
 
     def run(world, job, *args, timeout=120.0):
@@ -57,7 +60,9 @@ def spmd(pool):
 
 @pytest.fixture(scope="session")
 def reference(pool):
-    """``reference(problem)``: what the oracle makes of it in one process, computed once per session (``job``: another question)."""
+    """``reference(problem)``: what the oracle makes of it in one process, computed once per session (``job``: another
+    question).
+    """
     from support.oracle import oracle
 
     known = {}

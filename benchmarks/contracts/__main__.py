@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/contracts [--only K9,N3] [--failed]
 
-Every item makes the calls as those systems' documents print them, on one process or on two to four gloo ranks, with tiny models, and is
-compared with one plain torch process. An item ends as
+Every item makes the calls as those systems' documents print them, on one process or on two to four gloo ranks, with
+tiny models, and is compared with one plain torch process. An item ends as
 
     Y           the promise holds; the evidence is the largest relative error of a gradient, or what was seen
     deliberate  this library differs on purpose, as docs/coming-from.md says, and the documented behaviour was seen
@@ -73,7 +73,9 @@ def main() -> int:
     return 1 if counts["FAIL"] else 0
 
 
-def _outcomes(pool: WorkerPool, document: str, world: int, numbers: list[str], items: dict[str, tried.Item]) -> dict[str, Outcome]:
+def _outcomes(
+    pool: WorkerPool, document: str, world: int, numbers: list[str], items: dict[str, tried.Item]
+) -> dict[str, Outcome]:
     """Of all these items, which share ranks; those behind one that failed are tried in a job of their own."""
     found: dict[str, Outcome] = {}
     while left := [number for number in numbers if number not in found]:

@@ -13,8 +13,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
-from tried import BFLOAT16, IDS, TOKENS, Here, Items, against_one, gradients, llama, loss_of, refused, rows_of, same, worst
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from tried import (
+    BFLOAT16,
+    IDS,
+    TOKENS,
+    Here,
+    Items,
+    against_one,
+    gradients,
+    llama,
+    loss_of,
+    refused,
+    rows_of,
+    same,
+    worst,
+)
 
 from meshwright.distributed import apply_ac, apply_fsdp2, apply_tensor_parallel, destroy_distributed
 from meshwright.distributed.parallelizer import (
@@ -36,8 +56,20 @@ def of(family: str, kind: str = "AutoModelForCausalLM", **changes: Any) -> nn.Mo
     """A tiny model of a family of transformers, the same on every rank."""
     import transformers
 
-    sizes = {"vocab_size": IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False}
+    sizes = {
+        "vocab_size": IDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+    }
     config = transformers.AutoConfig.for_model(family, **sizes | changes)
     torch.manual_seed(0)
     return getattr(transformers, kind).from_config(config, attn_implementation="sdpa").float()
@@ -55,7 +87,13 @@ def _llava_parts() -> tuple[Any, Any]:
         "image_size": 8,
         "patch_size": 4,
     }
-    text = {"vocab_size": IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        "vocab_size": IDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return CLIPVisionConfig(**vision), LlamaConfig(**text, num_key_value_heads=2, use_cache=False)
 
 
@@ -65,7 +103,9 @@ def llava() -> nn.Module:
 
     vision, text = _llava_parts()
     torch.manual_seed(0)
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=IDS - 1, image_seq_length=4))
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=IDS - 1, image_seq_length=4)
+    )
 
 
 def vision_loss(model: nn.Module, rows: Tensor) -> Tensor:
@@ -116,9 +156,15 @@ def have():
 
 @ITEMS(2, "fsdp2_strategy_parallelize(model, device_mesh, mp_policy, tp_shard_plan, offload_policy)", world=4)
 def signature(here: Here):
-    same(list(inspect.signature(fsdp2_strategy_parallelize).parameters), "model device_mesh mp_policy tp_shard_plan offload_policy".split())
+    same(
+        list(inspect.signature(fsdp2_strategy_parallelize).parameters),
+        "model device_mesh mp_policy tp_shard_plan offload_policy".split(),
+    )
     mesh = here.mesh(dp_shard=2, tp=2)
-    return max(laid(llama(), mesh, FP32, None, None), laid(llama(), mesh, mp_policy=FP32, tp_shard_plan=None, offload_policy=None))
+    return max(
+        laid(llama(), mesh, FP32, None, None),
+        laid(llama(), mesh, mp_policy=FP32, tp_shard_plan=None, offload_policy=None),
+    )
 
 
 @ITEMS(3, "returns the model", world=2)
@@ -164,7 +210,9 @@ def axes(here: Here):
     loss_of(plain, TOKENS).backward()
     rank = mesh.get_local_rank("data_parallel")
     loss_of(model, TOKENS[2 * rank : 2 * rank + 2]).backward()
-    refused(lambda: fsdp2_strategy_parallelize(llama(), init_device_mesh("cpu", (4,), mesh_dim_names=("mine",))), "dp_shard")
+    refused(
+        lambda: fsdp2_strategy_parallelize(llama(), init_device_mesh("cpu", (4,), mesh_dim_names=("mine",))), "dp_shard"
+    )
     return worst(gradients(model), gradients(plain))
 
 
@@ -178,14 +226,27 @@ def plan_by_sequence(here: Here):
     return laid(llama(), here.mesh(dp_shard=2, tp=2), FP32, nemo_plan(sequence=True))
 
 
-@ITEMS(9, "any plan is applied as it is given", world=2, reason="a plan is checked before it is used: what does not add up is refused")
+@ITEMS(
+    9,
+    "any plan is applied as it is given",
+    world=2,
+    reason="a plan is checked before it is used: what does not add up is refused",
+)
 def plan_checked(here: Here):
     mesh = here.mesh(tp=2)
-    refused(lambda: fsdp2_strategy_parallelize(llama(), mesh, None, {"model.layers.0.mlp.up_proj": ColwiseParallel()}), "model.layers")
-    refused(lambda: fsdp2_strategy_parallelize(llama(), mesh, None, {"model.layers.*.nothing": ColwiseParallel()}), "nothing")
+    refused(
+        lambda: fsdp2_strategy_parallelize(llama(), mesh, None, {"model.layers.0.mlp.up_proj": ColwiseParallel()}),
+        "model.layers",
+    )
+    refused(
+        lambda: fsdp2_strategy_parallelize(llama(), mesh, None, {"model.layers.*.nothing": ColwiseParallel()}),
+        "nothing",
+    )
     whole_input = {"model.norm": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))}
     text = refused(lambda: fsdp2_strategy_parallelize(llama(), mesh, None, whole_input), "Leave the pattern out")
-    styles = {f"model.layers.{i}.mlp.{n}_proj": translate_to_torch_parallel_style(w) for i in (0,) for n, w in MLP.items()}
+    styles = {
+        f"model.layers.{i}.mlp.{n}_proj": translate_to_torch_parallel_style(w) for i in (0,) for n, w in MLP.items()
+    }
     parallelize_module(model := llama(), mesh["tp"], styles)
     against_one(model, llama(), None)
     return text
@@ -196,7 +257,9 @@ MLP = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
 
 @ITEMS(10, "tensor parallelism without a plan", world=4)
 def plan_measured(here: Here):
-    return max(laid(llama(), here.mesh(dp_shard=2, tp=2)), laid(of("qwen3"), here.mesh(dp_shard=2, tp=2), plain=of("qwen3")))
+    return max(
+        laid(llama(), here.mesh(dp_shard=2, tp=2)), laid(of("qwen3"), here.mesh(dp_shard=2, tp=2), plain=of("qwen3"))
+    )
 
 
 @ITEMS(11, "offload_policy", world=2)
@@ -229,12 +292,19 @@ def hybrid(here: Here):
     return laid(llama(), here.mesh(dp_replicate=2, dp_shard=2))
 
 
-@ITEMS(15, "an axis of context parallelism", world=4, reason="there is none in this version: cp larger than 1 is refused by name")
+@ITEMS(
+    15,
+    "an axis of context parallelism",
+    world=4,
+    reason="there is none in this version: cp larger than 1 is refused by name",
+)
 def context(here: Here):
     refused(lambda: fsdp2_strategy_parallelize(llama(), here.mesh(cp=2, dp_shard=2)), "cp = 2")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_cp", "tensor_parallel"))
     refused(lambda: fsdp2_strategy_parallelize(llama(), mesh), "dp_cp")
-    return refused(lambda: fsdp2_strategy_parallelize(llama(), here.mesh(cp=4)), "context parallelism is not in this version")
+    return refused(
+        lambda: fsdp2_strategy_parallelize(llama(), here.mesh(cp=4)), "context parallelism is not in this version"
+    )
 
 
 @ITEMS(16, "import_classes_from_paths(class_paths)")
@@ -265,7 +335,12 @@ def translated():
 
 @ITEMS(37, "they are torch's types of styles", world=2)
 def styles(here: Here):
-    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, "sequence_parallel": SequenceParallel, "rowwise_rep": RowwiseParallel}
+    kinds = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "sequence_parallel": SequenceParallel,
+        "rowwise_rep": RowwiseParallel,
+    }
     assert all(isinstance(translate_to_torch_parallel_style(word), kind) for word, kind in kinds.items())
     same(translate_to_torch_parallel_style("colwise_rep").output_layouts, (Replicate(),))  # type: ignore[attr-defined]
     made = {f"model.layers.*.mlp.{name}_proj": translate_to_torch_parallel_style(word) for name, word in MLP.items()}
@@ -279,7 +354,9 @@ def moved(here: Here):
     made = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     same(to_cpu(made).tolist(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     same((to_cpu(torch.ones(1)).device.type, to_cpu(3), to_cpu("x")), ("cpu", 3, "x"))
-    return refused(lambda: to_cpu(DTensor.from_local(torch.ones(1, device="meta"), mesh, [Shard(0)])), "meta", kind=ValueError)
+    return refused(
+        lambda: to_cpu(DTensor.from_local(torch.ones(1, device="meta"), mesh, [Shard(0)])), "meta", kind=ValueError
+    )
 
 
 @ITEMS(42, "norms on queries and keys: gradients right under tensor parallelism at once", world=4)

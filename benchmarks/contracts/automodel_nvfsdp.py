@@ -14,7 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from tried import CLOSE, TOKENS, Here, Items, against_one, llama, loss_of, refused, rows_of, same
 
 from meshwright import NonFiniteError
-from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
+from meshwright.distributed.parallelizer import (
+    fsdp2_strategy_parallelize,
+    get_hf_tp_shard_plan,
+    nvfsdp_strategy_parallelize,
+)
 
 ITEMS = Items("N", "NeMo AutoModel distributed.parallelizer")
 
@@ -47,12 +51,19 @@ def returns(here: Here):
     model = llama()
     assert nvfsdp_strategy_parallelize(model, here.mesh(dp_shard=4)) is model
     other = llama()
-    made, optimizer = nvfsdp_strategy_parallelize(other, here.mesh(dp_shard=4), torch.optim.SGD(other.parameters(), lr=0.1))
+    made, optimizer = nvfsdp_strategy_parallelize(
+        other, here.mesh(dp_shard=4), torch.optim.SGD(other.parameters(), lr=0.1)
+    )
     same((isinstance(made, nn.Module), isinstance(optimizer, torch.optim.SGD)), (True, True))
     return "the model; with an optimizer both"
 
 
-@ITEMS(19, "nvfsdp_unit_modules None: the whole model is one unit", world=4, reason="each block is a unit: less memory, equal results")
+@ITEMS(
+    19,
+    "nvfsdp_unit_modules None: the whole model is one unit",
+    world=4,
+    reason="each block is a unit: less memory, equal results",
+)
 def one_unit(here: Here):
     model = nvfsdp_strategy_parallelize(llama(), here.mesh(dp_shard=4), nvfsdp_unit_modules=None)
     same([n for n, m in model.named_modules() if isinstance(m, FSDPModule)], ["", "model.layers.0", "model.layers.1"])
@@ -82,7 +93,12 @@ def strategies(here: Here):
     return max(zero(here, data_parallel_sharding_strategy=word) for word in words)
 
 
-@ITEMS(23, "strategies params and grads_params", world=4, reason="both mean optim_grads_params: with parameters all else is sharded")
+@ITEMS(
+    23,
+    "strategies params and grads_params",
+    world=4,
+    reason="both mean optim_grads_params: with parameters all else is sharded",
+)
 def older_strategies(here: Here):
     return max(zero(here, data_parallel_sharding_strategy=word) for word in ("params", "grads_params"))
 
@@ -138,7 +154,9 @@ def adapted() -> nn.Module:
 
     base = llama()
     torch.manual_seed(1)
-    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    return get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    )
 
 
 @ITEMS(35, "get_hf_tp_shard_plan of a model with adapters", world=4)
@@ -147,12 +165,16 @@ def plan_of_adapted(here: Here):
     return laid(adapted(), here.mesh(dp_shard=2, tp=2), FP32, plan, plain=adapted())
 
 
-@ITEMS(39, "models with a vision tower", world=4, reason="FSDP alone: towers are not cut over tp, which is refused by name")
+@ITEMS(
+    39, "models with a vision tower", world=4, reason="FSDP alone: towers are not cut over tp, which is refused by name"
+)
 def vision(here: Here):
     mesh = here.mesh(dp_shard=4)
     fsdp2_strategy_parallelize(model := llava(), mesh, FP32)
     sharded = against_one(model, llava(), mesh, loss=vision_loss, bound=1e-3)
-    text = refused(lambda: fsdp2_strategy_parallelize(llava(), here.mesh(dp_shard=2, tp=2), FP32), "images", "Set layout.tp = 1")
+    text = refused(
+        lambda: fsdp2_strategy_parallelize(llava(), here.mesh(dp_shard=2, tp=2), FP32), "images", "Set layout.tp = 1"
+    )
     return f"FSDP within {sharded:.1g}; tensor parallelism: {text}"
 
 
@@ -178,7 +200,10 @@ def other_heads(here: Here):
     mesh, errors = here.mesh(dp_shard=2, tp=2), []
     cases = {
         "llama": (lambda: of("llama", "AutoModelForSequenceClassification", num_labels=2, pad_token_id=0), classified),
-        "bert": (lambda: of("bert", "AutoModelForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), filled),
+        "bert": (
+            lambda: of("bert", "AutoModelForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            filled,
+        ),
     }
     for make, loss in cases.values():
         fsdp2_strategy_parallelize(model := make(), mesh, FP32)

@@ -1,4 +1,6 @@
-"""KempnerForge's ``distributed``: recomputation, FSDP2, tensor parallelism, pipelines and clipping as its documents call them."""
+"""KempnerForge's ``distributed``: recomputation, FSDP2, tensor parallelism, pipelines and clipping as its documents
+call them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from tried import BFLOAT16, SMALL, TOKENS, Forge, Here, Items, against_one, gradients, llama, logits_of, loss_of, near, refused, same, worst
+from tried import (
+    BFLOAT16,
+    SMALL,
+    TOKENS,
+    Forge,
+    Here,
+    Items,
+    against_one,
+    gradients,
+    llama,
+    logits_of,
+    loss_of,
+    near,
+    refused,
+    same,
+    worst,
+)
 
 from meshwright import Layout
 from meshwright.distributed import (
@@ -52,7 +70,12 @@ def ac_signature():
 
 @ITEMS(4, "modes none, full, selective, as text and as enum")
 def ac_modes():
-    errors = [recomputed(mode, make) for make in (decoder, llama, Forge) for m in ("none", "full", "selective") for mode in (m, _enum(m))]
+    errors = [
+        recomputed(mode, make)
+        for make in (decoder, llama, Forge)
+        for m in ("none", "full", "selective")
+        for mode in (m, _enum(m))
+    ]
     refused(lambda: apply_ac(decoder(), "ful"), "Did you mean 'full'?")
     return max(errors)
 
@@ -95,7 +118,13 @@ def ac_before(here: Here):
 @ITEMS(8, "apply_tensor_parallel, apply_ac, apply_fsdp2 in this order", world=4)
 def pasted_order(here: Here):
     mesh, errors = here.mesh(dp_shard=2, tp=2), []
-    for make, mode in ((decoder, "none"), (decoder, "full"), (decoder, "selective"), (llama, "full"), (Forge, "selective")):
+    for make, mode in (
+        (decoder, "none"),
+        (decoder, "full"),
+        (decoder, "selective"),
+        (llama, "full"),
+        (Forge, "selective"),
+    ):
         model = make()
         apply_tensor_parallel(model, mesh)
         apply_ac(model, mode)
@@ -161,7 +190,12 @@ def fsdp_reshard(here: Here):
     return max(errors)
 
 
-@ITEMS(15, "a number for reshard_after_forward", world=4, reason="ranks to keep sharded over, as torch means it; no limit on gathers")
+@ITEMS(
+    15,
+    "a number for reshard_after_forward",
+    world=4,
+    reason="ranks to keep sharded over, as torch means it; no limit on gathers",
+)
 def fsdp_number(here: Here):
     apply_fsdp2(model := decoder(), mesh := here.mesh(dp_shard=4), FP32, 2)
     error = against_one(model, decoder(), mesh)
@@ -200,14 +234,24 @@ def tensor(here: Here):
     return max(errors)
 
 
-@ITEMS(19, "the token embedding stays whole", world=2, reason="it is cut over the vocabulary, which saves memory; results are equal")
+@ITEMS(
+    19,
+    "the token embedding stays whole",
+    world=2,
+    reason="it is cut over the vocabulary, which saves memory; results are equal",
+)
 def tensor_embedding(here: Here):
     apply_tensor_parallel(model := Forge(), here.mesh(tp=2))
     same(model.token_embedding.weight.placements, (Shard(0),))
     return against_one(model, Forge(), None)
 
 
-@ITEMS(21, "tied weights: no sequence parallelism", world=2, reason="sequences stay cut, and the tie is kept; results are equal")
+@ITEMS(
+    21,
+    "tied weights: no sequence parallelism",
+    world=2,
+    reason="sequences stay cut, and the tie is kept; results are equal",
+)
 def tensor_tied(here: Here):
     apply_tensor_parallel(model := Forge(tied=True), here.mesh(tp=2))
     assert model.output_head.weight is model.token_embedding.weight
@@ -228,7 +272,10 @@ def clip():
         model, plain = decoder(), decoder()
         loss_of(model, TOKENS).backward()
         loss_of(plain, TOKENS).backward()
-        near(float(clip_grad_norm_(model, 0.5, foreach=foreach)), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        near(
+            float(clip_grad_norm_(model, 0.5, foreach=foreach)),
+            float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)),
+        )
         errors.append(worst(gradients(model), gradients(plain)))
     return max(errors)
 

@@ -57,7 +57,9 @@ def by_stages(
     schedule: str = "1f1b",
     on_meta: bool = False,
 ) -> float:
-    """A pipeline as the document composes it: build, tensor parallelism, recomputation, FSDP2 without resharding, stage, schedule."""
+    """A pipeline as the document composes it: build, tensor parallelism, recomputation, FSDP2 without resharding,
+    stage, schedule.
+    """
     with torch.device("meta" if on_meta else "cpu"):
         module = build_stage_module(SMALL, get_pp_rank(mesh), get_pp_size(mesh))
     if tensor:
@@ -105,15 +107,31 @@ def stage_of(here: Here) -> PipelineStage:
 
 @ITEMS(1, "the module and its names")
 def names():
-    wanted = ["PipelineStageModule", "build_pipeline_schedule", "build_pipeline_stage", "build_stage_module", "compute_layer_assignment"]
-    same([name for name in [*wanted, "get_pp_mesh", "get_pp_rank", "get_pp_size"] if not hasattr(pipeline_parallel, name)], [])
+    wanted = [
+        "PipelineStageModule",
+        "build_pipeline_schedule",
+        "build_pipeline_stage",
+        "build_stage_module",
+        "compute_layer_assignment",
+    ]
+    same(
+        [
+            name
+            for name in [*wanted, "get_pp_mesh", "get_pp_rank", "get_pp_size"]
+            if not hasattr(pipeline_parallel, name)
+        ],
+        [],
+    )
 
 
 @ITEMS(2, "get_pp_mesh, get_pp_rank, get_pp_size", world=4)
 def places(here: Here):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     same((get_pp_mesh(mesh).mesh_dim_names, get_pp_size(mesh)), (("pp",), 2))
-    same((get_pp_mesh(here.mesh(dp_shard=4)), get_pp_rank(here.mesh(dp_shard=4)), get_pp_size(here.mesh(dp_shard=4))), (None, 0, 1))
+    same(
+        (get_pp_mesh(here.mesh(dp_shard=4)), get_pp_rank(here.mesh(dp_shard=4)), get_pp_size(here.mesh(dp_shard=4))),
+        (None, 0, 1),
+    )
 
 
 @ITEMS(3, "more stages than layers: ValueError")
@@ -181,7 +199,10 @@ def stage_on_meta():
 
 @ITEMS(12, "to_empty, then init_weights_and_freqs()", world=4)
 def stage_later(here: Here):
-    return max(by_stages(here.mesh(pp=2, dp_shard=2), on_meta=True), by_stages(here.mesh(pp=2, tp=2), tensor=True, on_meta=True))
+    return max(
+        by_stages(here.mesh(pp=2, dp_shard=2), on_meta=True),
+        by_stages(here.mesh(pp=2, tp=2), tensor=True, on_meta=True),
+    )
 
 
 @ITEMS(13, "rotary tables of max_seq_len; a longer sequence fails")
@@ -210,7 +231,10 @@ def stage_log():
 
 @ITEMS(16, "build_stage_module(config, pp_rank, pp_size)")
 def stage_of_rank():
-    same([tuple(build_stage_module(replace(SMALL, n_layers=5), r, 2).layers) for r in (0, 1)], [("0", "1", "2"), ("3", "4")])
+    same(
+        [tuple(build_stage_module(replace(SMALL, n_layers=5), r, 2).layers) for r in (0, 1)],
+        [("0", "1", "2"), ("3", "4")],
+    )
     return refused(lambda: build_stage_module(SMALL, 2, 2), "stage 2 of 2")
 
 
@@ -221,10 +245,18 @@ def stage_group(here: Here):
     same(made.group, mesh.get_group("pp"))
 
 
-@ITEMS(18, "a mesh without a pp axis: the whole world", world=2, reason="refused: the world need not be one pipeline; name an axis pp")
+@ITEMS(
+    18,
+    "a mesh without a pp axis: the whole world",
+    world=2,
+    reason="refused: the world need not be one pipeline; name an axis pp",
+)
 def stage_without_axis(here: Here):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    return refused(lambda: build_pipeline_stage(build_stage_module(SMALL, 0, 2), mesh, "cpu", 2, 12, torch.float32), "axis named pp")
+    return refused(
+        lambda: build_pipeline_stage(build_stage_module(SMALL, 0, 2), mesh, "cpu", 2, 12, torch.float32),
+        "axis named pp",
+    )
 
 
 @ITEMS(19, "static shapes: ids to the first stage, hidden states in param_dtype to the others", world=2)
@@ -238,7 +270,11 @@ def stage_shapes(here: Here):
 @ITEMS(20, "ValueErrors: one stage where several are needed, an unknown schedule", world=2)
 def schedule_errors(here: Here):
     stage = stage_of(here)
-    refused(lambda: build_pipeline_schedule([stage, stage], 4, mean, schedule="gpipe"), "one stage on each rank", kind=ValueError)
+    refused(
+        lambda: build_pipeline_schedule([stage, stage], 4, mean, schedule="gpipe"),
+        "one stage on each rank",
+        kind=ValueError,
+    )
     return refused(lambda: build_pipeline_schedule(stage, 4, mean, schedule="gpip"), "gpipe", kind=ValueError)
 
 
@@ -258,7 +294,9 @@ def gathered_once(here: Here):
 
 @ITEMS(23, "tied embeddings on two stages", reason="refused: two tables would drift apart; parallelize keeps them one")
 def tied():
-    return refused(lambda: build_stage_module(replace(SMALL, tied_embeddings=True), 0, 2), "tied_embeddings", "parallelize")
+    return refused(
+        lambda: build_stage_module(replace(SMALL, tied_embeddings=True), 0, 2), "tied_embeddings", "parallelize"
+    )
 
 
 @ITEMS(24, "config.norm_type", reason="RMSNorm alone; another norm_type is refused by name")

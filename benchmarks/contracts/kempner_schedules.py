@@ -47,12 +47,16 @@ def schedules(here: Here):
 
 @ITEMS("K25", "interleaved_1f1b wants a list of stages: ValueError", world=2)
 def schedule_of_one(here: Here):
-    return refused(lambda: build_pipeline_schedule(stage_of(here), 4, mean, schedule="interleaved_1f1b"), "list", kind=ValueError)
+    return refused(
+        lambda: build_pipeline_schedule(stage_of(here), 4, mean, schedule="interleaved_1f1b"), "list", kind=ValueError
+    )
 
 
 @ITEMS("K26", "1f1b: at least as many microbatches as stages", world=2)
 def microbatches(here: Here):
-    return refused(lambda: build_pipeline_schedule(stage_of(here), 1, mean), "takes 2 microbatches or more", kind=ValueError)
+    return refused(
+        lambda: build_pipeline_schedule(stage_of(here), 1, mean), "takes 2 microbatches or more", kind=ValueError
+    )
 
 
 @ITEMS("K27", "first stage step(x, target=y), last step(target=y), others step()", world=4)
@@ -64,7 +68,9 @@ def steps(here: Here):
 def stage_dtype(here: Here):
     same(inspect.signature(build_pipeline_stage).parameters["param_dtype"].default, torch.bfloat16)
     error = by_stages(mesh := here.mesh(pp=2, dp_shard=2), bf16=True)
-    refused(lambda: build_pipeline_stage(build_stage_module(SMALL, get_pp_rank(mesh), 2), mesh, "cpu", 2, 12), "param_dtype")
+    refused(
+        lambda: build_pipeline_stage(build_stage_module(SMALL, get_pp_rank(mesh), 2), mesh, "cpu", 2, 12), "param_dtype"
+    )
     return error
 
 

@@ -38,13 +38,21 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
 ITEMS = Items("K", "KempnerForge distributed")
-NAMES = """apply_ac apply_fsdp2 apply_tensor_parallel build_pipeline_schedule build_pipeline_stage build_stage_module clip_grad_norm_
-    compute_layer_assignment default_mp_policy destroy_distributed get_dp_mesh get_pp_mesh get_pp_rank get_pp_size get_tp_mesh
+NAMES = """apply_ac apply_fsdp2 apply_tensor_parallel build_pipeline_schedule build_pipeline_stage build_stage_module
+clip_grad_norm_
+        compute_layer_assignment default_mp_policy destroy_distributed get_dp_mesh get_pp_mesh get_pp_rank get_pp_size
+    get_tp_mesh
     get_world_info init_distributed is_rank_zero""".split()
 PLACES = {
     "expert_parallel": ("apply_expert_parallel",),
     "parallel": ("apply_ac", "apply_fsdp2", "build_parallel_model", "default_mp_policy", "get_dp_mesh", "has_dp_mesh"),
-    "pipeline_parallel": ("PipelineStageModule", "build_pipeline_schedule", "build_pipeline_stage", "build_stage_module", "get_pp_mesh"),
+    "pipeline_parallel": (
+        "PipelineStageModule",
+        "build_pipeline_schedule",
+        "build_pipeline_stage",
+        "build_stage_module",
+        "get_pp_mesh",
+    ),
     "setup": ("destroy_distributed", "get_dp_mesh", "get_world_info", "init_distributed", "is_rank_zero"),
     "tensor_parallel": ("apply_tensor_parallel", "get_tp_mesh"),
     "utils": ("clip_grad_norm_",),
@@ -60,7 +68,12 @@ def names():
 
 @ITEMS(2, "modules expert_parallel, parallel, pipeline_parallel, setup, tensor_parallel, utils")
 def modules():
-    missing = [(m, n) for m, names in PLACES.items() for n in names if not hasattr(import_module(f"meshwright.distributed.{m}"), n)]
+    missing = [
+        (m, n)
+        for m, names in PLACES.items()
+        for n in names
+        if not hasattr(import_module(f"meshwright.distributed.{m}"), n)
+    ]
     same(missing, [])
     return f"{len(PLACES)} modules"
 
@@ -72,7 +85,10 @@ def assignment():
 
 @ITEMS(37, "default_mp_policy(param_dtype=bfloat16): reduction in fp32, inputs cast")
 def policy():
-    for made, dtype in ((default_mp_policy(), torch.bfloat16), (default_mp_policy(param_dtype=torch.float16), torch.float16)):
+    for made, dtype in (
+        (default_mp_policy(), torch.bfloat16),
+        (default_mp_policy(param_dtype=torch.float16), torch.float16),
+    ):
         same((made.param_dtype, made.reduce_dtype, made.cast_forward_inputs), (dtype, torch.float32, True))
 
 
@@ -90,7 +106,9 @@ def data_mesh(here: Here):
     same(get_dp_mesh(here.mesh(dp_replicate=2, dp_shard=2)).mesh_dim_names, ("dp_replicate", "dp_shard"))
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
     same(get_dp_mesh(own).mesh_dim_names, ("dp_replicate",))
-    return refused(lambda: get_dp_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))), "no data axis", kind=ValueError)
+    return refused(
+        lambda: get_dp_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))), "no data axis", kind=ValueError
+    )
 
 
 @ITEMS(40, "get_dp_mesh: ValueError for a mesh of tensor parallelism alone", world=4)
@@ -123,12 +141,19 @@ def pipeline_mesh(here: Here):
 @ITEMS(44, "get_pp_rank and get_pp_size: 0 and 1 without a pipeline", world=4)
 def pipeline_place(here: Here):
     same([(get_pp_rank(mesh), get_pp_size(mesh)) for mesh in (here.mesh(dp_shard=4), None)], [(0, 1), (0, 1)])
-    same((get_pp_rank(here.mesh(pp=2, dp_shard=2)), get_pp_size(here.mesh(pp=2, dp_shard=2))), (dist.get_rank() // 2, 2))
+    same(
+        (get_pp_rank(here.mesh(pp=2, dp_shard=2)), get_pp_size(here.mesh(pp=2, dp_shard=2))), (dist.get_rank() // 2, 2)
+    )
 
 
 TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1234"}
-SRUN |= {"SLURM_STEP_NODELIST": "n[03-04]", "SLURM_JOB_NODELIST": "n[03-04]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_SRUN_COMM_HOST": "n03"}
+SRUN |= {
+    "SLURM_STEP_NODELIST": "n[03-04]",
+    "SLURM_JOB_NODELIST": "n[03-04]",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_SRUN_COMM_HOST": "n03",
+}
 
 
 @ITEMS(45, "get_world_info: torchrun's variables, else srun's, else one process")
@@ -215,9 +240,23 @@ def model_config():
 
 def forge_config(**changes: object) -> object:
     """An object with the fields of KempnerForge's ModelConfig."""
-    fields = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "vocab_size": IDS, "ffn_dim_multiplier": 1.0, "ffn_hidden_dim": 48}
+    fields = {
+        "dim": 32,
+        "n_layers": 4,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": IDS,
+        "ffn_dim_multiplier": 1.0,
+        "ffn_hidden_dim": 48,
+    }
     fields |= {"norm_type": "rmsnorm", "norm_eps": 1e-5, "activation": "silu", "max_seq_len": 32, "rope_theta": 10000.0}
-    fields |= {"tie_embeddings": False, "qk_norm": False, "init_std": 0.02, "model_type": "transformer", "num_experts": 0}
+    fields |= {
+        "tie_embeddings": False,
+        "qk_norm": False,
+        "init_std": 0.02,
+        "model_type": "transformer",
+        "num_experts": 0,
+    }
     return type("ModelConfig", (), fields | changes)()
 
 

@@ -45,7 +45,12 @@ def applied(here: Here):
     return max(errors)
 
 
-@ITEMS(4, "the token embedding stays whole", world=2, reason="cut over the vocabulary, which saves memory; results are equal")
+@ITEMS(
+    4,
+    "the token embedding stays whole",
+    world=2,
+    reason="cut over the vocabulary, which saves memory; results are equal",
+)
 def embedding(here: Here):
     same((model := cut(here)).token_embedding.weight.placements, (Shard(0),))
     return against_one(model, Forge(), None)
@@ -103,7 +108,12 @@ def between(here: Here):
     return error
 
 
-@ITEMS(11, "tied embeddings: no sequence parallelism", world=2, reason="sequences stay cut, the tie is kept; results are equal")
+@ITEMS(
+    11,
+    "tied embeddings: no sequence parallelism",
+    world=2,
+    reason="sequences stay cut, the tie is kept; results are equal",
+)
 def tied(here: Here):
     model = cut(here, Forge(tied=True))
     assert model.output_head.weight is model.token_embedding.weight

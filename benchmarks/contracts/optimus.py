@@ -94,7 +94,9 @@ def base(here: Here):
 
 @ITEMS(2, "DDPTransform and FullyShardTransform can be imported")
 def classes():
-    assert issubclass(DDPTransform, BaseDistributedTransform) and issubclass(FullyShardTransform, BaseDistributedTransform)
+    assert issubclass(DDPTransform, BaseDistributedTransform) and issubclass(
+        FullyShardTransform, BaseDistributedTransform
+    )
     same({"DDPTransform", "FullyShardTransform"} - set(transforms.__all__), set())
 
 
@@ -137,11 +139,15 @@ def configs():
 
     made = Mine()
     made.size = 2
-    assert issubclass(DDPTransformConfig, ModelTransformConfig) and issubclass(FullyShardTransformConfig, ModelTransformConfig)
+    assert issubclass(DDPTransformConfig, ModelTransformConfig) and issubclass(
+        FullyShardTransformConfig, ModelTransformConfig
+    )
     config = FullyShardTransformConfig()
     config.mixed_precision = MixedPrecisionConfig()
     config.mixed_precision.param_dtype = "int8"
-    return refused(lambda: FullyShardTransform(config, None, CPU).apply(Model()), "mixed_precision.param_dtype", "bfloat16")
+    return refused(
+        lambda: FullyShardTransform(config, None, CPU).apply(Model()), "mixed_precision.param_dtype", "bfloat16"
+    )
 
 
 @ITEMS(7, "names and keys that do not exist")
@@ -152,7 +158,10 @@ def unknown():
 
 @ITEMS(8, "ddp: find_unused_parameters, gradient_as_bucket_view, static_graph", world=4)
 def ddp_options(here: Here):
-    same(vars(DDPTransformConfig()), {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False})
+    same(
+        vars(DDPTransformConfig()),
+        {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False},
+    )
     given = ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"static_graph": True})
     return max(against_one(ddp(here, **options), Model(), here.mesh(dp_replicate=4)) for options in given)
 

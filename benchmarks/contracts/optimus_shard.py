@@ -49,17 +49,23 @@ def shard_alone():
 def shard_mesh(here: Here):
     made = build_model_transform("fully_shard", None, device_mesh=here.mesh(dp_shard=4)).apply(Model())
     against_one(made, Model(), here.mesh(dp_shard=4))
-    return refused(lambda: FullyShardTransform(FullyShardTransformConfig(), object(), CPU), "without a mesh", kind=ValueError)
+    return refused(
+        lambda: FullyShardTransform(FullyShardTransformConfig(), object(), CPU), "without a mesh", kind=ValueError
+    )
 
 
 @ITEMS(18, "fully_shard: reshard_after_forward bool or number", world=4)
 def shard_reshard(here: Here):
-    return max(against_one(sharded(here, reshard_after_forward=w), Model(), here.mesh(dp_shard=4)) for w in (True, False, 2))
+    return max(
+        against_one(sharded(here, reshard_after_forward=w), Model(), here.mesh(dp_shard=4)) for w in (True, False, 2)
+    )
 
 
 @ITEMS(19, "mixed_precision acts", world=4)
 def shard_mixed(here: Here):
-    made = sharded(here, mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16", reduce_dtype="fp32", output_dtype="float32"))
+    made = sharded(
+        here, mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16", reduce_dtype="fp32", output_dtype="float32")
+    )
     same(next(made.parameters()).dtype, torch.float32)
     same(logits_of(made, TOKENS[:1]).dtype, torch.float32)
     return against_one(made, Model(), here.mesh(dp_shard=4), bound=BFLOAT16)
@@ -67,10 +73,15 @@ def shard_mixed(here: Here):
 
 @ITEMS(20, "MixedPrecisionConfig(): all dtypes may be left out", world=4)
 def shard_mixed_open(here: Here):
-    same(vars(MixedPrecisionConfig()), {"param_dtype": None, "reduce_dtype": None, "output_dtype": None, "cast_forward_inputs": True})
+    same(
+        vars(MixedPrecisionConfig()),
+        {"param_dtype": None, "reduce_dtype": None, "output_dtype": None, "cast_forward_inputs": True},
+    )
     made = sharded(here, mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
     same(logits_of(made, TOKENS[:1]).dtype, torch.bfloat16)
-    by_dict = build_model_transform("fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=here.mesh(dp_shard=4))
+    by_dict = build_model_transform(
+        "fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=here.mesh(dp_shard=4)
+    )
     same(by_dict.config.mixed_precision, MixedPrecisionConfig("bfloat16"))
     return against_one(sharded(here, mixed_precision=MixedPrecisionConfig()), Model(), here.mesh(dp_shard=4))
 
@@ -86,7 +97,12 @@ def shard_output(here: Here):
 def dtypes():
     names = ["float32", "float16", "bfloat16", "float64", "double", "half", "fp32", "fp16", "bf16"]
     for name in names:
-        assert MixedPrecisionConfig(param_dtype=name).policy.param_dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        assert MixedPrecisionConfig(param_dtype=name).policy.param_dtype in (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float64,
+        )
     return refused(lambda: MixedPrecisionConfig(param_dtype="int8"), *names, kind=ValueError)
 
 
@@ -97,7 +113,9 @@ def offload_defaults():
 
 @ITEMS(24, "offload acts", world=4)
 def offload(here: Here):
-    return against_one(sharded(here, offload=OffloadConfig(cpu_offload=True, pin_memory=False)), Model(), here.mesh(dp_shard=4))
+    return against_one(
+        sharded(here, offload=OffloadConfig(cpu_offload=True, pin_memory=False)), Model(), here.mesh(dp_shard=4)
+    )
 
 
 @ITEMS(25, "the model's own fully_shard(**kw) wraps its blocks", world=4)
@@ -140,7 +158,9 @@ def shard_default(here: Here):
 def shard_sync(here: Here):
     tokens = TOKENS.repeat(2, 1) + torch.arange(8)[:, None] % 3
     sizes = {"dp_replicate": 2, "dp_shard": 2}
-    return max(accumulated(sharded(here, sizes, sync_grad_accum=w), here.mesh(**sizes), tokens) for w in (False, True, "shard"))
+    return max(
+        accumulated(sharded(here, sizes, sync_grad_accum=w), here.mesh(**sizes), tokens) for w in (False, True, "shard")
+    )
 
 
 @ITEMS(30, "accumulation_context on what apply returns; restored behind an exception", world=4)
@@ -163,7 +183,12 @@ def shard_moves(here: Here):
     same({p.to_local().device.type for p in made.parameters()}, {"cpu"})
 
 
-@ITEMS(33, "transforms come in the order of the config", world=4, reason="one order always, so that a listed one cannot be wrong")
+@ITEMS(
+    33,
+    "transforms come in the order of the config",
+    world=4,
+    reason="one order always, so that a listed one cannot be wrong",
+)
 def chain(here: Here):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     rows = [{"_name": "fully_shard"}, {"_name": "activation_checkpoint"}, {"_name": "tensor_parallel"}]

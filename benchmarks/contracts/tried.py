@@ -1,4 +1,6 @@
-"""What every contract is tried with: items and their job on ranks, models, the one plain process, refusals that name what to change."""
+"""What every contract is tried with: items and their job on ranks, models, the one plain process, refusals that name
+what to change.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Item:
         contract: what the other system's document promises, in few words.
         world: ranks that try it.
         reason: why this library differs on purpose; empty: it does not.
-        check: returns evidence (text, or a relative error), raises where the promise (or the documented difference) does not hold.
+        check: returns evidence (text, or a relative error), raises where the promise (or the documented difference)
+            does not hold.
     """
 
     number: str
@@ -65,7 +68,9 @@ class Items:
     of: str
     found: dict[str, Item] = field(default_factory=dict)
 
-    def __call__(self, number: int | str, contract: str, *, world: int = 1, reason: str = "") -> Callable[[Callable], Callable]:
+    def __call__(
+        self, number: int | str, contract: str, *, world: int = 1, reason: str = ""
+    ) -> Callable[[Callable], Callable]:
         def keep(check: Callable) -> Callable:
             key = f"{self.letter}{number}" if isinstance(number, int) else number
             assert key not in self.found, key
@@ -94,7 +99,9 @@ class Here:
     def mesh(self, **sizes: int) -> Any:
         key = tuple(sorted(sizes.items()))
         if key not in self.known:
-            self.known[key] = init_distributed(DistributedConfig(**{"dp_shard": 1} | sizes, nccl_timeout_sec=LIMIT_SEC), seed=42)
+            self.known[key] = init_distributed(
+                DistributedConfig(**{"dp_shard": 1} | sizes, nccl_timeout_sec=LIMIT_SEC), seed=42
+            )
         return self.known[key]
 
 
@@ -113,7 +120,9 @@ def attempt(module: str, numbers: list[str]) -> list[tuple[str, object, float]]:
         except Exception as error:  # noqa: BLE001  (whatever is raised is the outcome)
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:600] + _where(error)
             raise ItemFailed(number, text, found) from None
-        found.append((number, evidence if isinstance(evidence, float) else str(evidence or "holds"), time.perf_counter() - start))
+        found.append(
+            (number, evidence if isinstance(evidence, float) else str(evidence or "holds"), time.perf_counter() - start)
+        )
     return found
 
 
@@ -138,7 +147,10 @@ def near(found: float, wanted: float, bound: float = 1e-6) -> str:
 
 
 def refused(action: Callable[[], object], *words: str, kind: type[BaseException] = MeshwrightError) -> str:
-    """The sentence of an error of the library's own that has these words. A raw error of torch or Python's goes through."""
+    """The sentence of an error of the library's own that has these words.
+
+    A raw error of torch or Python's goes through.
+    """
     try:
         made = action()
     except kind as error:
@@ -185,8 +197,16 @@ def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False} | changes))
+    sizes = {
+        "vocab_size": IDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes | {"num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": False} | changes)
+    )
 
 
 class ForgeBlock(nn.Module):
@@ -209,13 +229,17 @@ class ForgeAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2))
+        return self.o_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+        )
 
 
 class ForgeMLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(*s, bias=False) for s in ((dim, 48), (dim, 48), (48, dim)))
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(*s, bias=False) for s in ((dim, 48), (dim, 48), (48, dim))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -262,10 +286,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float = CLOSE) -> float:
-    """The largest relative error of a gradient; those that are nothing but rounding are measured by the largest of all."""
+    """The largest relative error of a gradient.
+
+    Those that are nothing but rounding are measured by the largest of all.
+    """
     same(sorted(found), sorted(wanted))
     most = max(float(g.norm()) for g in wanted.values())
-    errors = {n: float((found[n].double() - g.double()).norm() / max(float(g.norm()), 1e-4 * most)) for n, g in wanted.items()}
+    errors = {
+        n: float((found[n].double() - g.double()).norm() / max(float(g.norm()), 1e-4 * most)) for n, g in wanted.items()
+    }
     name = max(errors, key=lambda n: errors[n])
     assert errors[name] <= bound, f"gradient of {name} differs by {errors[name]:.2g}"
     return errors[name]

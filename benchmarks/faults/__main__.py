@@ -7,8 +7,9 @@ sound         the library as it is
 compositions  somebody else's ``parallelize_fn`` with plain torch: broken ones, and sound ones
 traces        runs of a broken copy, compared with a trace that the sound library wrote
 
-Each is found where verify (or the run) says that it differs, or refuses it; and placed where the first place that it names is one that was
-expected (a pattern that is written beside each fault). The exit status is 1 where a fault is not found, or a sound run is called different.
+Each is found where verify (or the run) says that it differs, or refuses it; and placed where the first place that it
+names is one that was expected (a pattern that is written beside each fault). The exit status is 1 where a fault is
+not found, or a sound run is called different.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Copy:
     """A copy of the library's sources, in which text can be replaced.
 
     Args:
-        rehearses: cuts are rehearsed on a small copy of a model before it is laid out. That refuses most faults of tensor and pipeline
-            parallelism before a process starts; without it, verify has to find them.
+        rehearses: cuts are rehearsed on a small copy of a model before it is laid out. That refuses most faults of
+            tensor and pipeline parallelism before a process starts; without it, verify has to find them.
     """
 
     def __init__(self, folder: Path, *, rehearses: bool = True):
@@ -79,7 +80,13 @@ class Copy:
     def python(self, *words: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.root), str(ROOT)]), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            [sys.executable, *map(str, words)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_SEC, check=False
+            [sys.executable, *map(str, words)],
+            env=environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SEC,
+            check=False,
         )
 
     def judge(self, kind: str, number: int) -> dict[str, Any]:
@@ -102,7 +109,9 @@ class Count:
         self.more = ""
 
     def of_fault(self, what: str, where: str, said: dict[str, Any]) -> None:
-        place = said.get("place") or ("refused: " + " ".join(said["refused"].split()) if "refused" in said else said.get("crashed", ""))
+        place = said.get("place") or (
+            "refused: " + " ".join(said["refused"].split()) if "refused" in said else said.get("crashed", "")
+        )
         is_found = "place" in said or "refused" in said
         is_placed = is_found and re.search(where, place) is not None
         self.cases, self.found, self.placed = self.cases + 1, self.found + is_found, self.placed + is_placed
@@ -168,7 +177,10 @@ def traced(copy: Copy, only: str) -> Count:
         for fault in traces.FAULTS:
             if only not in fault.what:
                 continue
-            with copy.with_fault(fault.file, fault.old, fault.new), unrehearsed.with_fault(fault.file, fault.old, fault.new):
+            with (
+                copy.with_fault(fault.file, fault.old, fault.new),
+                unrehearsed.with_fault(fault.file, fault.old, fault.new),
+            ):
                 said = runs.check(fault.layout)
                 if "rehearsed" in said.get("refused", ""):
                     said = runs.check(fault.layout, unrehearsed)
@@ -195,7 +207,10 @@ def main() -> int:
     for count in counts:
         print(count.line())
     faults, placed = sum(count.cases for count in counts), sum(count.placed for count in counts)
-    print(f"all: {sum(count.found for count in counts)} of {faults} faults found, {placed} placed; {time.monotonic() - begun:.0f} s")
+    print(
+        f"all: {sum(count.found for count in counts)} of {faults} faults found, {placed} placed;"
+        f" {time.monotonic() - begun:.0f} s"
+    )
     return int(any(count.found < count.cases or count.alarms for count in counts))
 
 

@@ -20,7 +20,12 @@ from meshwright.models.decoder_config import DecoderConfig
 
 MODEL = DecoderConfig(257, 16, 3, n_heads=4, n_kv_heads=2, hidden_dim=12, max_seq_len=24)
 TIED = replace(MODEL, tied_embeddings=True)
-DDP, FSDP, HSDP, TP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=1, tp=2)
+DDP, FSDP, HSDP, TP = (
+    Layout(dp_replicate=2, dp_shard=1),
+    Layout(dp_shard=2),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=1, tp=2),
+)
 FIRST = r"embedding|layers\.0\.attention_norm"
 
 LayOut = Callable[[nn.Module, Any], nn.Module]
@@ -185,7 +190,9 @@ class _Unsummed(RowwiseParallel):
     """What each rank has of the sum is taken for the sum."""
 
     @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any) -> Tensor:
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any
+    ) -> Tensor:
         return outputs.to_local()
 
 
@@ -220,7 +227,9 @@ class _Halved(torch.autograd.Function):
 def one_rank_drops_a_token(model: Any, mesh: Any) -> nn.Module:
     made = tp(model, mesh)
     if mesh["tp"].get_local_rank():
-        made.layers["0"].attention_norm.register_forward_hook(lambda *args: args[2] * (torch.arange(args[2].shape[1]) > 0).unsqueeze(-1))
+        made.layers["0"].attention_norm.register_forward_hook(
+            lambda *args: args[2] * (torch.arange(args[2].shape[1]) > 0).unsqueeze(-1)
+        )
     return made
 
 
@@ -256,29 +265,67 @@ BROKEN = [
     ),
     Case("gradients are reduced in bfloat16", reduced_in_bfloat16, DDP, GRADIENT),
     Case(
-        "one replica forgets positions", one_rank_forgets_positions, DDP, r"output of layers\.0\.attention(\.core)? \(forward\)", packs=True
+        "one replica forgets positions",
+        one_rank_forgets_positions,
+        DDP,
+        r"output of layers\.0\.attention(\.core)? \(forward\)",
+        packs=True,
     ),
     Case("FSDP divides by too many ranks", half_the_gradient, FSDP, GRADIENT),
     Case("FSDP leaves a block out", a_block_is_left_out, FSDP, rf"{GRADIENT}layers\.1\."),
     Case("replicas of shards are not reduced", replicas_are_not_reduced, HSDP, GRADIENT),
     Case("a tied head is untied", untied, FSDP, r"(embedding|head)\.weight", model=TIED),
     Case("a weight is frozen by mistake", frozen, FSDP, r"layers\.1\.feed_forward\.w_up\.weight"),
-    Case("a norm computes in bfloat16", a_norm_in_bfloat16, FSDP, r"output of layers\.1\.feed_forward_norm \(forward\)"),
-    Case("the gradient of a residual is cut off", a_residual_is_detached, FSDP, r"layers\.0(\.[\w.]+)?'s output \(backward\)"),
-    Case("a block is recomputed without documents", recomputed_without_documents, FSDP, r"recomputes of layers\.0", packs=True),
+    Case(
+        "a norm computes in bfloat16", a_norm_in_bfloat16, FSDP, r"output of layers\.1\.feed_forward_norm \(forward\)"
+    ),
+    Case(
+        "the gradient of a residual is cut off",
+        a_residual_is_detached,
+        FSDP,
+        r"layers\.0(\.[\w.]+)?'s output \(backward\)",
+    ),
+    Case(
+        "a block is recomputed without documents",
+        recomputed_without_documents,
+        FSDP,
+        r"recomputes of layers\.0",
+        packs=True,
+    ),
     Case("the head keeps its first weights", stepped_by_a_copy, DDP, r"(head|step 1)"),
-    Case("a row-parallel layer is not summed", a_row_is_not_summed, TP, r"output of layers\.1\.attention(\.wo)? \(forward\)"),
+    Case(
+        "a row-parallel layer is not summed",
+        a_row_is_not_summed,
+        TP,
+        r"output of layers\.1\.attention(\.wo)? \(forward\)",
+    ),
     Case(
         "key heads are dealt the other way",
         heads_are_dealt_the_other_way,
         TP,
         r"initial (weight|value of the parameter) layers\.1\.attention\.wk\.weight",
     ),
-    Case("half of an input's gradient is lost", an_input_gradient_is_halved, TP, r"layers\.1\.feed_forward_norm's output \(backward\)"),
-    Case("one tensor rank drops a token", one_rank_drops_a_token, TP, r"output of layers\.0\.attention(_norm|\.wo)? \(forward\)"),
+    Case(
+        "half of an input's gradient is lost",
+        an_input_gradient_is_halved,
+        TP,
+        r"layers\.1\.feed_forward_norm's output \(backward\)",
+    ),
+    Case(
+        "one tensor rank drops a token",
+        one_rank_drops_a_token,
+        TP,
+        r"output of layers\.0\.attention(_norm|\.wo)? \(forward\)",
+    ),
 ]
 SOUND = [
-    Case(f"{name}, {'packed' if packs else 'default'} batches{', tied' if model is TIED else ''}", made, layout, model=model, packs=packs)
+    Case(
+        f"{name}, {'packed' if packs else 'default'} batches{', tied' if model is TIED else ''}",
+        made,
+        layout,
+        model=model,
+        packs=packs,
+    )
     for name, made, layout in (
         ("DDP", ddp, DDP),
         ("FSDP2", fsdp, FSDP),

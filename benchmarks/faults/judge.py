@@ -22,12 +22,18 @@ ROWS, TOKENS = 4, 10
 
 def batches(layout: Layout, vocabulary: int = 257) -> RandomBatches:
     """Rows with padding, documents and tokens without a loss, the same number for each data rank."""
-    return RandomBatches(vocabulary, ROWS * layout.dp_replicate * layout.dp_shard, TOKENS, ("positions", "document_ids"))
+    return RandomBatches(
+        vocabulary, ROWS * layout.dp_replicate * layout.dp_shard, TOKENS, ("positions", "document_ids")
+    )
 
 
 def fault(number: int) -> Any:
     f = library.FAULTS[number]
-    options: dict[str, Any] = {"techniques": dict(f.techniques), "microbatch_rows": f.microbatch_rows, "max_norm": f.max_norm}
+    options: dict[str, Any] = {
+        "techniques": dict(f.techniques),
+        "microbatch_rows": f.microbatch_rows,
+        "max_norm": f.max_norm,
+    }
     return verify(f.model, f.layout, batches(f.layout), steps=2, dtypes=("float64",), **options)
 
 
@@ -38,7 +44,14 @@ def sound(number: int) -> Any:
 
 def composition(number: int) -> Any:
     c = compositions.CASES[number]
-    return verify(c.model, c.layout, batches(c.layout) if c.packs else None, steps=2, dtypes=("float64",), parallelize_fn=c.lay_out)
+    return verify(
+        c.model,
+        c.layout,
+        batches(c.layout) if c.packs else None,
+        steps=2,
+        dtypes=("float64",),
+        parallelize_fn=c.lay_out,
+    )
 
 
 def judge(kind: str, number: int) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Fault:
         what: is wrong.
         file: under src/meshwright.
         old, new: the text, which stands there once, and what replaces it.
-        where: a pattern of the place that a person would have named: the module, the parameter, or the quantity that is computed wrongly.
+        where: a pattern of the place that a person would have named: the module, the parameter, or the quantity that
+            is computed wrongly.
         techniques: beside the layout; ``microbatch_rows`` and ``max_norm`` are given to verify.
     """
 
@@ -66,7 +67,8 @@ TENSOR = [
         "the gradient of a column-parallel layer's input is a rank's summand",
         T + "functions.py",
         "            grad_x = sequence.reduced(grad_x)\n",
-        "            grad_x = own_share(grad_x, sequence.group.rank, sequence.group.size) if sequence.cut else grad_x\n",
+        "            grad_x = own_share(grad_x, sequence.group.rank, sequence.group.size) if sequence.cut else"
+        " grad_x\n",
         CUT,
         TP,
         r"the gradient of (norm|layers\.2\.feed_forward_norm)'s output \(backward\)",
@@ -139,7 +141,8 @@ TENSOR = [
         "a row-parallel layer gives its own summand",
         T + "functions.py",
         "            output = sequence.reduced(summand)\n",
-        "            output = own_share(summand, sequence.group.rank, sequence.group.size) if sequence.cut else summand\n",
+        "            output = own_share(summand, sequence.group.rank, sequence.group.size) if sequence.cut else"
+        " summand\n",
         CUT,
         TP,
         rf"output of {ATTENTION} \(forward\)",
@@ -206,7 +209,8 @@ PIPELINE = [
         "the last stage is not told of documents",
         P + "run.py",
         "left = self._objective(lambda: part.module(**self._inputs(piece))",
-        "left = self._objective(lambda: part.module(**{k: v for k, v in self._inputs(piece).items() if k != 'document_ids'})",
+        "left = self._objective(lambda: part.module(**{k: v for k, v in self._inputs(piece).items() if k !="
+        " 'document_ids'})",
         DEEP,
         PP,
         r"output of layers\.3\.attention(\.core)? \(forward\)",
@@ -234,8 +238,8 @@ EXPERTS = [
     Fault(
         "experts' gradients are halved",
         "distributed/experts/expert_parallel.py",
-        'reduction == "mean" else 1.0  # of',
-        'reduction == "mean" else 0.5  # of',
+        'reduction == "mean" else 1.0\n',
+        'reduction == "mean" else 0.5\n',
         ROUTED,
         EP,
         rf"{GRADIENT}layers\.\d\.feed_forward\.experts\.w_\w+",
@@ -300,8 +304,8 @@ DATA = [
     Fault(
         "what was reduced before is reduced again with the next microbatch",
         "distributed/data/replicated.py",
-        "and dist.get_rank(wrapped.process_group) > 0:",
-        "and False:",
+        "        and dist.get_rank(wrapped.process_group) > 0\n",
+        "        and False\n",
         PLAIN,
         DDP,
         GRADIENT,
@@ -311,7 +315,8 @@ DATA = [
     Fault(
         "FSDP divides a sum by its ranks",
         "distributed/data/fully_sharded.py",
-        "            module.set_force_sum_reduction_for_comms(True)\n            module.set_gradient_divide_factor(1.0)\n",
+        "            module.set_force_sum_reduction_for_comms(True)\n"
+        "            module.set_gradient_divide_factor(1.0)\n",
         "            pass\n",
         PLAIN,
         FSDP,
@@ -386,8 +391,9 @@ DATA = [
     Fault(
         "one rank draws its shares by another seed",
         "distributed/weights/weights.py",
-        "partial(_normal, std=value), seed, name, draw_on)",
-        'partial(_normal, std=value), seed + int(name == "head.weight" and torch.distributed.is_initialized()'
+        "draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)",
+        "draw_rows(piece.local, piece.offset, shape, drawn, seed"
+        ' + int(name == "head.weight" and torch.distributed.is_initialized()'
         " and torch.distributed.get_rank()), name, draw_on)",
         PLAIN,
         FSDP,
@@ -396,10 +402,9 @@ DATA = [
     Fault(
         "what is recomputed is computed without documents",
         "distributed/recompute/recompute.py",
-        "region = forward if policy is None else",
+        "region = forward\n",
         "region = (lambda *a, **k: forward(*a[:3], torch.ones_like(a[3]).tril(), *a[4:])"
-        " if torch._C._current_graph_task_id() != -1 else forward(*a, **k))"
-        " if policy is None else",
+        " if torch._C._current_graph_task_id() != -1 else forward(*a, **k))\n",
         PLAIN,
         FSDP,
         r"what the backward recomputes of layers\.\d\.attention(\.core)?",

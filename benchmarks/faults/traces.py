@@ -71,8 +71,8 @@ FAULTS = [
     Fault(
         "data ranks read the same rows",
         "data/loader.py",
-        "_BatchReader(samples, rank * (global_batch // world), ",
-        "_BatchReader(samples, 0 * (global_batch // world), ",
+        "_BatchReader(samples, rank * rows, ",
+        "_BatchReader(samples, 0 * rows, ",
         PLAIN,
         "batch",
     ),
@@ -153,7 +153,10 @@ class Runs:
 
     def _flags(self, changes: dict[str, Any]) -> list[str]:
         self._n += 1
-        return [f"--{key}={value}" for key, value in (self.config | changes | {"out": self.folder / f"runs-{self._n}"}).items()]
+        return [
+            f"--{key}={value}"
+            for key, value in (self.config | changes | {"out": self.folder / f"runs-{self._n}"}).items()
+        ]
 
     def check(self, layout: dict[str, int], copy: Any = None) -> dict[str, Any]:
         """A run on the layout (of another copy), compared with the trace; see ``judge.judge``."""
@@ -161,7 +164,9 @@ class Runs:
         for size in layout.values():
             world *= size
         changes = {f"layout.{axis.replace('_', '-')}": size for axis, size in layout.items()} | {"process.count": world}
-        done = (copy or self.copy).python("-m", "meshwright", "train", *self._flags(changes), "--check-trace", self.trace)
+        done = (copy or self.copy).python(
+            "-m", "meshwright", "train", *self._flags(changes), "--check-trace", self.trace
+        )
         said = done.stdout + done.stderr
         if "equal within rounding" in said and done.returncode == 0:
             return {"equal": True}

@@ -1,9 +1,11 @@
 """Judge layouts and techniques in all their combinations, and write the pages about them.
 
-    python -m benchmarks.survey matrix [--cold] [--only TEXT]   every layout in every way of computing it: docs/matrix.md
+    python -m benchmarks.survey matrix [--cold] [--only TEXT]
+        every layout in every way of computing it: docs/matrix.md
     python -m benchmarks.survey composition                     every switch with every other: docs/composition.md
 
-Exit status: 0; 1 where a cell differs; 2 where no row is called TEXT; 130 after Ctrl-C (what was judged by then is remembered).
+Exit status: 0; 1 where a cell differs; 2 where no row is called TEXT; 130 after Ctrl-C (what was judged by then is
+    remembered).
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def judge_matrix(argv: list[str], root: Path = ROOT) -> int:
     """Judge the cells that are not remembered, and write the page where no row was chosen."""
-    parser = argparse.ArgumentParser(prog="make matrix", description="judge every layout, in every way, against one process")
-    parser.add_argument("--cold", action="store_true", help="judge every cell, also those that were judged before (.cache/matrix)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="rows whose name contains TEXT; docs/matrix.md is not written")
+    parser = argparse.ArgumentParser(
+        prog="make matrix", description="judge every layout, in every way, against one process"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="judge every cell, also those that were judged before (.cache/matrix)"
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="rows whose name contains TEXT; docs/matrix.md is not written"
+    )
     args = parser.parse_args(argv)
     chosen = [cell for cell in cells() if args.only in cell.row.name]
     if not chosen:

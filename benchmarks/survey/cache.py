@@ -19,7 +19,10 @@ from meshwright.distributed.process.workers import WorkerPool
 HOUSE = Path(meshwright.__file__).parent
 MATRIX = Path(__file__).with_name("matrix.py")
 FOLDERS = ("core", "models", "introspection", "comparison", "planning", "distributed", "verification")
-"""What a cell depends on, beside its own definition. Data, checkpoints, training and the command line have no part in it."""
+"""What a cell depends on, beside its own definition.
+
+Data, checkpoints, training and the command line have no part in it.
+"""
 
 
 def fingerprint(house: Path = HOUSE) -> str:
@@ -73,7 +76,11 @@ class Cache:
 
 
 def judge_all(
-    cells: Iterable[Cell], known: Mapping[Cell, Judged], cache: Cache, pool: WorkerPool, told: Callable[[Cell, Judged], None]
+    cells: Iterable[Cell],
+    known: Mapping[Cell, Judged],
+    cache: Cache,
+    pool: WorkerPool,
+    told: Callable[[Cell, Judged], None],
 ) -> dict[Cell, Judged]:
     """What came of each cell, in their order.
 

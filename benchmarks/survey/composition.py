@@ -1,4 +1,7 @@
-"""What goes with what: every switch on every axis, in pairs, and in random combinations; by the rules, and by what came of computing it."""
+"""What goes with what: every switch on every axis, in pairs, and in random combinations.
+
+By the rules, and by what came of computing it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,18 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from benchmarks.survey.matrix import BATCHES, COMPILED, CUTTABLE, DEEP, FURTHER_MODES, IN_FLOAT8, ROUNDED, SIGMOID, UNTIED, first_sentence
+from benchmarks.survey.matrix import (
+    BATCHES,
+    COMPILED,
+    CUTTABLE,
+    DEEP,
+    FURTHER_MODES,
+    IN_FLOAT8,
+    ROUNDED,
+    SIGMOID,
+    UNTIED,
+    first_sentence,
+)
 from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.introspection.cluster import Cluster
@@ -71,8 +85,14 @@ SWITCHES = (
     Switch("sync_grad_accum", (("sync_grad_accum", True),), about="zero"),
     Switch("cpu_offload", (("cpu_offload", True),), about="offload"),
     Switch("cpu_offload = optimizer", (("cpu_offload", "optimizer"),), about="offload"),
-    *(Switch(f"checkpointing: {mode}", (("activation_checkpointing", mode),), about="checkpointing") for mode in ("full", "selective")),
-    *(Switch(f"checkpointing: {mode}", (("activation_checkpointing", mode), *more), about="checkpointing") for mode, more in FURTHER_MODES),
+    *(
+        Switch(f"checkpointing: {mode}", (("activation_checkpointing", mode),), about="checkpointing")
+        for mode in ("full", "selective")
+    ),
+    *(
+        Switch(f"checkpointing: {mode}", (("activation_checkpointing", mode), *more), about="checkpointing")
+        for mode, more in FURTHER_MODES
+    ),
     Switch("compile", COMPILED),
     Switch("loss_chunks", (("loss_chunks", 3),)),
     Switch("freeze", (("freeze", ("embedding", r"layers\.0")),)),
@@ -99,7 +119,12 @@ class Together:
         dtype = min((switch.dtype for switch in self.switches), key=DTYPES.index)
         rows = 1 if any(switch.about == "zero" for switch in self.switches) else 0
         return Problem(
-            _model(axis.layout, "float8" in techniques), BATCHES, steps=2, dtype=dtype, techniques=techniques, microbatch_rows=rows
+            _model(axis.layout, "float8" in techniques),
+            BATCHES,
+            steps=2,
+            dtype=dtype,
+            techniques=techniques,
+            microbatch_rows=rows,
         )
 
 
@@ -158,7 +183,12 @@ def judge(together: Together, pool: WorkerPool) -> str:
     if said := refusal(together):
         return said
     p, layout = together.problem(), AXES[together.axis].layout
-    options: dict[str, Any] = {"techniques": p.techniques, "microbatch_rows": p.microbatch_rows, "steps": p.steps, "dtypes": (p.dtype,)}
+    options: dict[str, Any] = {
+        "techniques": p.techniques,
+        "microbatch_rows": p.microbatch_rows,
+        "steps": p.steps,
+        "dtypes": (p.dtype,),
+    }
     try:
         report = verify(p.model, layout, p.batches, pool=pool, **options)
     except MeshwrightError as trouble:
@@ -169,7 +199,8 @@ def judge(together: Together, pool: WorkerPool) -> str:
 
 HEAD = """# What goes with what
 
-Written by `make composition` on {day} with torch {torch}: nothing here was written by hand. A small decoder was computed by a layout and by
+Written by `make composition` on {day} with torch {torch}: nothing here was written by hand. A small decoder was
+computed by a layout and by
 one process with plain torch ([what is compared](verify.md)); on the axis EP it has experts.
 
 - **equal**: within rounding in all that is compared.
@@ -197,7 +228,8 @@ def page(judged: Mapping[Together, str], day: str, torch: str) -> str:
     by_pair = {one.switches: refusal(one) for one in pairs()}
     names = [switch.name for switch in SWITCHES]
     in_pairs = [
-        [str(number), one.name, *(_pair(by_pair, one, other, shown) for other in SWITCHES[:-1])] for number, one in enumerate(SWITCHES, 1)
+        [str(number), one.name, *(_pair(by_pair, one, other, shown) for other in SWITCHES[:-1])]
+        for number, one in enumerate(SWITCHES, 1)
     ]
     at_random = [[one.axis, " + ".join(switch.name for switch in one.switches), shown(judged[one])] for one in drawn()]
     equal = sum(not judged[one] for one in drawn())

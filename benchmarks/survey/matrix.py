@@ -25,9 +25,13 @@ from meshwright.verification.verify import verify
 
 WORLDS = (2, 4, 8)
 EVERY_WAY = 4
-"""Up to so many ranks a layout is judged in every way; beyond, in those of ``AT_LARGE``: what more ranks can change shows there too."""
+"""Up to so many ranks a layout is judged in every way.
 
-# Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv head have fewer rows
+Beyond, in those of ``AT_LARGE``: what more ranks can change shows there too.
+"""
+
+# Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv
+# head have fewer rows
 # than there are ranks. Three layers: a first, a middle and a last block are treated differently.
 UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -39,7 +43,16 @@ DEEP = {"n_layers": 4}
 """Of the models where a pipeline cuts them: two stages on each of two ranks."""
 SOFTMAX = MoEConfig(n_experts=8, sequence_loss=0.05, z_loss=0.01)
 SIGMOID = MoEConfig(
-    n_experts=8, top_k=3, hidden_dim=6, n_shared=1, first_dense=1, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, bias_rate=0.01
+    n_experts=8,
+    top_k=3,
+    hidden_dim=6,
+    n_shared=1,
+    first_dense=1,
+    router="sigmoid",
+    n_groups=4,
+    top_groups=2,
+    scale=2.5,
+    bias_rate=0.01,
 )
 """Of the models where experts are shared out: of the tied one, and of the untied."""
 BATCHES = RandomBatches(UNTIED.vocab_size, rows=2 * max(WORLDS), seq_len=10)
@@ -54,7 +67,10 @@ NOT_YET = "is not in this version"
 
 @dataclass(frozen=True)
 class Way:
-    """How a layout computes. ``techniques``: (name, value) pairs of Techniques; ``microbatch_rows``: rows per forward (0: all at once)."""
+    """How a layout computes.
+
+    ``techniques``: (name, value) pairs of Techniques; ``microbatch_rows``: rows per forward (0: all at once).
+    """
 
     name: str
     techniques: tuple[tuple[str, Any], ...] = ()
@@ -75,7 +91,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """What is computed. ``parts``: models, each with the dtypes it is verified in; ``errors``: names of what comes of them, in order."""
+    """What is computed.
+
+    ``parts``: models, each with the dtypes it is verified in; ``errors``: names of what comes of them, in order.
+    """
 
     name: str
     parts: tuple[tuple[DecoderConfig, tuple[str, ...]], ...]
@@ -101,14 +120,22 @@ class Cell:
         sizes = cut | (DEEP if layout.pp > 1 else {})
         found = [(replace(model, **sizes), self._legal(dtypes)) for model, dtypes in self.column.parts]
         if layout.ep > 1:
-            found = [(replace(model, moe=SOFTMAX if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found]
+            found = [
+                (replace(model, moe=SOFTMAX if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found
+            ]
         return tuple(found)
 
     def problems(self) -> Iterator[Problem]:
         """What is computed, one problem for each of the column's errors."""
         for model, dtypes in self.parts:
             for dtype in dtypes:
-                yield Problem(model, BATCHES, dtype=dtype, techniques=self.techniques, microbatch_rows=self.row.way.microbatch_rows)
+                yield Problem(
+                    model,
+                    BATCHES,
+                    dtype=dtype,
+                    techniques=self.techniques,
+                    microbatch_rows=self.row.way.microbatch_rows,
+                )
 
     @property
     def techniques(self) -> dict[str, Any]:
@@ -173,7 +200,10 @@ WAYS = (
     *(Way(f"zero_stage = {stage}, microbatches", (("zero_stage", stage),), 1) for stage in (1, 2, 3)),
     Way("activation_checkpointing = full", RECOMPUTED),
     Way("activation_checkpointing = selective", (("activation_checkpointing", "selective"),)),
-    *(Way(f"activation_checkpointing = {name}", (("activation_checkpointing", name), *more)) for name, more in FURTHER_MODES),
+    *(
+        Way(f"activation_checkpointing = {name}", (("activation_checkpointing", name), *more))
+        for name, more in FURTHER_MODES
+    ),
     Way("reshard_after_forward = false", (("reshard_after_forward", False),)),
     Way("reshard_after_forward = 2", (("reshard_after_forward", 2),)),
     Way("cpu_offload", (("cpu_offload", True),)),
@@ -186,7 +216,14 @@ WAYS = (
     Way("data_parallel = ddp", (("data_parallel", "ddp"),)),
     Way(
         "all at once",
-        (("sync_grad_accum", True), *RECOMPUTED, ("reshard_after_forward", False), ("cpu_offload", True), *COMPILED, *FROZEN),
+        (
+            ("sync_grad_accum", True),
+            *RECOMPUTED,
+            ("reshard_after_forward", False),
+            ("cpu_offload", True),
+            *COMPILED,
+            *FROZEN,
+        ),
         1,
     ),
 )
@@ -196,7 +233,9 @@ TENSOR_WAYS = (
     Way("regather = false", (("regather", False),)),
 )
 """Said of layouts with a tensor axis."""
-PIPELINE_WAYS = tuple(Way(f"pipeline_schedule = {name}", (("pipeline_schedule", name),)) for name in KINDS if name != "1f1b")
+PIPELINE_WAYS = tuple(
+    Way(f"pipeline_schedule = {name}", (("pipeline_schedule", name),)) for name in KINDS if name != "1f1b"
+)
 """Said of layouts with a pipeline; that of the others is 1f1b."""
 TENSOR = (
     Layout(dp_shard=2, tp=2),
@@ -213,7 +252,10 @@ PIPELINES = (
     Layout(pp=2, dp_replicate=2, dp_shard=1),
     Layout(pp=2, dp_replicate=2, dp_shard=2),
 )
-"""Layouts with a pipeline; the first in every way but all at once, the others in those of AT_LARGE; all with every schedule."""
+"""Layouts with a pipeline.
+
+The first in every way but all at once, the others in those of AT_LARGE; all with every schedule.
+"""
 EXPERTS = (
     Layout(dp_shard=4, ep=2),
     Layout(dp_shard=2, ep=2),
@@ -236,8 +278,10 @@ COLUMNS = (
 
 
 def rows() -> list[Row]:
-    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few; some with other axes; then one of each
-    axis that does not exist yet."""
+    """Every layout of the data axes on 2 and 4 ranks in every way, on 8 in a few.
+
+    Some with other axes; then one of each axis that does not exist yet.
+    """
     layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
     found = [Row(layout, way) for layout in (*layouts, *TENSOR, *PIPELINES, *EXPERTS) for way in _ways(layout)]
     return found + [Row(layout, PLAIN) for layout in ABSENT]
@@ -273,7 +317,9 @@ def judge(cell: Cell, pool: WorkerPool) -> Judged:
         reports = [_verified(cell, model, dtypes, pool) for model, dtypes in cell.parts]
     except MeshwrightError as trouble:
         last = str(trouble).strip().splitlines()[-1:]
-        return Judged("DIFFERS", f"{type(trouble).__name__}: {''.join(last)}", seconds=time.monotonic() - begun, day=today)
+        return Judged(
+            "DIFFERS", f"{type(trouble).__name__}: {''.join(last)}", seconds=time.monotonic() - begun, day=today
+        )
     comparisons = [comparison for report in reports for comparison in report.comparisons]
     errors = tuple(max(d.error for d in comparison.of("gradient")) for comparison in comparisons)
     firsts = [(c.dtype, c.first) for c in comparisons if c.first is not None]
@@ -287,7 +333,9 @@ def refusal(cell: Cell) -> MeshwrightError | None:
         batch = Batch(BATCHES.rows, BATCHES.seq_len, problem.microbatch_rows, BATCHES.vocab_size)
         layout = cell.row.layout
         try:
-            plan(_facts(problem.model), layout, batch=batch, cluster=Cluster(layout.world), techniques=problem.requested)
+            plan(
+                _facts(problem.model), layout, batch=batch, cluster=Cluster(layout.world), techniques=problem.requested
+            )
         except MeshwrightError as error:
             return error
     return None

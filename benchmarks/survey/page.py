@@ -16,16 +16,20 @@ HEAD = """# Every layout against one process
 Written by `make matrix` on {day} with torch {torch} and Python {python}: {summary}.
 
 In each cell a small decoder was trained for {steps} steps by a layout, in some way, and by one process with plain torch
-([what is compared](verify.md)). No size of the model is a multiple of the number of ranks, except with float8, whose layers divide by 16.
+([what is compared](verify.md)). No size of the model is a multiple of the number of ranks, except with float8, whose
+layers divide by 16.
 
-- **Two numbers**: equal within rounding in all that is compared. They are the largest relative errors of a gradient of the first step
-  (2-norm, each parameter for itself): in fp64 · fp32 of one model, or in bf16 of the tied · untied one. With float8 one number is of
+- **Two numbers**: equal within rounding in all that is compared. They are the largest relative errors of a gradient
+  of the first step
+    (2-norm, each parameter for itself): in fp64 · fp32 of one model, or in bf16 of the tied · untied one. With float8
+  one number is of
   fp32 around the products.
 - **refused**: by a rule, before any process starts, for the reason under the table.
 - **not yet**: not in this version.
 - **DIFFERS**: none of these; a bug.
 
-`make matrix` needs no GPU and judges what has changed since the last time; `make matrix ARGS=--cold` judges everything, and
+`make matrix` needs no GPU and judges what has changed since the last time; `make matrix ARGS=--cold` judges
+everything, and
 `make matrix ARGS="--only compile"` the rows with that in their name, without writing this page.
 """
 
@@ -40,7 +44,11 @@ def page(found: Mapping[Cell, Judged]) -> str:
     """The whole page. ``found``: every cell of the matrix."""
     days, python = sorted({one.day for one in found.values()}), platform.python_version()
     day = days[0] if days[0] == days[-1] else f"{days[-1]}, from what was judged since {days[0]}"
-    parts = [HEAD.format(day=day, steps=STEPS, torch=version("torch").split("+")[0], python=python, summary=summary(found.values()))]
+    parts = [
+        HEAD.format(
+            day=day, steps=STEPS, torch=version("torch").split("+")[0], python=python, summary=summary(found.values())
+        )
+    ]
     there = [row for row in rows() if row.layout not in ABSENT]
     for world in WORLDS:
         parts.append(f"## {world} ranks\n")

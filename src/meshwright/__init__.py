@@ -1,6 +1,7 @@
 """meshwright: facts about a model, a cluster and a batch become a Plan; the plan is applied, stepped and saved.
 
-Importing this package imports neither torch nor any part of meshwright; each name below is loaded when it is first used.
+Importing this package imports neither torch nor any part of meshwright; each name below is loaded when it is first
+used.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import load, pretrained, save
-    from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, NonFiniteError, UnsupportedError
+    from meshwright.core.errors import (
+        ConfigError,
+        IntegrityError,
+        MeshwrightError,
+        MissingExtraError,
+        NonFiniteError,
+        UnsupportedError,
+    )
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
     from meshwright.distributed.step.results import StepLoss, StepResult

@@ -1,4 +1,6 @@
-"""Adapters and frozen subsets under tensor parallelism: equal to one process, sends what the plan said, or refused by name."""
+"""Adapters and frozen subsets under tensor parallelism: equal to one process, sends what the plan said, or refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,15 @@ def by_transforms(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
 @pytest.mark.parametrize("factory", [llama, gpt2], ids=lambda factory: factory.__name__)
 def test_other_doors_take_the_wrapper_too(pool, door, factory):
     even = RandomBatches(families.VOCABULARY, 4, 9, ())
-    report = verify(factory, SHARDED, partial(without_labels_missing, even), parallelize_fn=door, steps=2, dtypes=("float64",), pool=pool)
+    report = verify(
+        factory,
+        SHARDED,
+        partial(without_labels_missing, even),
+        parallelize_fn=door,
+        steps=2,
+        dtypes=("float64",),
+        pool=pool,
+    )
     assert report, report
     assert len(report.comparisons[0].of("gradient")) > 10
 
@@ -217,4 +227,7 @@ def on_meta() -> str:
 
 def test_adapters_without_weights_are_refused_by_name(spmd):
     for said in spmd(2, on_meta):
-        assert "layers.0.self_attn.q_proj" in said and "Build the model on the CPU with its weights, adapters included" in said
+        assert (
+            "layers.0.self_attn.q_proj" in said
+            and "Build the model on the CPU with its weights, adapters included" in said
+        )

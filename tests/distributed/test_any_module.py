@@ -1,5 +1,7 @@
-"""Models whose code does what other models' does not: parents that read their children's weights, containers of containers, caches that
-nobody asked for, outputs that are no tensor. Each is equal to one process, in float64, loss and every gradient."""
+"""Models whose code does what other models' does not: parents that read their children's weights, containers of
+containers, caches that nobody asked for, outputs that are no tensor. Each is equal to one process, in float64, loss
+and every gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,42 @@ from meshwright.distributed.mesh import data_position
 from meshwright.introspection.outputs import logits_of
 
 DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 CONVOLVED = {
     "lfm2": SIZES | {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": SIZES | DELTA | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
-    "granitemoehybrid": SIZES | SPACE | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "granitemoehybrid": SIZES
+    | SPACE
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "bert": SIZES,
 }
-"""Blocks that read the weight of a convolution inside, forwards that take ``use_cache`` by keyword alone, a head whose bias is tied."""
+"""Blocks that read the weight of a convolution inside, forwards that take ``use_cache`` by keyword alone, a head
+whose bias is tied.
+"""
 
 
 def family(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name).__class__(**CONVOLVED[name], vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(name).__class__(
+        **CONVOLVED[name], vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
@@ -81,14 +103,18 @@ TENSOR, SHARDED = {"tp": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 2}
 FULL = {"activation_checkpointing": "full"}
 
 
-@pytest.mark.parametrize(("sizes", "options"), [(TENSOR, {}), (SHARDED, {}), (SHARDED, FULL)], ids=["tp", "fsdp and tp", "recomputed"])
+@pytest.mark.parametrize(
+    ("sizes", "options"), [(TENSOR, {}), (SHARDED, {}), (SHARDED, FULL)], ids=["tp", "fsdp and tp", "recomputed"]
+)
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_modules_read_the_weights_of_others(name, sizes, options, spmd):
     found = spmd(sizes["tp"] * sizes["dp_shard"], errors, functools.partial(family, name), sizes, options)
     assert_equal(found, 1e-10 if name in ("lfm2", "bert") else 1e-6)  # the others compute in float32 inside
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, TENSOR, {"pp": 2, "dp_shard": 1}, SHARDED], ids=["fsdp", "tp", "pp", "fsdp and tp"])
+@pytest.mark.parametrize(
+    "sizes", [{"dp_shard": 2}, TENSOR, {"pp": 2, "dp_shard": 1}, SHARDED], ids=["fsdp", "tp", "pp", "fsdp and tp"]
+)
 def test_a_model_in_a_module_dict_is_equal_to_one_process(sizes, spmd):
     world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes["dp_shard"]
     assert_equal(spmd(world, errors, gpt, sizes, FULL))
@@ -101,5 +127,7 @@ def test_logits_are_found_in_what_a_forward_returns(sizes, returns, spmd):
 
 
 def test_an_output_in_which_the_logits_cannot_be_told_is_refused():
-    with pytest.raises(UnsupportedError, match=r"a tuple of \(4, 9, 32\), \(4, 9, 48\), in which 2 tensors could be the logits"):
+    with pytest.raises(
+        UnsupportedError, match=r"a tuple of \(4, 9, 32\), \(4, 9, 48\), in which 2 tensors could be the logits"
+    ):
         logits_of(gpt("two")(batch()["tokens"]))

@@ -1,4 +1,6 @@
-"""What is applied is what was planned: unequal ranks, second and misordered applications are refused, and every field of a plan acts."""
+"""What is applied is what was planned: unequal ranks, second and misordered applications are refused, and every field
+of a plan acts.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
 
 
 def skipped(layout: Layout) -> tuple[str, str]:
-    """What is said of a drift that is there before the first audit, with the audit and without; and of a buffer that has gone."""
+    """What is said of a drift that is there before the first audit, with the audit and without.
+
+    And of a buffer that has gone.
+    """
     draw, said = weights.draw_rows, []
 
     def drifting(local, *args):
@@ -91,7 +96,10 @@ def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:
     model = lay_out(Problem(freeze=("wq",)), Way(layout, techniques))
     said, heard = str(model), []
     first = model.plan.parameters[0]
-    for lie in (replace(first, placements=tuple((axis, "Shard(1)") for axis, _ in first.placements)), replace(first, dtype="float32")):
+    for lie in (
+        replace(first, placements=tuple((axis, "Shard(1)") for axis, _ in first.placements)),
+        replace(first, dtype="float32"),
+    ):
         model.plan = replace(model.plan, parameters=(lie, *model.plan.parameters[1:]))
         with pytest.raises(IntegrityError) as caught:
             model.audit()
@@ -108,7 +116,9 @@ def test_a_model_says_what_is_and_the_audit_compares_it_with_the_plan(spmd, layo
         wq = rows["layers.*.attention.wq.weight (frozen)"]
         assert place in wq and "10×10" in wq and "float64" in wq and " 3 " in wq
         assert f"{3 * 100 * 8 // shards / 1024:.2f} KiB" in wq, "three matrices of 10 × 10 in fp64, shared out"
-        assert "recomputed: layers.* (3)" in said and ("sharded units: the root (1), layers.* (3)" in said) == (shards > 1)
+        assert "recomputed: layers.* (3)" in said and ("sharded units: the root (1), layers.* (3)" in said) == (
+            shards > 1
+        )
         assert "embedding.weight is placed" in heard[0] and "and the plan says" in heard[0] and "Shard(1)" in heard[0]
         assert "embedding.weight is kept in float64, and the plan says float32" in heard[1]
 
@@ -130,11 +140,17 @@ def test_the_audit_sees_an_optimizer_that_holds_other_parameters(spmd):
     for frozen, missing, foreign_one in spmd(2, other_optimizers, FSDP2):
         assert "layers.0.attention.wq.weight is frozen, and the optimizer holds it" in frozen
         assert "embedding.weight is trained, and the optimizer holds it 0 times" in missing
-        assert "holds 1 tensors that are no parameters of the model (was it made before the model was laid out?)" in foreign_one
+        assert (
+            "holds 1 tensors that are no parameters of the model (was it made before the model was laid out?)"
+            in foreign_one
+        )
 
 
 def applied_again(layout: Layout) -> list[str]:
-    """What a second application says, of the module that came in and of the one that came out; and one in the wrong order."""
+    """What a second application says, of the module that came in and of the one that came out.
+
+    And one in the wrong order.
+    """
     model = foreign.on_cpu()
     laid_out = parallelize(model, layout)
     told = []
@@ -183,7 +199,9 @@ def test_a_plan_for_another_mesh_is_refused(spmd):
 
 
 def applied(edits: dict, layout: Layout):
-    """What a model does whose plan was edited: all-gathers and forwards of each block in a step, gradients, trained parameters."""
+    """What a model does whose plan was edited: all-gathers and forwards of each block in a step, gradients, trained
+    parameters.
+    """
     problem = Problem(dtype="float32")
     made = plan(problem.model, layout)
     data = edits.pop("data", {})
@@ -192,7 +210,9 @@ def applied(edits: dict, layout: Layout):
     model = parallelize(problem.model, layout, plan=made, seed=11)
     runs = dict.fromkeys(model.facts.blocks, 0)
     for name in runs:
-        model.parts[0].get_submodule(name).attention.register_forward_hook(lambda *_, name=name: runs.update({name: runs[name] + 1}))
+        model.parts[0].get_submodule(name).attention.register_forward_hook(
+            lambda *_, name=name: runs.update({name: runs[name] + 1})
+        )
     with WireCounter() as wire:
         model.forward_backward(share(problem.data.step(0), *get_world_info()[::2]))
     gathers = sum(sent.op == "all_gather" for sent in wire.sent)

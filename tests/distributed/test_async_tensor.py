@@ -1,4 +1,6 @@
-"""Asynchronous tensor parallelism: what our code makes of torch's fused operators, here of the forms that torch has for every device."""
+"""Asynchronous tensor parallelism: what our code makes of torch's fused operators, here of the forms that torch has
+for every device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ CALLS: Counter[str] = Counter()
 
 def counted(group: Any) -> overlap.Operators:
     """torch's own definition of the operators, in plain collectives."""
-    from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback, _fused_matmul_reduce_scatter_fallback
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_matmul_fallback,
+        _fused_matmul_reduce_scatter_fallback,
+    )
 
     def gather_products(*args: Any, **options: Any):
         CALLS["gather"] += 1
@@ -64,7 +69,9 @@ MODELS = {
 }
 
 
-def gradients(kind: str, layout: Layout, asynchronous: bool, seq: int, techniques: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gradients(
+    kind: str, layout: Layout, asynchronous: bool, seq: int, techniques: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     requested = {"precision": {"master": "float64"}, **techniques}
     made = make_plan(MODELS[kind](), layout, cluster=Cluster(layout.tp), techniques=requested)
     assert made.tensor is not None
@@ -76,7 +83,9 @@ def gradients(kind: str, layout: Layout, asynchronous: bool, seq: int, technique
     return {"loss": loss} | found
 
 
-def compared(kind: str, layout: Layout, seq: int, techniques: dict[str, Any], operators: Any = counted) -> tuple[float, dict[str, int]]:
+def compared(
+    kind: str, layout: Layout, seq: int, techniques: dict[str, Any], operators: Any = counted
+) -> tuple[float, dict[str, int]]:
     """The largest relative error against the plain form, and how often each operator was called."""
     CALLS.clear()
     with patch.object(overlap, "symmetric_memory", operators):
@@ -108,7 +117,9 @@ def test_fused_products_give_what_messages_and_products_give_one_after_the_other
 def test_every_product_beside_a_message_is_fused(spmd):
     layers = UNTIED.n_layers
     for _, calls in spmd(2, compared, "decoder", TP2, 12, {}):
-        assert calls == {"gather": 4 * layers + 1, "scatter": 4 * layers + 1}, "two regions forward, two backward, in each block; the head"
+        assert calls == {"gather": 4 * layers + 1, "scatter": 4 * layers + 1}, (
+            "two regions forward, two backward, in each block; the head"
+        )
 
 
 def test_lengths_that_do_not_divide_travel_as_without(spmd):
@@ -135,6 +146,8 @@ def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():
     request = {"async_tensor_parallel": True}
     made = make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 12))
-    assert made.tensor is not None and made.tensor.async_tensor_parallel and "products overlap with messages" in str(made)
+    assert (
+        made.tensor is not None and made.tensor.async_tensor_parallel and "products overlap with messages" in str(made)
+    )
     with pytest.raises(ConfigError, match=r"data.seq_len = 11 must be a multiple of layout.tp = 2"):
         make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 11))

@@ -1,4 +1,7 @@
-"""Checkpoints: what one layout wrote every other reads, bit for bit; what is damaged, foreign or unfinished is refused in words."""
+"""Checkpoints: what one layout wrote every other reads, bit for bit.
+
+What is damaged, foreign or unfinished is refused in words.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,12 @@ def bits_equal(found: dict, wanted: dict) -> list[str]:
     """Names of tensors whose bits, shapes or dtypes differ (all of those that only one side has)."""
     names = found.keys() | wanted.keys()
     return sorted(
-        n for n in names if n not in found or n not in wanted or found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n])
+        n
+        for n in names
+        if n not in found
+        or n not in wanted
+        or found[n].dtype != wanted[n].dtype
+        or not torch.equal(found[n], wanted[n])
     )
 
 
@@ -117,9 +125,9 @@ def test_a_checkpoint_holds_what_it_should_and_nothing_else(written, writer):
     folder, source = written(writer)
     assert source["losses"][2] != source["losses"][0]
     trained = [name for name in source["weights"] if not name.endswith(("offset", "seen", *FROZEN))]
-    assert set(source["moments"]) == {f"{name}/{state}" for name in trained for state in ("step", "exp_avg", "exp_avg_sq")}, (
-        "the frozen parameter and the buffers have no optimizer state"
-    )
+    assert set(source["moments"]) == {
+        f"{name}/{state}" for name in trained for state in ("step", "exp_avg", "exp_avg_sq")
+    }, "the frozen parameter and the buffers have no optimizer state"
     assert torch.equal(source["last"][FROZEN[0]], source["weights"][FROZEN[0]]), "and stays as it was"
     kinds = {path.suffix for path in pathlib.Path(folder).iterdir()}
     assert kinds == {".safetensors", ".json"}, "nothing pickled (.metadata, .distcp) lies there"
@@ -243,15 +251,33 @@ DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
         lambda c: shutil.copy(c / SHARD, c / "shard-00009.safetensors"),
         "shard-00009.safetensors is not a file of this checkpoint",
     ),
-    "half written": (lambda c: (c / NAME).unlink(), "has no manifest, which is written last, so its writing was never finished"),
+    "half written": (
+        lambda c: (c / NAME).unlink(),
+        "has no manifest, which is written last, so its writing was never finished",
+    ),
     "not there": (lambda c: shutil.rmtree(c), "does not exist"),
     "manifest cut": (lambda c: _truncate(c / NAME), f"{NAME} is damaged"),
-    "manifest edited": (lambda c: _change(c / NAME, '"lr": 0.01', '"lr": 0.02'), f"{NAME} is damaged.*its content changed"),
+    "manifest edited": (
+        lambda c: _change(c / NAME, '"lr": 0.01', '"lr": 0.02'),
+        f"{NAME} is damaged.*its content changed",
+    ),
     "manifest empty": (lambda c: (c / NAME).write_text("[]"), f"{NAME} is damaged"),
-    "a shard that nobody lists": (_leave_out, r"its files hold (only a part|nothing) of (model|optimizer)\..*Nothing was loaded"),
-    "a shard that is elsewhere": (_name_outside, "manifest.json names '../copy[0-9]+ outside/shard.*is not read.*Nothing was loaded"),
-    "a link": (lambda c: (c / SHARD).symlink_to(_move_out(c)), f"{SHARD} is a link to .*is not read.*Nothing was loaded"),
-    "other version": (lambda c: _change(c / NAME, '"version": 1', '"version": 7'), "has format version 7; this meshwright reads version 1"),
+    "a shard that nobody lists": (
+        _leave_out,
+        r"its files hold (only a part|nothing) of (model|optimizer)\..*Nothing was loaded",
+    ),
+    "a shard that is elsewhere": (
+        _name_outside,
+        "manifest.json names '../copy[0-9]+ outside/shard.*is not read.*Nothing was loaded",
+    ),
+    "a link": (
+        lambda c: (c / SHARD).symlink_to(_move_out(c)),
+        f"{SHARD} is a link to .*is not read.*Nothing was loaded",
+    ),
+    "other version": (
+        lambda c: _change(c / NAME, '"version": 1', '"version": 7'),
+        "has format version 7; this meshwright reads version 1",
+    ),
 }
 
 
@@ -316,7 +342,11 @@ def foreign_job(folder: str) -> dict[str, tuple[str, bool]]:
     attempt("dtype", odd("one", dtype=torch.float32))
     attempt("optimizer", odd("one"), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
     attempt("frozen others", odd("one"), lambda m: torch.optim.AdamW(m.parameters(), lr=0.1))
-    attempt("groups", odd("one", freeze=FROZEN), lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1))
+    attempt(
+        "groups",
+        odd("one", freeze=FROZEN),
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1),
+    )
     return found
 
 
@@ -331,7 +361,8 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(spmd, tmp
     spmd(1, write_frozen_job, str(tmp_path / "c"))
     (found,) = spmd(1, foreign_job, str(tmp_path / "c"))
     words = {
-        "vocab": "is a checkpoint of another model: embed.weight is float64[257, 8] there and float64[256, 8] in the model",
+        "vocab": "is a checkpoint of another model: embed.weight is float64[257, 8] there and float64[256, 8] in the"
+        " model",
         "blocks": "it lacks blocks.2.gain.offset",
         "fewer blocks": "it has blocks.1.gain.offset, which the model lacks",
         "dtype": "is float64[2] there and float32[2] in the model",
@@ -470,14 +501,20 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothin
     for (said, changed, rest), fault in zip(
         results[0], [f for f in ("No space left", "Input/output", "Input/output") for _ in (1, 2)], strict=True
     ):
-        assert said.startswith("IntegrityError: cannot ") and fault in said and "The last whole checkpoint is untouched" in said, said
+        assert (
+            said.startswith("IntegrityError: cannot ")
+            and fault in said
+            and "The last whole checkpoint is untouched" in said
+        ), said
         assert "Traceback" not in said
         assert changed == []
         assert rest.startswith("{'step': 1} [1] IntegrityError: ") and rest.endswith("does not exist")
 
 
 def disk_job(folder: str) -> tuple[list[str], list[str]]:
-    """Saves over an older checkpoint while the n-th change to the disk fails, for every n: what failed, and what a good save does."""
+    """Saves over an older checkpoint while the n-th change to the disk fails, for every n: what failed, and what a
+    good save does.
+    """
     model = odd("one")
     optimizer = adam(model)
     place = pathlib.Path(folder) / "c"
@@ -516,7 +553,10 @@ def test_a_disk_that_fails_at_any_change_leaves_the_older_checkpoint(spmd, tmp_p
 
 
 def crash_job(folder: str) -> list[str]:
-    """Saves over an older checkpoint in a child that ends at its n-th change to the disk, for every n. What is loaded after each."""
+    """Saves over an older checkpoint in a child that ends at its n-th change to the disk, for every n.
+
+    What is loaded after each.
+    """
     model = odd("one")
     place = pathlib.Path(folder) / "c"
     found = []
@@ -562,7 +602,9 @@ def refused_places_job(folder: str) -> list[str]:
 def test_what_is_no_checkpoint_is_never_replaced(spmd, tmp_path):
     for found in spmd(2, refused_places_job, str(tmp_path)):
         assert all(said.startswith("ConfigError: ") for said in found[:3]), found
-        assert "thesis is there and is no checkpoint" in found[0] and "draft.tex is there and is no checkpoint" in found[1]
+        assert (
+            "thesis is there and is no checkpoint" in found[0] and "draft.tex is there and is no checkpoint" in found[1]
+        )
         assert "extra cannot be saved: Object of type Tensor is not JSON serializable" in found[2]
         assert found[3] == "['draft.tex']"
 
@@ -595,7 +637,8 @@ def test_the_pointer(folder):
     assert folder.latest() == folder.of_step(30)
     shutil.rmtree(folder.of_step(30))
     with pytest.raises(
-        IntegrityError, match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020"
+        IntegrityError,
+        match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020",
     ):
         folder.latest()
 
@@ -617,7 +660,12 @@ def test_the_pointer_moves_whole_or_not_at_all(folder, fail_at):
 
 @pytest.mark.parametrize(
     ("count", "left"),
-    [(0, [10, 20, 30, 1_000_000_000]), (1, [10, 1_000_000_000]), (2, [10, 30, 1_000_000_000]), (9, [10, 20, 30, 1_000_000_000])],
+    [
+        (0, [10, 20, 30, 1_000_000_000]),
+        (1, [10, 1_000_000_000]),
+        (2, [10, 30, 1_000_000_000]),
+        (9, [10, 20, 30, 1_000_000_000]),
+    ],
 )
 def test_old_steps_go_but_never_the_one_that_is_pointed_to(folder, count, left):
     folder.point_to(10)
@@ -638,6 +686,10 @@ def test_a_manifest_keeps_what_it_is_given(tmp_path):
     extra = {"text": "ü", "number": 0.1, "nested": {"list": [1, None, True]}, "3": "x"}
     Manifest({}, {}, "AdamW", [{"params": ["a"], "options": {"betas": (0.9, 0.95)}}], extra, "{}").write(tmp_path)
     read = Manifest.read(tmp_path)
-    assert read.extra == extra and read.groups == [{"params": ["a"], "options": {"betas": [0.9, 0.95]}}] and read.optimizer == "AdamW"
+    assert (
+        read.extra == extra
+        and read.groups == [{"params": ["a"], "options": {"betas": [0.9, 0.95]}}]
+        and read.optimizer == "AdamW"
+    )
     text = (tmp_path / NAME).read_text()
     assert json.loads(text)["crc32"] > 0

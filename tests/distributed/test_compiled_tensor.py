@@ -1,4 +1,6 @@
-"""Compiled blocks under tensor parallelism: one graph for all of them, whatever their number, and no more of them than without it."""
+"""Compiled blocks under tensor parallelism: one graph for all of them, whatever their number, and no more of them
+than without it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def model_of(kind: str, layers: int) -> Any:
 def graphs(
     kind: str, layers: int, tp: int, shapes: list[tuple[int, int]], fault: str = "", recompute: str = "none"
 ) -> list[tuple[int, dict]]:
-    """After each step: how many graphs there are, and what broke one. On the first of ``tp`` ranks, of which the others are not there."""
+    """After each step: how many graphs there are, and what broke one.
+
+    On the first of ``tp`` ranks, of which the others are not there.
+    """
     import torch._dynamo as dynamo
     import torch.distributed as dist
     from torch._dynamo.utils import counters
@@ -45,7 +50,9 @@ def graphs(
     mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)) if tp > 1 else None
     found = []
     with FAULTS[fault][0]() if fault else nullcontext():
-        model = parallelize(model_of(kind, layers), mesh, techniques=COMPILED | {"activation_checkpointing": recompute}, audit=False)
+        model = parallelize(
+            model_of(kind, layers), mesh, techniques=COMPILED | {"activation_checkpointing": recompute}, audit=False
+        )
         for rows, seq in shapes:
             tokens = torch.zeros((rows, seq), dtype=torch.int64)
             model.forward_backward({"tokens": tokens, "labels": tokens})
@@ -58,7 +65,9 @@ def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_wh
     plain = spmd(1, graphs, "decoder", 1, 1, SHAPES, timeout=300.0)[0]
     assert not any(breaks for _, breaks in found)
     assert [count for count, _ in found[: len(SHAPES)]] == [count for count, _ in plain] == [1, 1, 2, 2]
-    assert [count for count, _ in found[len(SHAPES) :]] == [3, 3], "lengths that do not divide are filled up, and have one of their own"
+    assert [count for count, _ in found[len(SHAPES) :]] == [3, 3], (
+        "lengths that do not divide are filled up, and have one of their own"
+    )
 
 
 def test_blocks_of_transformers_share_a_graph_too(spmd):
@@ -69,7 +78,9 @@ def test_blocks_of_transformers_share_a_graph_too(spmd):
 def test_what_is_recomputed_is_not_compiled_and_the_plan_says_so(spmd, recompute, count):
     _, (found, breaks) = spmd(1, graphs, "decoder", 2, 2, SHAPES[:2], "", recompute, timeout=300.0)[0]
     assert found == count and breaks
-    made = plan(model_of("decoder", 2), Layout(dp_shard=1, tp=2), techniques=COMPILED | {"activation_checkpointing": recompute})
+    made = plan(
+        model_of("decoder", 2), Layout(dp_shard=1, tp=2), techniques=COMPILED | {"activation_checkpointing": recompute}
+    )
     assert any("run uncompiled on the tensor axis" in note for note in made.notes)
 
 

@@ -1,4 +1,7 @@
-"""What a constructor computes is what every layout begins with, to the last bit; beyond some size by the same laws, alike everywhere."""
+"""What a constructor computes is what every layout begins with, to the last bit.
+
+Beyond some size by the same laws, alike everywhere.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def plain(build):
 FAULTS = {
     "weights by reset_parameters": lambda: patch.object(constructed, "builder_of", lambda model: None),
     "draws of what is overwritten left out": lambda: patch.object(constructed, "pass_over", lambda step: None),
-    "every rank draws by itself": lambda: patch.object(constructed, "seeded", lambda seed: _seeded(seed + get_world_info()[0])),
+    "every rank draws by itself": lambda: patch.object(
+        constructed, "seeded", lambda seed: _seeded(seed + get_world_info()[0])
+    ),
 }
 _seeded = constructed.seeded
 
@@ -100,16 +105,22 @@ def test_beyond_the_limit_every_layout_begins_alike_and_by_the_same_laws(spmd, m
     one, *others = [spmd(layout.world, beginning, build, layout, "", 0)[0][0] for layout in LAYOUTS.values()]
     for layout, found in zip(list(LAYOUTS.values())[1:], others, strict=True):
         assert not differences(found, one, layout)
-    drawn = [name for name, value in wanted.items() if value.is_floating_point() and value.numel() > 200 and value.std() > 0]
+    drawn = [
+        name for name, value in wanted.items() if value.is_floating_point() and value.numel() > 200 and value.std() > 0
+    ]
     assert drawn and all(torch.equal(one[name], value) for name, value in wanted.items() if value.unique().numel() == 1)
     for name in drawn:
         assert float(one[name].std()) == pytest.approx(float(wanted[name].std()), rel=0.3), name
-        assert float(one[name].mean()) == pytest.approx(float(wanted[name].mean()), abs=0.3 * float(wanted[name].std())), name
+        assert float(one[name].mean()) == pytest.approx(
+            float(wanted[name].mean()), abs=0.3 * float(wanted[name].std())
+        ), name
     assert sum(not torch.equal(one[name], wanted[name]) for name in drawn) > len(drawn) / 2
 
 
 def test_elements_that_nothing_wrote_are_refused(spmd):
-    with pytest.raises(WorkerFailed, match=r"the model itself' \(Forgetful\) was built on meta and nothing initialises its table"):
+    with pytest.raises(
+        WorkerFailed, match=r"the model itself' \(Forgetful\) was built on meta and nothing initialises its table"
+    ):
         spmd(1, beginning, constructors.Forgetful, LAYOUTS["one rank"])
 
 

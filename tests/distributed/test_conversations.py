@@ -18,12 +18,20 @@ SEQ = 16
 
 
 def conversations() -> Whole:
-    """21 conversations of 2 to 16 tokens, each read up to some place and learnt from there, with a second question in some."""
+    """21 conversations of 2 to 16 tokens, each read up to some place and learnt from there, with a second question in
+    some.
+    """
     draw = np.random.default_rng(5)
     lengths = np.array([16, 2, *draw.integers(2, 12, size=19)])
     learnt = [np.where(np.arange(n) >= draw.integers(1, n), draw.random(n) < 0.9, 0).astype(np.uint8) for n in lengths]
     learnt[0][-1] = 1
-    return Whole("training", draw.integers(0, 256, size=lengths.sum()), np.cumsum([0, *lengths]), np.concatenate(learnt), padding=256)
+    return Whole(
+        "training",
+        draw.integers(0, 256, size=lengths.sum()),
+        np.cumsum([0, *lengths]),
+        np.concatenate(learnt),
+        padding=256,
+    )
 
 
 def packed() -> dict[str, torch.Tensor]:
@@ -37,7 +45,7 @@ def packed() -> dict[str, torch.Tensor]:
 
 
 def one_by_one() -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss over learnt tokens and its gradients, of each conversation in a forward of its own, with plain torch."""
+    """Mean loss over learnt tokens and its gradients, each conversation in a forward of its own, with plain torch."""
     split, model = conversations(), build(Problem())
     total, count = torch.zeros((), dtype=torch.float64), 0
     for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):

@@ -1,4 +1,7 @@
-"""What torch.distributed and torchao keep private still does what we take it for. A failure here says what another version moved."""
+"""What torch.distributed and torchao keep private still does what we take it for.
+
+A failure here says what another version moved.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def fully_sharded() -> None:
     group.post_backward()
     private.end_backward(model)
     assert model.weight.grad.full_tensor().eq(1).all(), "the mean over ranks of what was postponed"
-    assert inspect.getsourcefile(type(group)).endswith(torch_frames.FSDP_FILE) and getattr(group, torch_frames.MODULE_NAME) == ""
+    assert (
+        inspect.getsourcefile(type(group)).endswith(torch_frames.FSDP_FILE)
+        and getattr(group, torch_frames.MODULE_NAME) == ""
+    )
     model.unshard()
     assert private.gathered(parameter).shape == (3, 3)
 
@@ -124,7 +130,9 @@ def cut_and_sharded() -> None:
     assert spec is not None and spec.placements == (Shard(0),) and spec.placements != (Replicate(),)
 
 
-@pytest.mark.parametrize("job", [tensors_and_groups, data_parallel, fully_sharded, gathered_through], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [tensors_and_groups, data_parallel, fully_sharded, gathered_through], ids=lambda job: job.__name__
+)
 def test_torch_distributed(job, spmd):
     spmd(2, job)
 
@@ -137,7 +145,9 @@ def test_torchao():
     torchao = pytest.importorskip("torchao.float8")
     from meshwright.distributed.float8 import torchao_private as ao
 
-    linear = torchao.convert_to_float8_training(nn.Linear(16, 16, bias=False), config=torchao.Float8LinearConfig(emulate=True))
+    linear = torchao.convert_to_float8_training(
+        nn.Linear(16, 16, bias=False), config=torchao.Float8LinearConfig(emulate=True)
+    )
     kernels, config = ao.kernels_of(linear), linear.config
     x = torch.randn(16, 16)
     assert torch.equal(ao.product(x, linear.weight, kernels, config), linear(x))

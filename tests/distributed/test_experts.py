@@ -1,4 +1,6 @@
-"""Experts in real processes: equal to one process in every layout, nothing sent in vain, and checkpoints that keep every one."""
+"""Experts in real processes: equal to one process in every layout, nothing sent in vain, and checkpoints that keep
+every one.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,11 @@ BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 ONE = Layout(dp_shard=1)
 EP2, EP4, HALVES = Layout(dp_shard=2, ep=2), Layout(dp_shard=4, ep=4), Layout(dp_shard=4, ep=2)
 HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
-TENSOR, ALL_TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=1, tp=4, ep=4), Layout(dp_shard=2, tp=2, ep=4)
+TENSOR, ALL_TENSOR, ACROSS = (
+    Layout(dp_shard=2, tp=2, ep=2),
+    Layout(dp_shard=1, tp=4, ep=4),
+    Layout(dp_shard=2, tp=2, ep=4),
+)
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
@@ -78,7 +84,10 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "tensor": (SIGMOID, Layout(dp_shard=1, tp=4), {}),
     "tensor, whole sequences": (SIGMOID, Layout(dp_shard=1, tp=2), {"sequence_parallel": False}),
     "pipeline": (SIGMOID, Layout(pp=2, dp_shard=1), {"pipeline_schedule": "dualpipe_v"}),
-    **{f"{name}, ep2": (model, EP2, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID), ("capped", CAPPED))},
+    **{
+        f"{name}, ep2": (model, EP2, {})
+        for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID), ("capped", CAPPED))
+    },
     **{f"ep4, {name}": (model, EP4, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID))},
     "halves": (SIGMOID, HALVES, {}),
     "hybrid": (SIGMOID, HYBRID, {}),
@@ -96,7 +105,11 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "all-reduce postponed": (SOFTMAX, HYBRID, {"sync_grad_accum": "shard"}),
     "balanced by batch": (BATCHED, EP2, {}),
     "balanced by microbatch": (BATCHED, HYBRID, {}),
-    "balanced by microbatch, replicas": (BATCHED, Layout(dp_replicate=2, dp_shard=1), {"activation_checkpointing": "full"}),
+    "balanced by microbatch, replicas": (
+        BATCHED,
+        Layout(dp_replicate=2, dp_shard=1),
+        {"activation_checkpointing": "full"},
+    ),
     "balanced by microbatch, tensor": (BATCHED, TENSOR, {"activation_checkpointing": "full"}),
     "balanced by microbatch, 1f1b": (BATCHED, STAGED, {}),
     "balanced, zbv": (BATCHED, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
@@ -120,7 +133,9 @@ def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
     rows = 2 if "microbatch" in name or "postponed" in name else 0
     dtypes = ("float64", "float32") if name in IN_FLOAT32 else ("float64",)
-    report = verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool)
+    report = verify(
+        model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool
+    )
     assert report, str(report)
 
 
@@ -175,7 +190,9 @@ def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
     rows = 2 if "microbatch" in name else 0
     config = families.config_of(family, **BALANCED)
     dtypes = ("float64",) if name in families.SPARSE else ("float64", "float32")
-    report = verify(config, layout, batches, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool)
+    report = verify(
+        config, layout, batches, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool
+    )
     assert report, str(report)
 
 
@@ -194,7 +211,9 @@ def beside_transformers(layout: Layout) -> float:
     theirs, ours = families.on_cpu(config).double(), families.on_cpu(config).double()
     batch = padded_batch(0)
     mask = batch["attention_mask"]
-    theirs(input_ids=batch["tokens"], attention_mask=mask, labels=batch["tokens"].masked_fill(mask == 0, -100)).loss.backward()
+    theirs(
+        input_ids=batch["tokens"], attention_mask=mask, labels=batch["tokens"].masked_fill(mask == 0, -100)
+    ).loss.backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     laid = parallelize(ours, layout, seed=3)
     laid.evaluate(own_rows(laid, batch))
@@ -227,8 +246,9 @@ def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layo
 
 
 def with_its_own_kernel(name: str) -> tuple[str, float]:
-    """A family's experts as training runs them, in float32: the kernel that its config chose, and the largest error of two steps' losses,
-    gradients and weights against one process."""
+    """A family's experts as training runs them, in float32: the kernel that its config chose, and the largest error
+    of two steps' losses, gradients and weights against one process.
+    """
     torch.manual_seed(0)
     plain, laid = families.on_cpu(families.config_of(name)), families.on_cpu(families.config_of(name))
     laid.load_state_dict(plain.state_dict())
@@ -237,7 +257,9 @@ def with_its_own_kernel(name: str) -> tuple[str, float]:
     errors = []
     for step in range(2):
         batch = RandomBatches(families.VOCABULARY, rows=4, seq_len=9, keys=())(step)
-        losses = torch.nn.functional.cross_entropy(plain(batch["tokens"]).logits.flatten(0, 1), labels_of(batch).flatten(), reduction="sum")
+        losses = torch.nn.functional.cross_entropy(
+            plain(batch["tokens"]).logits.flatten(0, 1), labels_of(batch).flatten(), reduction="sum"
+        )
         loss = losses / (labels_of(batch) != -100).sum()
         loss.backward()
         errors.append(abs(float(parallel.forward_backward(own_rows(parallel, batch))) / float(loss) - 1))
@@ -272,7 +294,9 @@ def compute(rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
 
 
 def travelled(drawn: list[list[list[int]]]) -> list[tuple[float, int, float]]:
-    """For each routing of all ranks' tokens: the largest difference from computing it here, tokens that had to move, bytes that did."""
+    """For each routing of all ranks' tokens: the largest difference from computing it here, tokens that had to move,
+    bytes that did.
+    """
     world = get_world_info()[2]
     mesh = init_distributed(Layout(dp_shard=world, ep=world))
     axis = get_ep_mesh(mesh)  # type: ignore[arg-type]
@@ -294,10 +318,17 @@ def travelled(drawn: list[list[list[int]]]) -> list[tuple[float, int, float]]:
             out.square().sum().backward()
         whole_rows, whole_weights = all_rows.clone().requires_grad_(), everything.clone().requires_grad_()
         is_somewhere = index < stack.experts
-        wanted = torch.stack([compute(whole_rows, index[:, k].clamp(max=stack.experts - 1), whole_weights) for k in range(2)], 1)
+        wanted = torch.stack(
+            [compute(whole_rows, index[:, k].clamp(max=stack.experts - 1), whole_weights) for k in range(2)], 1
+        )
         wanted = wanted * is_somewhere.unsqueeze(-1)
         wanted.square().sum().backward()
-        assert rows.grad is not None and weights.grad is not None and whole_rows.grad is not None and whole_weights.grad is not None
+        assert (
+            rows.grad is not None
+            and weights.grad is not None
+            and whole_rows.grad is not None
+            and whole_weights.grad is not None
+        )
         pairs = [
             (out, wanted[own]),
             (rows.grad, whole_rows.grad[own]),
@@ -315,7 +346,12 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
     """Two experts of each token: any, few, one, or none."""
     experts = LOCAL * ranks
     numbers = st.one_of(
-        st.integers(0, experts), st.integers(0, 1), st.just(0), st.just(experts - 1), st.just(experts), st.integers(experts - 1, experts)
+        st.integers(0, experts),
+        st.integers(0, 1),
+        st.just(0),
+        st.just(experts - 1),
+        st.just(experts),
+        st.integers(experts - 1, experts),
     )
     one = st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=1, max_size=14)
     same = numbers.flatmap(lambda n: st.integers(1, 14).map(lambda tokens: [[n, n]] * tokens))
@@ -333,7 +369,9 @@ def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
         for number in range(len(drawn)):
             assert max(one[number][0] for one in seen) <= 1e-12
             moved = sum(one[number][2] for one in seen)
-            assert moved == 4 * seen[0][number][1] * 3 * 8, "there and back, in forward and backward; three numbers of eight bytes"
+            assert moved == 4 * seen[0][number][1] * 3 * 8, (
+                "there and back, in forward and backward; three numbers of eight bytes"
+            )
 
     check()
 
@@ -346,7 +384,10 @@ def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, Tensor]:
 
 
 def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -> tuple[Figures, Figures, int]:
-    """What the plan foresees for this rank and what it sent, by operation and ranks; and how many rows its tokens sent elsewhere."""
+    """What the plan foresees for this rank and what it sent, by operation and ranks.
+
+    And how many rows its tokens sent elsewhere.
+    """
     laid = parallelize(model, layout, techniques=techniques, seed=3)
     optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
     away = 0
@@ -478,7 +519,9 @@ def by_the_doors(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = Decoder(replace(SOFTMAX, moe=replace(SOFTMAX.moe, sequence_loss=0.0, z_loss=0.0))).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) / 3)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) / 3
+            )
     tokens = torch.randint(0, VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(5))
     model(tokens).logsumexp(-1).mean().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -533,7 +576,9 @@ def warned_of() -> list[str]:
 
 def test_what_functions_leave_to_the_users_loop_is_said(spmd):
     for said in spmd(2, warned_of):
-        assert len(said) == 1 and said[0].startswith("model.moe.bias_rate, sequence_loss: these functions lay a model out")
+        assert len(said) == 1 and said[0].startswith(
+            "model.moe.bias_rate, sequence_loss: these functions lay a model out"
+        )
 
 
 def test_functions_in_another_order_are_refused(spmd):
@@ -602,7 +647,16 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
     folder = str(tmp_path / "first")
     written = spmd(4, trained, EP4, folder)[0]
     assert len(written[0]) > 40 and any(name.endswith("router.bias") for name in written[0])
-    others = (Layout(dp_shard=4), HALVES, HYBRID, Layout(dp_shard=2, tp=2), ACROSS, Layout(pp=2, dp_shard=2), STAGED, EP4)
+    others = (
+        Layout(dp_shard=4),
+        HALVES,
+        HYBRID,
+        Layout(dp_shard=2, tp=2),
+        ACROSS,
+        Layout(pp=2, dp_shard=2),
+        STAGED,
+        EP4,
+    )
     for number, layout in enumerate(others):
         onto = str(tmp_path / str(number))
         found = spmd(4, read, layout, folder, onto)[0]
@@ -734,7 +788,11 @@ FAULTS = {
     )
 }
 WHERE = {
-    "gradients_times_ranks": (SOFTMAX, EP2, "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward"),
+    "gradients_times_ranks": (
+        SOFTMAX,
+        EP2,
+        "the gradient of the parameter layers.0.feed_forward.experts.w_gate, after the backward",
+    ),
     "bias_by_own_tokens": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward) of step 2"),
     "padding_is_routed": (SIGMOID, EP2, "the output of layers.1.feed_forward (forward)"),
     "losses_of_parts": (SIGMOID, TENSOR, "the gradient of layers.3.feed_forward_norm's output (backward)"),
@@ -764,7 +822,9 @@ def test_a_fault_is_found_where_it_is(pool, monkeypatch, fault):
     model, layout, where = WHERE[fault]
     model = model() if isinstance(model, partial) else model
     monkeypatch.setattr(verifying, "candidate", partial(broken_by, fault=fault))
-    batches = BATCHES if isinstance(model, DecoderConfig) else RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    batches = (
+        BATCHES if isinstance(model, DecoderConfig) else RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
+    )
     report = verifying.verify(model, layout, batches, steps=2, dtypes=("float64",), pool=pool)
     (comparison,) = report.comparisons
     assert comparison.first is not None and comparison.first.place == where

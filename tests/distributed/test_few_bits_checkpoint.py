@@ -1,4 +1,6 @@
-"""Checkpoints of moments in few bits: bit for bit where blocks lie alike, rounded once more and said so where they do not."""
+"""Checkpoints of moments in few bits: bit for bit where blocks lie alike, rounded once more and said so where they do
+not.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,16 @@ FURTHEST = {"8bit": 0.00704, "4bit": 0.11251}
 
 
 def blocks(word: str, signed: bool) -> torch.Tensor:
-    """(rows, block) of all sorts: largest elements of both signs, tiny, huge and empty ones, and what training leaves."""
+    """(rows, block) of all sorts: largest elements of both signs, tiny, huge and empty ones, and what training
+    leaves.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(4000, BLOCK[word], generator=generator)
-    rows = rows * 10.0 ** torch.randint(-11, 6, (len(rows), 1), generator=generator) * torch.rand(rows.shape, generator=generator) ** 8
+    rows = (
+        rows
+        * 10.0 ** torch.randint(-11, 6, (len(rows), 1), generator=generator)
+        * torch.rand(rows.shape, generator=generator) ** 8
+    )
     rows[:3] = 0.0
     rows[3:6, 5] = -7.0
     rows[6:9] *= 1e-12
@@ -47,7 +55,9 @@ def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
     again = low_bit._round(kind_of_state(word).zeros(values.shape, signed, BLOCK[word]), values, signed=signed)
     assert torch.equal(again, values)
     once_more = as_torchao_rounds(word, values, signed).dequantize()
-    assert torch.equal(once_more, values) is not signed, "torchao's own rounding would shrink blocks whose largest element is negative"
+    assert torch.equal(once_more, values) is not signed, (
+        "torchao's own rounding would shrink blocks whose largest element is negative"
+    )
 
 
 @pytest.mark.parametrize("word", BLOCK)
@@ -60,7 +70,11 @@ def test_new_values_are_rounded_as_torchao_rounds_them(word):
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
     """What a checkpoint keeps of them, whole, on rank 0."""
-    found = {f"{name}/{key}": low_bit.as_values(optimizer.state[p][key], p) for name, p in model.named_parameters() for key in SIGNED}
+    found = {
+        f"{name}/{key}": low_bit.as_values(optimizer.state[p][key], p)
+        for name, p in model.named_parameters()
+        for key in SIGNED
+    }
     return whole_on_first(found, differ=model.plan.pipeline is not None)
 
 
@@ -79,7 +93,12 @@ def write_and_resume(layout: str, word: str, folder: str) -> tuple[list[str], di
         load(model, folder, optimizer=optimizer)
         assert any(is_rounded(state["exp_avg"]) for state in optimizer.state.values())
         resumed = held(model, optimizer, losses + train(model, optimizer, range(2, 4)))
-        return resumed.differs_from(undisturbed) + ["losses"] * (resumed.losses != undisturbed.losses), kept, resumed, said
+        return (
+            resumed.differs_from(undisturbed) + ["losses"] * (resumed.losses != undisturbed.losses),
+            kept,
+            resumed,
+            said,
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -169,6 +188,8 @@ def test_another_layout_reads_what_it_can_keep_and_says_what_it_cannot(spmd, tmp
     (line,) = said
     share = float(line.rpartition("c: ")[2].partition("%")[0]) / 100
     assert "was rounded once more" in line and differ
-    assert share == pytest.approx(differ / sum(moment.numel() for moment in kept.values()), rel=0.03), "norms count on every rank of tp"
+    assert share == pytest.approx(differ / sum(moment.numel() for moment in kept.values()), rel=0.03), (
+        "norms count on every rank of tp"
+    )
     for name, moment in kept.items():
         assert (got[name] - moment).abs().max() <= moment.abs().max() * FURTHEST[word], name

@@ -16,7 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import ConfigError, IntegrityError
 from meshwright.checkpoint import load, save
-from meshwright.distributed import apply_ac, apply_float8, apply_fsdp2, apply_tensor_parallel, build_parallel_model, order
+from meshwright.distributed import (
+    apply_ac,
+    apply_float8,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_parallel_model,
+    order,
+)
 from meshwright.distributed.float8 import float8, products
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
@@ -31,7 +38,9 @@ from meshwright.verification import verify as verifying
 from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'"
+)
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20, qk_norm=True)
 WIDE = replace(DENSE, dim=64, hidden_dim=96)
@@ -42,22 +51,61 @@ FROZEN = {"freeze": ["layers.0", "embedding"], "float8_filter": ["w_down"]}
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any], str]] = {
     "sharded, microbatches": (DENSE, SHARDED, {"float8": "tensorwise"}, "bfloat16"),
-    "hybrid, microbatches": (DENSE, Layout(dp_replicate=2, dp_shard=2), {"float8": "rowwise", "sync_grad_accum": "shard"}, "bfloat16"),
-    "replicated": (DENSE, Layout(dp_replicate=2, dp_shard=1), {"float8": "rowwise", "activation_checkpointing": "full"}, "float32"),
-    "high gradients": (DENSE, SHARDED, {"float8": "rowwise_with_gw_hp", "activation_checkpointing": "selective"}, "float32"),
+    "hybrid, microbatches": (
+        DENSE,
+        Layout(dp_replicate=2, dp_shard=2),
+        {"float8": "rowwise", "sync_grad_accum": "shard"},
+        "bfloat16",
+    ),
+    "replicated": (
+        DENSE,
+        Layout(dp_replicate=2, dp_shard=1),
+        {"float8": "rowwise", "activation_checkpointing": "full"},
+        "float32",
+    ),
+    "high gradients": (
+        DENSE,
+        SHARDED,
+        {"float8": "rowwise_with_gw_hp", "activation_checkpointing": "selective"},
+        "float32",
+    ),
     "compiled": (DENSE, SHARDED, {"float8": "tensorwise", "compile": True, "compile_backend": "aot_eager"}, "float32"),
     "scaled": (DENSE, SHARDED, {"float8": "rowwise"}, "float16"),
     "frozen, filtered": (replace(DENSE, tied_embeddings=True), SHARDED, {"float8": "rowwise", **FROZEN}, "float32"),
-    "pipeline, microbatches": (replace(DENSE, n_layers=4), Layout(pp=2, dp_shard=2), {"float8": "tensorwise"}, "bfloat16"),
+    "pipeline, microbatches": (
+        replace(DENSE, n_layers=4),
+        Layout(pp=2, dp_shard=2),
+        {"float8": "tensorwise"},
+        "bfloat16",
+    ),
     "experts": (SPARSE, Layout(dp_shard=2, ep=2), {"float8": "rowwise"}, "float32"),
-    "tensor": (WIDE, Layout(dp_shard=2, tp=2), {"float8": "tensorwise", "activation_checkpointing": "full"}, "bfloat16"),
-    "tensor, whole sequences": (WIDE, Layout(dp_shard=1, tp=2), {"float8": "tensorwise", "sequence_parallel": False}, "float32"),
-    "split backward": (replace(DENSE, n_layers=4), STAGED, {"float8": "tensorwise", "pipeline_schedule": "zbv_zero_bubble"}, "bfloat16"),
+    "tensor": (
+        WIDE,
+        Layout(dp_shard=2, tp=2),
+        {"float8": "tensorwise", "activation_checkpointing": "full"},
+        "bfloat16",
+    ),
+    "tensor, whole sequences": (
+        WIDE,
+        Layout(dp_shard=1, tp=2),
+        {"float8": "tensorwise", "sequence_parallel": False},
+        "float32",
+    ),
+    "split backward": (
+        replace(DENSE, n_layers=4),
+        STAGED,
+        {"float8": "tensorwise", "pipeline_schedule": "zbv_zero_bubble"},
+        "bfloat16",
+    ),
 }
 
 
-def verified(pool: Any, model: Any, layout: Layout, techniques: dict[str, Any], dtype: str = "float32", rows: int = 0) -> Any:
-    return verifying.verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=(dtype,), microbatch_rows=rows, pool=pool)
+def verified(
+    pool: Any, model: Any, layout: Layout, techniques: dict[str, Any], dtype: str = "float32", rows: int = 0
+) -> Any:
+    return verifying.verify(
+        model, layout, BATCHES, techniques=techniques, steps=2, dtypes=(dtype,), microbatch_rows=rows, pool=pool
+    )
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -69,7 +117,9 @@ def test_float8_costs_no_more_than_it_does_in_one_process(pool, name):
     assert found.dtype == "float8"
     counted = {d.name for d in found.of("products")}
     every = {"outputs", "gradients of inputs", "gradients of weights"}
-    assert counted == (set() if name == "compiled" else every - {"gradients of weights"} if name == "high gradients" else every)
+    assert counted == (
+        set() if name == "compiled" else every - {"gradients of weights"} if name == "high gradients" else every
+    )
 
 
 TENSOR = Layout(dp_shard=1, tp=2)
@@ -89,7 +139,9 @@ EXACT_WAYS = {
 
 @pytest.mark.parametrize("name", EXACT_WAYS)
 def test_scales_that_are_powers_of_two_round_alike_however_operands_are_cut(pool, name):
-    """So what differs are sums in another order, and a few roundings that those tip over: far less than rounding to float8 does."""
+    """So what differs are sums in another order, and a few roundings that those tip over: far less than rounding to
+    float8 does.
+    """
     model, layout, techniques, rows = EXACT_WAYS[name]
     report = verified(pool, model, layout, techniques, rows=rows)
     assert report, str(report)
@@ -102,7 +154,9 @@ def test_a_model_of_transformers(pool):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 20}
     config = Qwen2Config(vocab_size=61, hidden_size=32, intermediate_size=48, tie_word_embeddings=True, **sizes)
     batches = replace(BATCHES, keys=())
-    report = verifying.verify(config, SHARDED, batches, techniques={"float8": "rowwise"}, steps=1, dtypes=("float32",), pool=pool)
+    report = verifying.verify(
+        config, SHARDED, batches, techniques={"float8": "rowwise"}, steps=1, dtypes=("float32",), pool=pool
+    )
     assert report, str(report)
 
 
@@ -145,7 +199,9 @@ def test_products_that_are_computed_in_high_precision_are_found(pool, monkeypatc
     (found,) = report.comparisons
     beyond = [d for d in found.differences if d.is_beyond]
     assert not report and {d.stage for d in beyond} == {"products"} and len(beyond) == 3
-    assert "the products in float8 that give outputs: fewer than in one process, so some are in high precision" in str(report)
+    assert "the products in float8 that give outputs: fewer than in one process, so some are in high precision" in str(
+        report
+    )
 
 
 def multiply_plainly(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
@@ -171,8 +227,12 @@ def test_products_alone_are_those_of_torchao(recipe):
     made, weight, bias = products.products_of(linear), linear.weight.detach(), linear.bias.detach()
     output = linear(x.requires_grad_())
     output.backward(gradient)
-    assert torch.equal(made.output(x.detach(), weight, bias), output) and torch.equal(made.linear(x, weight, bias), output)
-    assert torch.equal(made.of_input(gradient, weight), x.grad) and torch.equal(made.of_weight(gradient, x.detach()), linear.weight.grad)
+    assert torch.equal(made.output(x.detach(), weight, bias), output) and torch.equal(
+        made.linear(x, weight, bias), output
+    )
+    assert torch.equal(made.of_input(gradient, weight), x.grad) and torch.equal(
+        made.of_weight(gradient, x.detach()), linear.weight.grad
+    )
 
 
 def leave_out(wrong: str) -> str:
@@ -181,7 +241,11 @@ def leave_out(wrong: str) -> str:
 
     def mistaken(model: nn.Module, plan: Any) -> nn.Module:
         recipe = "tensorwise" if wrong == "recipe" else plan.float8.recipe
-        chosen = plan.float8.modules[1:] if wrong == "fewer" else (*plan.float8.modules, *(["embed_out"] if wrong == "more" else []))
+        chosen = (
+            plan.float8.modules[1:]
+            if wrong == "fewer"
+            else (*plan.float8.modules, *(["embed_out"] if wrong == "more" else []))
+        )
         return whole(model, replace(plan, float8=replace(plan.float8, modules=chosen, recipe=recipe)))
 
     def built() -> nn.Module:
@@ -238,7 +302,9 @@ def test_a_checkpoint_does_not_know_of_float8(spmd, tmp_path):
     written = spmd(2, kept, folder)[0]
     for techniques in ({}, {"float8": "rowwise"}):
         found = spmd(2, read, folder, techniques)[0]
-        assert found.keys() == written.keys() and all(torch.equal(found[name], tensor) for name, tensor in written.items())
+        assert found.keys() == written.keys() and all(
+            torch.equal(found[name], tensor) for name, tensor in written.items()
+        )
 
 
 def initial(techniques: dict[str, Any]) -> dict[str, Tensor]:
@@ -247,7 +313,9 @@ def initial(techniques: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_initial_weights_are_those_without_float8(spmd):
     with_it, without = (spmd(2, initial, techniques)[0] for techniques in ({"float8": "rowwise"}, {}))
-    assert with_it.keys() == without.keys() and all(torch.equal(with_it[name], tensor) for name, tensor in without.items())
+    assert with_it.keys() == without.keys() and all(
+        torch.equal(with_it[name], tensor) for name, tensor in without.items()
+    )
 
 
 # --- the doors

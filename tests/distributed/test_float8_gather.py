@@ -1,4 +1,6 @@
-"""Weights that FSDP gathers in float8: bit by bit what rounding a gathered weight gives, at one byte for each element."""
+"""Weights that FSDP gathers in float8: bit by bit what rounding a gathered weight gives, at one byte for each
+element.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'"
+)
 
 ONE_SCALE = {"float8": "tensorwise"}
 GATHERED = ONE_SCALE | {"float8_all_gather": True}
@@ -47,7 +51,12 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any], int]] = {
     "offloaded": (DENSE, SHARDED, {"cpu_offload": True}, 0),
     "frozen, filtered": (DENSE, SHARDED, {"freeze": [r"layers\.0", "w_up"], "float8_filter": ["wq"]}, 0),
     "tensor": (WIDE, BOTH, MIXED, 2),
-    "tensor, whole sequences, recomputed": (WIDE, BOTH, {"sequence_parallel": False, "activation_checkpointing": "full"}, 0),
+    "tensor, whole sequences, recomputed": (
+        WIDE,
+        BOTH,
+        {"sequence_parallel": False, "activation_checkpointing": "full"},
+        0,
+    ),
     "pipeline": (DEEP, STAGED, MIXED, 2),
     "split backward": (DEEP, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}, 2),
     "experts": (SPARSE, Layout(dp_shard=2, ep=2), {}, 0),
@@ -59,7 +68,9 @@ def batch(number: int) -> dict[str, Tensor]:
     return dict(replace(BATCHES, rows=12)(number))
 
 
-def trained(model: Any, layout: Layout, techniques: dict[str, Any], rows: int, fault: str = "") -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    model: Any, layout: Layout, techniques: dict[str, Any], rows: int, fault: str = ""
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps, and the weights behind them."""
     laid = parallelize(model, layout, techniques=techniques, microbatch_rows=rows, seed=3)
     optimizer = torch.optim.AdamW([p for p in laid.parameters() if p.requires_grad], lr=0.01)
@@ -91,7 +102,9 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
 @pytest.mark.parametrize("name", WAYS)
 def test_gathering_in_float8_changes_nothing_at_all(spmd, name):
     model, layout, techniques, rows = WAYS[name]
-    found, expected = (spmd(layout.world, trained, model, layout, chosen | techniques, rows)[0] for chosen in (GATHERED, ONE_SCALE))
+    found, expected = (
+        spmd(layout.world, trained, model, layout, chosen | techniques, rows)[0] for chosen in (GATHERED, ONE_SCALE)
+    )
     assert_equal(found, expected)
 
 
@@ -117,7 +130,10 @@ def test_it_costs_no_more_than_float8_does_in_one_process(pool, name):
 def test_scales_of_weights_before_the_step_are_caught(spmd):
     with pytest.raises(Exception, match="its scale is not that of its values now"):
         spmd(2, trained, DENSE, SHARDED, GATHERED, 0, "seen")
-    expected, found = (spmd(2, trained, DENSE, SHARDED, chosen, 0, fault)[0] for chosen, fault in ((ONE_SCALE, ""), (GATHERED, "hidden")))
+    expected, found = (
+        spmd(2, trained, DENSE, SHARDED, chosen, 0, fault)[0]
+        for chosen, fault in ((ONE_SCALE, ""), (GATHERED, "hidden"))
+    )
     assert expected[0][0] == found[0][0] and expected[0][1] != found[0][1]
 
 
@@ -165,7 +181,9 @@ def gathered_weights(layout: Layout) -> list[str]:
         if layout.tp > 1:
             rank, dim = parameter.device_mesh.get_local_rank(), parameter.placements[0].dim
             expected = expected.view(torch.uint8).chunk(layout.tp, dim)[rank].view(torch.float8_e4m3fn)
-        if not (torch.equal(local._scale, scale) and torch.equal(local._data.view(torch.uint8), expected.view(torch.uint8))):
+        if not (
+            torch.equal(local._scale, scale) and torch.equal(local._data.view(torch.uint8), expected.view(torch.uint8))
+        ):
             wrong.append(name)
     return wrong
 
@@ -273,12 +291,15 @@ def test_every_door_gathers_in_float8(spmd):
 
 def test_what_cannot_be_gathered_in_float8_is_refused():
     with pytest.raises(NotImplementedError, match="has one for each row"):
-        build_model_transform("float8", {"enable_fsdp_float8_all_gather": True, "recipe": "rowwise"}).apply(as_module(DENSE))
+        build_model_transform("float8", {"enable_fsdp_float8_all_gather": True, "recipe": "rowwise"}).apply(
+            as_module(DENSE)
+        )
     done = apply_float8(as_module(DENSE))
     with pytest.raises(ConfigError, match="layers of this Decoder multiply in float8 already, by tensorwise"):
         plan(done, SHARDED, techniques=ONE_SCALE)
     with pytest.raises(
-        NotImplementedError, match="enable_fsdp_float8_all_gather = true does not go with techniques.reshard_after_forward = 2"
+        NotImplementedError,
+        match="enable_fsdp_float8_all_gather = true does not go with techniques.reshard_after_forward = 2",
     ):
         plan(done, Layout(dp_shard=4), techniques={"reshard_after_forward": 2})
     with pytest.raises(ConfigError, match="about weights that FSDP gathers, and here none are"):

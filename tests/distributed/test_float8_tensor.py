@@ -1,4 +1,6 @@
-"""One scale for an operand in float8 of which every tensor rank has a part: as in one process, and nothing travels that was not planned."""
+"""One scale for an operand in float8 of which every tensor rank has a part: as in one process, and nothing travels
+that was not planned.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
 from meshwright.verification.outcome import candidate
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="float8 is torchao's: pip install 'meshwright[float8]'"
+)
 
 ONE_SCALE = {"float8": "tensorwise"}
 DEEP = replace(WIDE, n_layers=4)
@@ -34,7 +38,12 @@ EXACT_WAYS: dict[str, tuple[Any, Layout, dict[str, Any], int]] = {
     "whole sequences": (WIDE, TENSOR, {"sequence_parallel": False}, 0),
     "gathered tensors kept": (WIDE, TENSOR, {"regather": False}, 0),
     "recomputed": (WIDE, TENSOR, {"activation_checkpointing": "full"}, 0),
-    "collectives kept": (WIDE, TENSOR, {"activation_checkpointing": "selective_op", "checkpoint_keep": ["collectives"]}, 0),
+    "collectives kept": (
+        WIDE,
+        TENSOR,
+        {"activation_checkpointing": "selective_op", "checkpoint_keep": ["collectives"]},
+        0,
+    ),
     "compiled": (WIDE, TENSOR, {"compile": True, "compile_backend": "aot_eager"}, 0),
     "split backward": (DEEP, Layout(pp=2, dp_shard=1, tp=2), {"pipeline_schedule": "zbv_zero_bubble"}, 8),
 }
@@ -42,7 +51,9 @@ EXACT_WAYS: dict[str, tuple[Any, Layout, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", EXACT_WAYS)
 def test_parts_are_rounded_as_the_whole_is_in_one_process(pool, name):
-    """What differs are sums in another order, and a few roundings that those tip over: far less than rounding to float8 does."""
+    """What differs are sums in another order, and a few roundings that those tip over: far less than rounding to
+    float8 does.
+    """
     model, layout, techniques, rows = EXACT_WAYS[name]
     report = verified(pool, model, layout, ONE_SCALE | techniques, rows=rows)
     assert report, str(report)
@@ -173,7 +184,10 @@ COUNTED: dict[str, tuple[Any, Way]] = {
     "branches behind two norms": (gpt_neox, Way(TP2)),
     "branches behind one norm, recomputed": (phi, Way(TP2, (("activation_checkpointing", "full"),))),
     "latent": (latent, Way(TP2)),
-    "latent, whole sequences, frozen": (latent, Way(TP2, (("sequence_parallel", False), ("freeze", [r"embed_tokens", "q_b_proj"])))),
+    "latent, whole sequences, frozen": (
+        latent,
+        Way(TP2, (("sequence_parallel", False), ("freeze", [r"embed_tokens", "q_b_proj"]))),
+    ),
     "whole layers between": (mixing, Way(TP2)),
     "whole layers between, recomputed": (
         mixing,

@@ -1,4 +1,4 @@
-"""One function per technique: signatures as published, torch's averaging, and no wish that is dropped without a word."""
+"""One function per technique: signatures as published, torch's averaging, and no request that is dropped silently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.rules import LEGAL
 
 KEPT = MixedPrecisionPolicy()
-SMALL = DecoderConfig(vocab_size=VOCAB, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16, qk_norm=True)
+SMALL = DecoderConfig(
+    vocab_size=VOCAB, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16, qk_norm=True
+)
 ROWS, SEQ = 8, 5
 
 
@@ -65,7 +67,8 @@ SIGNATURES = {
     "apply_float8": "(model, enable_fsdp_float8_all_gather=True)",
     "apply_expert_parallel": "(model, device_mesh)",
     "clip_grad_norm_": "(model, max_norm, foreach=True)",
-    "build_parallel_model": "(model_config, device, device_mesh=None, *, ac_mode='none', mp_policy=None, param_dtype=torch.bfloat16,"
+    "build_parallel_model": "(model_config, device, device_mesh=None, *, ac_mode='none', mp_policy=None,"
+    " param_dtype=torch.bfloat16,"
     " compile_model=False, fp8=False)",
 }
 
@@ -83,7 +86,16 @@ def test_the_signature_is_the_published_one(name):
 
 def test_the_config_has_the_published_fields():
     config = public.DistributedConfig()
-    wanted = {"dp_shard": -1, "dp_replicate": 1, "tp": 1, "pp": 1, "pp_schedule": "1f1b", "cp": 1, "ep": 1, "nccl_timeout_sec": 1800}
+    wanted = {
+        "dp_shard": -1,
+        "dp_replicate": 1,
+        "tp": 1,
+        "pp": 1,
+        "pp_schedule": "1f1b",
+        "cp": 1,
+        "ep": 1,
+        "nccl_timeout_sec": 1800,
+    }
     assert {name: getattr(config, name) for name in wanted} == wanted and config.backend == "cpu:gloo,cuda:nccl"
     assert isinstance(config, Layout)
     assert public.DistributedConfig(dp_shard=2, ep=2, dp_replicate=3).world == 6, "ep does not multiply the world"
@@ -135,7 +147,10 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     """Largest error of a tensor, in its own norm or a millionth of the whole."""
     assert found.keys() == wanted.keys()
     floor = 1e-6 * torch.stack([w.double().norm() for w in wanted.values()]).norm()
-    return max(((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item() for n, w in wanted.items())
+    return max(
+        ((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item()
+        for n, w in wanted.items()
+    )
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -192,7 +207,9 @@ def test_gradients_are_averaged_over_data_ranks(spmd, layout, reshard, wire):
 def dtype_seen(model: nn.Module) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
     inner = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    inner.register_forward_hook(lambda module, args, output: seen.extend([module.weight.dtype, args[0].dtype, output.dtype]))
+    inner.register_forward_hook(
+        lambda module, args, output: seen.extend([module.weight.dtype, args[0].dtype, output.dtype])
+    )
     return seen
 
 
@@ -220,7 +237,9 @@ def test_no_policy_means_the_default_one(spmd):
 def test_without_a_data_axis_there_is_nothing_to_do_and_that_is_said(spmd):
     (found,) = spmd(1, dtype_job, "one", None)
     assert not found["is sharded"] and found["seen"] == {torch.float32} and found["same"]
-    assert len(found["said"]) == 1 and "has no data axis larger than 1, so there is nothing to shard" in found["said"][0]
+    assert (
+        len(found["said"]) == 1 and "has no data axis larger than 1, so there is nothing to shard" in found["said"][0]
+    )
 
 
 def test_an_explicit_policy_acts_over_a_mesh_of_one(spmd):
@@ -253,15 +272,24 @@ def refused_job() -> dict[str, str]:
 def test_refusals_leave_the_model_as_it_was(spmd):
     for found in spmd(4, refused_job):
         assert "reshard_after_forward = 3: as a number it must divide layout.dp_shard = 4" in found["reshard"]
-        assert found["names"].startswith("ConfigError: the mesh has the axes ['data']; legal names are pp, dp_replicate, dp_shard, cp, tp")
-        assert found["replicas"].startswith("ConfigError: fully_shard needs a mesh axis named dp_shard (size 1 will do)")
+        assert found["names"].startswith(
+            "ConfigError: the mesh has the axes ['data']; legal names are pp, dp_replicate, dp_shard, cp, tp"
+        )
+        assert found["replicas"].startswith(
+            "ConfigError: fully_shard needs a mesh axis named dp_shard (size 1 will do)"
+        )
         assert found["pipeline"].startswith(
             "UnsupportedError: the mesh has a pp axis of 2 ranks, and build_parallel_model returns one module"
         )
-        assert found["half"].startswith("UnsupportedError: techniques.precision.reduce = float16 would lose small gradients")
+        assert found["half"].startswith(
+            "UnsupportedError: techniques.precision.reduce = float16 would lose small gradients"
+        )
         assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
         assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
-        assert "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, " in found["mode"]
+        assert (
+            "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, "
+            in found["mode"]
+        )
         assert found["untouched"] == "True"
 
 
@@ -321,7 +349,14 @@ def one_step(mode: str | None) -> tuple[dict, dict, list[str]]:
 @pytest.mark.parametrize(
     ("mode", "layers", "mixers"),
     [
-        *(("none", 3, 3), ("full", 6, 6), ("selective", 3, 6), ("every_n", 4, 4), ("selective_op", 6, 6), ("offload", 3, 3)),
+        *(
+            ("none", 3, 3),
+            ("full", 6, 6),
+            ("selective", 3, 6),
+            ("every_n", 4, 4),
+            ("selective_op", 6, 6),
+            ("offload", 3, 3),
+        ),
         *((ActivationCheckpointing.FULL, 6, 6), (ActivationCheckpointing.SELECTIVE, 3, 6)),
     ],
 )
@@ -352,12 +387,21 @@ def test_nothing_is_recomputed_without_gradients():
         (
             Noisy,
             "ful",
-            "activation checkpointing 'ful' is not a mode. Did you mean 'full'? Legal: none, full, selective, every_n, modules, ",
+            "activation checkpointing 'ful' is not a mode. Did you mean 'full'? Legal: none, full, selective,"
+            " every_n, modules, ",
         ),
-        (Noisy, "modules", "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*."),
+        (
+            Noisy,
+            "modules",
+            "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*.",
+        ),
         (Noisy, "memory_budget", "it needs techniques.compile = true. Set it, or use selective_op."),
         (Noisy, "", "activation checkpointing '' is not a mode"),
-        (lambda: apply_ac(Noisy(), "full"), "selective", "activation_checkpoint is on this Noisy already; apply it once"),
+        (
+            lambda: apply_ac(Noisy(), "full"),
+            "selective",
+            "activation_checkpoint is on this Noisy already; apply it once",
+        ),
     ],
 )
 def test_a_mode_that_matches_nothing_is_an_error(model, mode, words):
@@ -394,7 +438,9 @@ def clip_job(layout: str) -> dict:
 @pytest.mark.parametrize("layout", ["one", "fsdp4", "hsdp2x2"])
 def test_one_norm_over_all_shards(spmd, layout):
     every = spmd(LAYOUTS[layout][0], clip_job, layout)
-    assert all(found == every[0] or found[True][0] == every[0][True][0] for found in every), "the same value on every rank"
+    assert all(found == every[0] or found[True][0] == every[0][True][0] for found in every), (
+        "the same value on every rank"
+    )
     for found in every:
         for norm, large, wanted, error, kept in found.values():
             assert norm == pytest.approx(wanted, rel=1e-10) and large == norm
@@ -456,7 +502,9 @@ def test_the_whole_composition(spmd):
     assert one["names"] == [name for name, _ in plain.named_parameters()]
     for layout, ranks in every.items():
         for found in ranks:
-            assert all(torch.equal(found["weights"][n], w) for n, w in one["weights"].items()), f"{layout}: every layout starts alike"
+            assert all(torch.equal(found["weights"][n], w) for n, w in one["weights"].items()), (
+                f"{layout}: every layout starts alike"
+            )
             assert worst(found["gradients"], one["gradients"]) < 1e-6, layout
             assert found["applied"] == ("activation_checkpoint", "fully_shard", "weights")
             assert found["rest"] == {torch.float32} and found["cores"] == 2 * SMALL.n_layers

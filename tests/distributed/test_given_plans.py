@@ -15,11 +15,15 @@ from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
 
-SMALL = DecoderConfig(vocab_size=33, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True)
+SMALL = DecoderConfig(
+    vocab_size=33, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True
+)
 DOUBLE = Precision("float64", "float64", "float64")
 ROWS, SEQ = 2, 5
 ATTENTION = {f"layers.*.attention.w{name}": "colwise" for name in "qkv"} | {"layers.*.attention.wo": "rowwise"}
-FEED_FORWARD = {f"layers.*.feed_forward.{name}": "colwise" for name in ("w_gate", "w_up")} | {"layers.*.feed_forward.w_down": "rowwise"}
+FEED_FORWARD = {f"layers.*.feed_forward.{name}": "colwise" for name in ("w_gate", "w_up")} | {
+    "layers.*.feed_forward.w_down": "rowwise"
+}
 WAYS: dict[str, tuple[dict[str, str], dict]] = {
     "attention": (ATTENTION, {}),
     "attention, the loss in chunks": (ATTENTION, {"loss_chunks": 2}),
@@ -64,6 +68,9 @@ def test_a_given_plan_computes_what_one_process_computes_and_sends_what_was_esti
         for name, (its_loss, its_gradients, sent, estimated) in found.items():
             assert its_loss == pytest.approx(loss, rel=1e-12), name
             assert its_gradients.keys() == gradients.keys()
-            errors = {key: ((its_gradients[key] - g).norm() / torch.maximum(g.norm(), floor)).item() for key, g in gradients.items()}
+            errors = {
+                key: ((its_gradients[key] - g).norm() / torch.maximum(g.norm(), floor)).item()
+                for key, g in gradients.items()
+            }
             assert not {key: error for key, error in errors.items() if not error <= 1e-10}, name
             assert sent == {op: pytest.approx(moved) for op, moved in estimated.items()}, name

@@ -1,4 +1,6 @@
-"""float16 in real processes: equal to one process in it, an overflow skipped by all, and gradients as if nothing had been scaled."""
+"""float16 in real processes: equal to one process in it, an overflow skipped by all, and gradients as if nothing had
+been scaled.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
 
 DENSE = DecoderConfig(61, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
-SPARSE = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=12, router="sigmoid", bias_rate=0.01, sequence_loss=0.05, batch_loss=0.05))
+SPARSE = replace(
+    DENSE,
+    moe=MoEConfig(n_experts=4, hidden_dim=12, router="sigmoid", bias_rate=0.01, sequence_loss=0.05, batch_loss=0.05),
+)
 BATCHES = RandomBatches(61, rows=8, seq_len=9)
 SHARDED, STAGED = Layout(dp_shard=2), Layout(pp=2, dp_shard=1)
 
@@ -32,7 +37,11 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "hybrid, microbatches": (DENSE, Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
     "replicated": (DENSE, Layout(dp_replicate=2, dp_shard=1), {"activation_checkpointing": "full"}),
     "tensor": (DENSE, Layout(dp_shard=2, tp=2), {}),
-    "pipeline, microbatches": (replace(DENSE, n_layers=4), Layout(pp=2, dp_shard=2), {"pipeline_schedule": "zbv_zero_bubble"}),
+    "pipeline, microbatches": (
+        replace(DENSE, n_layers=4),
+        Layout(pp=2, dp_shard=2),
+        {"pipeline_schedule": "zbv_zero_bubble"},
+    ),
     "experts": (SPARSE, Layout(dp_shard=2, ep=2), {}),
 }
 
@@ -41,27 +50,37 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 def test_float16_costs_no_more_than_the_dtype_does(pool, name):
     model, layout, techniques = WAYS[name]
     rows = 1 if "microbatches" in name else 0
-    report = verifying.verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=("float16",), microbatch_rows=rows, pool=pool)
+    report = verifying.verify(
+        model, layout, BATCHES, techniques=techniques, steps=2, dtypes=("float16",), microbatch_rows=rows, pool=pool
+    )
     assert report, str(report)
 
 
 def keep_scaled(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
     scale = grad_clip.scale_gradients
-    with patch.object(grad_clip, "scale_gradients", lambda parts, factor: scale(parts, factor) if factor != 1 / 1024 else None):
+    with patch.object(
+        grad_clip, "scale_gradients", lambda parts, factor: scale(parts, factor) if factor != 1 / 1024 else None
+    ):
         return candidate(problem, layout, parallelize_fn)
 
 
 def test_gradients_that_stay_scaled_are_found(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", keep_scaled)
     (found,) = verifying.verify(DENSE, SHARDED, BATCHES, steps=2, dtypes=("float16",), pool=pool).comparisons
-    assert found.first is not None and found.first.place.startswith("the gradient of the parameter ") and found.first.error > 100
+    assert (
+        found.first is not None
+        and found.first.place.startswith("the gradient of the parameter ")
+        and found.first.error > 100
+    )
 
 
 def precision(scale: float) -> dict[str, Any]:
     return {"precision": {"compute": "float16", "loss_scale": scale}}
 
 
-def steps_of(layout: Layout, scale: float, steps: int, interval: int = 2000) -> tuple[list[tuple[float, bool]], list[dict[str, Tensor]]]:
+def steps_of(
+    layout: Layout, scale: float, steps: int, interval: int = 2000
+) -> tuple[list[tuple[float, bool]], list[dict[str, Tensor]]]:
     """By step, the scale that it had and whether it was skipped; the weights before, and after each."""
     laid = parallelize(DENSE, layout, techniques=precision(scale), seed=3, microbatch_rows=4)
     assert laid.loss_scale is not None
@@ -84,7 +103,9 @@ def test_an_overflow_is_skipped_by_all_and_halves_the_scale(spmd, layout):
     assert all(other == told for other, _ in said), "every rank has the same scale"
     skipped = [skips for _, skips in told]
     assert 1 <= sum(skipped) < 16 and skipped == sorted(skipped, reverse=True), "it overflows until the scale fits"
-    assert [scale for scale, _ in told[: sum(skipped) + 1]] == [2.0 ** (24 - number) for number in range(sum(skipped) + 1)]
+    assert [scale for scale, _ in told[: sum(skipped) + 1]] == [
+        2.0 ** (24 - number) for number in range(sum(skipped) + 1)
+    ]
     for number, skips in enumerate(skipped):
         same = all(torch.equal(weights[number][name], tensor) for name, tensor in weights[number + 1].items())
         assert same is skips

@@ -13,7 +13,9 @@ TP, PP, MIXED = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2), Layout(dp_sh
 CASES = [(Unrolled, UNROLLED, TP), (Unrolled, UNROLLED, PP), (Unrolled, UNROLLED, MIXED), (Remixed, REMIXED, PP)]
 
 
-@pytest.mark.parametrize(("model", "hints", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or str(value))
+@pytest.mark.parametrize(
+    ("model", "hints", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or str(value)
+)
 def test_hinted_models_are_equal(pool, model, hints, layout):
     with pytest.raises((ConfigError, UnsupportedError)):
         verify(model, layout, BATCHES, steps=1, dtypes=("float64",), pool=pool)

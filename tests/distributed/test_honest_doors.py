@@ -1,5 +1,6 @@
-"""The public doors: replicas that differ are refused, options act or are refused, one norm is one norm, and calls run as other systems'
-documents print them."""
+"""The public doors: replicas that differ are refused, options act or are refused, one norm is one norm, and calls run
+as other systems' documents print them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
 FP32 = MixedPrecisionPolicy()
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL = DecoderConfig(vocab_size=VOCAB, dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=24, max_seq_len=16)
 TOKENS = torch.arange(48).reshape(4, 12) % VOCAB
 
@@ -76,7 +83,10 @@ DOORS = {
     "apply_fsdp2": (Layout(dp_replicate=2, dp_shard=2), lambda m, mesh: apply_fsdp2(m, mesh, FP32)),
     "apply_fsdp2 shards": (Layout(dp_shard=4), lambda m, mesh: apply_fsdp2(m, mesh, FP32)),
     "fsdp2_strategy": (Layout(dp_replicate=2, dp_shard=2), lambda m, mesh: fsdp2_strategy_parallelize(m, mesh, FP32)),
-    "no_shard": (Layout(dp_shard=4), lambda m, mesh: nvfsdp_strategy_parallelize(m, mesh, data_parallel_sharding_strategy="no_shard")),
+    "no_shard": (
+        Layout(dp_shard=4),
+        lambda m, mesh: nvfsdp_strategy_parallelize(m, mesh, data_parallel_sharding_strategy="no_shard"),
+    ),
     "optim_grads": (
         Layout(dp_shard=4),
         lambda m, mesh: nvfsdp_strategy_parallelize(m, mesh, data_parallel_sharding_strategy="optim_grads"),
@@ -104,7 +114,9 @@ def test_ranks_that_bring_different_weights_do_not_train_different_models(spmd, 
     differing = spmd(4, through, door, None)
     assert len(set(differing)) == 1
     if door != "ddp":  # torch's gives all ranks the first one's
-        assert differing[0].startswith("IntegrityError: the ranks bring different models: model.embed_tokens.weight differs")
+        assert differing[0].startswith(
+            "IntegrityError: the ranks bring different models: model.embed_tokens.weight differs"
+        )
 
 
 def tensor_ranks():
@@ -167,7 +179,9 @@ def axes():
     }
     meshes = {"dp": mesh("dp"), "nobody's": mesh("mine"), "without names": mesh(), "cp": cp}
     meshes["tensor_parallel"] = mesh("data_parallel", "tensor_parallel", shape=(2, 2))
-    found = {(door, name): said(lambda lay=lay, m=m: lay(m)) for door, lay in doors.items() for name, m in meshes.items()}
+    found = {
+        (door, name): said(lambda lay=lay, m=m: lay(m)) for door, lay in doors.items() for name, m in meshes.items()
+    }
     return {key: text if isinstance(text, str) else type(text).__name__ for key, text in found.items()}
 
 
@@ -177,7 +191,10 @@ def test_an_axis_that_is_not_ours_is_an_error_and_never_ignored(spmd):
             if name == "tensor_parallel" and door in ("fsdp2_strategy", "nvfsdp"):
                 assert text == "FSDPLlamaForCausalLM"
             elif name == "cp":
-                assert text.startswith("UnsupportedError: layout.cp = 4: context parallelism is not in this version"), (door, text)
+                assert text.startswith("UnsupportedError: layout.cp = 4: context parallelism is not in this version"), (
+                    door,
+                    text,
+                )
             else:
                 assert text.startswith("ConfigError: the mesh"), (door, name, text)
         assert "(dp is dp_shard here)" in found["apply_fsdp2", "dp"]
@@ -226,8 +243,12 @@ def test_calls_with_nemos_axes_and_in_the_older_order(spmd):
 def options():
     mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
     collective = types.SimpleNamespace(mesh=mesh)
-    placements = build_model_transform("fully_shard", None, collective=collective).apply(llama(0)).lm_head.weight.placements
-    made = build_model_transform("fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=mesh).apply(llama(0))
+    placements = (
+        build_model_transform("fully_shard", None, collective=collective).apply(llama(0)).lm_head.weight.placements
+    )
+    made = build_model_transform(
+        "fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=mesh
+    ).apply(llama(0))
     return {
         "hybrid": said(lambda: transformed("fully_shard", mesh, llama(0), use_hybrid_sharding=False)),
         "unknown": said(lambda: build_model_transform("fully_shard", None, mesh=mesh)),
@@ -241,7 +262,9 @@ def options():
 
 def test_an_option_acts_or_is_refused(spmd):
     for found in spmd(4, options):
-        assert found["hybrid"].startswith("ConfigError: fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh")
+        assert found["hybrid"].startswith(
+            "ConfigError: fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh"
+        )
         assert found["unknown"].startswith("ConfigError: FullyShardTransform is given mesh=, which no transform reads.")
         assert "Did you mean 'device_mesh'?" in found["near"]
         assert found["no mesh in it"].startswith("ConfigError: collective= is a object without a mesh")
@@ -399,7 +422,9 @@ def stage_refusals():
     except ValueError as error:
         longer = str(error)
     made = build_pipeline_stage(stage, mesh, "cpu", 2, 8, torch.float32)
-    schedule = build_pipeline_schedule(made, 2, lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()))
+    schedule = build_pipeline_schedule(
+        made, 2, lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())
+    )
     tokens = TOKENS[:, :8]
     losses: list = []
     schedule.step(*([tokens] if stage.is_first else []), target=tokens if stage.is_last else None, losses=losses)
@@ -410,7 +435,9 @@ def stage_refusals():
 def test_a_stage_refuses_messages_of_another_dtype_and_longer_sequences(spmd):
     first, last = spmd(2, stage_refusals)
     for other_dtype, too_long, longer, _, _ in (first, last):
-        assert other_dtype.startswith("ConfigError: param_dtype = torch.bfloat16, but the stage computes in torch.float32")
+        assert other_dtype.startswith(
+            "ConfigError: param_dtype = torch.bfloat16, but the stage computes in torch.float32"
+        )
         assert too_long == "ConfigError: seq_len = 17 is longer than the model's max_seq_len = 16"
         assert longer == "a sequence of 17 tokens is longer than the model's max_seq_len = 16"
     assert len(last[3]) == 2 and all(loss == pytest.approx(4, abs=2) for loss in last[3])
@@ -425,7 +452,9 @@ def local(tensor):
 
 
 def poisoned(layout, rank):
-    """A NaN that one rank's gradient gets behind the reduction: (skipped, norm, weights as they were) of each rank, then of a good step."""
+    """A NaN that one rank's gradient gets behind the reduction: (skipped, norm, weights as they were) of each rank,
+    then of a good step.
+    """
     torch.manual_seed(0)
     mesh = init_distributed(layout)
     model = parallelize(SMALL, mesh)
@@ -504,9 +533,17 @@ FAULTS = {
         different_replicas,
         4,
     ),
-    "a stage clips by its own norm": (lambda: patch.object(grad_clip, "_ranks_of_stages", lambda *a: []), stage_norms, 2),
+    "a stage clips by its own norm": (
+        lambda: patch.object(grad_clip, "_ranks_of_stages", lambda *a: []),
+        stage_norms,
+        2,
+    ),
     "summands are not summed": (lambda: patch.object(grad_clip, "local_gradients", as_copies), summands, 2),
-    "each copy skips by itself": (lambda: patch.object(agree, "largest_of_copies", lambda norm, groups: norm), skipping, 2),
+    "each copy skips by itself": (
+        lambda: patch.object(agree, "largest_of_copies", lambda norm, groups: norm),
+        skipping,
+        2,
+    ),
 }
 """Fault -> (how the library is broken, whether the promise holds, ranks)."""
 
@@ -530,8 +567,17 @@ def weighted(layout, techniques):
     rows = len(TOKENS) // ranks
     batch = {k: v[rank * rows : (rank + 1) * rows] for k, v in weighted_batch().items()}
     found = model.forward_backward(batch)
-    gradients = {n: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone() for n, p in model.named_parameters()}
-    return float(found), found.tokens, float(model.evaluate(batch)), gradients, {n: to_cpu(p.detach()) for n, p in model.named_parameters()}
+    gradients = {
+        n: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for n, p in model.named_parameters()
+    }
+    return (
+        float(found),
+        found.tokens,
+        float(model.evaluate(batch)),
+        gradients,
+        {n: to_cpu(p.detach()) for n, p in model.named_parameters()},
+    )
 
 
 def weighted_batch():
@@ -590,7 +636,9 @@ def own_losses():
         "its method": lambda: parallelize(SMALL, loss_fn=Scaled().forward),
         "weights": lambda: parallelize(SMALL, loss_fn=summed).forward_backward(batch),
         "negative": lambda: parallelize(SMALL).forward_backward(batch | {"loss_mask": torch.full(TOKENS.shape, -0.5)}),
-        "not a number": lambda: parallelize(SMALL).forward_backward(batch | {"loss_mask": torch.full(TOKENS.shape, torch.nan)}),
+        "not a number": lambda: parallelize(SMALL).forward_backward(
+            batch | {"loss_mask": torch.full(TOKENS.shape, torch.nan)}
+        ),
         "sum": lambda: parallelize(SMALL, loss_fn=summed),
     }
     found = {name: said(action) for name, action in told.items()}

@@ -1,4 +1,6 @@
-"""Optimizer state alone in host memory: the very steps of state that stays on the device, and only a portion of it there at a time."""
+"""Optimizer state alone in host memory: the very steps of state that stays on the device, and only a portion of it
+there at a time.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{layout: (layout, {}, "adamw") for layout in LAYOUTS},
     "8bit": ("FSDP2", {"optimizer_state": "8bit"}, "adamw"),
     "4bit, DDP": ("DDP", {"optimizer_state": "4bit"}, "adamw"),
-    "8bit, rounded stochastically, HSDP": ("HSDP", BF16 | {"optimizer_state": "8bit", "stochastic_rounding": True}, "adamw"),
+    "8bit, rounded stochastically, HSDP": (
+        "HSDP",
+        BF16 | {"optimizer_state": "8bit", "stochastic_rounding": True},
+        "adamw",
+    ),
     "float16": ("FSDP2", {"precision": {"compute": "float16", "loss_scale": 1024.0}}, "adamw"),
     "ZeRO-2, accumulated": ("HSDP", {"zero_stage": 2}, "adamw"),
-    "partly frozen, recomputed": ("FSDP2", {"freeze": ("embedding", r"layers\.0"), "activation_checkpointing": "full"}, "adamw"),
+    "partly frozen, recomputed": (
+        "FSDP2",
+        {"freeze": ("embedding", r"layers\.0"), "activation_checkpointing": "full"},
+        "adamw",
+    ),
     "SGD": ("FSDP2 + TP", {}, "sgd"),
 }
 
@@ -77,7 +87,11 @@ class Watched:
     def __init__(self) -> None:
         self.come = self.left = self.made = self.most = 0
         self._here: list[weakref.ref[Tensor]] = []
-        self._copied, self._to_host, self._put_back = state_offload._copied, state_offload._to_host, state_offload._put_back
+        self._copied, self._to_host, self._put_back = (
+            state_offload._copied,
+            state_offload._to_host,
+            state_offload._put_back,
+        )
 
     def copied(self, plain: Tensor, device: torch.device) -> Tensor:
         here = self._copied(plain, device)
@@ -96,7 +110,10 @@ class Watched:
 
 
 def moves(layout: str, word: str) -> tuple[Watched, Watched, int, int, bool]:
-    """What the first step moves, and the second; the plan's bytes of state, those that move at a time, whether state stays where it was."""
+    """What the first step moves, and the second.
+
+    The plan's bytes of state, those that move at a time, whether state stays where it was.
+    """
     first, second = Watched(), Watched()
     with uncompiled():
         model = laid_out(layout, OFFLOADED | {"optimizer_state": word})
@@ -111,7 +128,9 @@ def moves(layout: str, word: str) -> tuple[Watched, Watched, int, int, bool]:
             ):
                 train(model, optimizer, range(number, number + 1))
             gc.collect()
-            places.append([plain.data_ptr() for tensors in _moments(optimizer) for plain in state_offload.memory_of(tensors)])
+            places.append(
+                [plain.data_ptr() for tensors in _moments(optimizer) for plain in state_offload.memory_of(tensors)]
+            )
             watched._here = []
         for watched in (first, second):
             del watched._copied, watched._to_host, watched._put_back
@@ -127,7 +146,9 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["FSDP2", "DDP", "FSDP2 + TP"])
 def test_a_step_moves_the_state_there_and_back_by_portions(spmd, layout, word):
     for first, second, state, moving, rests in spmd(LAYOUTS[layout][0], moves, layout, word):
-        assert first.come == first.left == 0 and first.made == pytest.approx(state, rel=0.01), "new state is made on the device"
+        assert first.come == first.left == 0 and first.made == pytest.approx(state, rel=0.01), (
+            "new state is made on the device"
+        )
         assert second.come == second.left == first.made and second.made == 0 and rests, "and rests where it was put"
         assert 0 < second.most <= SMALL < state or word == "8bit"
         assert second.most < state and moving == min(state, state_offload.ROOM)

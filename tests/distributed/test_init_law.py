@@ -1,4 +1,6 @@
-"""Initial weights are a function of (seed, name, position): equal bit by bit on every layout, and made without ever being whole."""
+"""Initial weights are a function of (seed, name, position): equal bit by bit on every layout, and made without ever
+being whole.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MODELS = {
     "decoder": UNTIED,
     "tied decoder": TIED,
     # rows of many elements: parameters of several blocks, whose borders are not those of the shards
-    "wide decoder": DecoderConfig(2101, 1030, 1, n_heads=5, n_kv_heads=1, hidden_dim=211, max_seq_len=16, tied_embeddings=True),
+    "wide decoder": DecoderConfig(
+        2101, 1030, 1, n_heads=5, n_kv_heads=1, hidden_dim=211, max_seq_len=16, tied_embeddings=True
+    ),
     "foreign": foreign.on_meta,
     "tied foreign": foreign.on_meta_tied,
     "torch's own layer": torchs_own,
@@ -209,7 +213,9 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason=f"no high-water mark of memory on {sys.platform}")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason=f"no high-water mark of memory on {sys.platform}"
+)
 def test_a_rank_holds_its_share_and_one_block_while_it_builds(spmd, measured):
     total = 4 * parameter_count(LARGE)
     allowed = total // 4 + 4 * BLOCK_ELEMENTS + SLACK

@@ -93,7 +93,11 @@ def goes_on(two):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("SIGKILL", "rank 1 was killed by SIGKILL"), ("SIGSEGV", "rank 1 was killed by SIGSEGV"), ("exit", "rank 1 exited with status 7")],
+    [
+        ("SIGKILL", "rank 1 was killed by SIGKILL"),
+        ("SIGSEGV", "rank 1 was killed by SIGSEGV"),
+        ("exit", "rank 1 exited with status 7"),
+    ],
 )
 def test_a_death_names_rank_and_manner(two, what, words):
     two.run(meet)
@@ -119,7 +123,11 @@ def test_a_rank_that_hangs_ends_at_the_limit(two):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("raise", "ValueError: the cause"), ("raise config", "ConfigError: backend 'gloo' is the cause"), ("leave", "SystemExit: leaving")],
+    [
+        ("raise", "ValueError: the cause"),
+        ("raise config", "ConfigError: backend 'gloo' is the cause"),
+        ("leave", "SystemExit: leaving"),
+    ],
 )
 def test_an_error_is_told_at_once_while_the_others_wait(two, what, words):
     two.run(meet)
@@ -160,7 +168,9 @@ def give(what: str, size: int = 0, data: bytes = b""):
         raise Unpicklable("its words travel")
     return {
         "lambda": lambda: None,
-        "environment": {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        "environment": {
+            name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        },
     }[what]
 
 
@@ -217,7 +227,11 @@ SCRIPT = """
 def gone(pids: list[int], seconds: float) -> list[int]:
     """The processes that still run after at most ``seconds``."""
     found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return [process.pid for process in psutil.wait_procs(found, timeout=seconds)[1] if process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process.pid
+        for process in psutil.wait_procs(found, timeout=seconds)[1]
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_nothing_is_left_and_the_parent_stays_free_of_torch(tmp_path):
@@ -225,7 +239,9 @@ def test_nothing_is_left_and_the_parent_stays_free_of_torch(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed parent leaves its folder
-    with subprocess.Popen([sys.executable, str(path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
         try:
             assert parent.stdout is not None and parent.stderr is not None
             assert parent.stdout.readline() == "left [] False False\n", parent.stderr.read()

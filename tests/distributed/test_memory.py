@@ -1,4 +1,6 @@
-"""What a rank holds is what the plan said: parameters, gathered ones, gradients and optimizer state, at rest and at peak."""
+"""What a rank holds is what the plan said: parameters, gathered ones, gradients and optimizer state, at rest and at
+peak.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ class Watching(TorchDispatchMode):
     def look(self) -> None:
         self.most.gathered = max(self.most.gathered, sum(gathered(group) for group in self.groups))
         self.most.gradients_at_peak = max(self.most.gradients_at_peak, self.gradients())
-        reducing = {id(g.comm_ctx): [s.reduce_scatter_input for s in g.comm_ctx.reduce_scatter_states] for g in self.groups if began(g)}
+        reducing = {
+            id(g.comm_ctx): [s.reduce_scatter_input for s in g.comm_ctx.reduce_scatter_states]
+            for g in self.groups
+            if began(g)
+        }
         self.most.reducing = max(self.most.reducing, max((stored(*inputs) for inputs in reducing.values()), default=0))
 
     def gradients(self) -> int:
@@ -71,7 +77,11 @@ class Watching(TorchDispatchMode):
         found: list[Any] = [group._partial_reduce_output for group in self.groups]
         for parameter in chain.from_iterable(group.fsdp_params for group in self.groups):
             whole = getattr(parameter, "_unsharded_param", None)
-            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad, parameter.sharded_param.grad]
+            found += [
+                parameter.unsharded_accumulated_grad,
+                None if whole is None else whole.grad,
+                parameter.sharded_param.grad,
+            ]
         return stored(*found)
 
 
@@ -86,7 +96,9 @@ def gathered(group: Any) -> int:
     return stored(group._all_gather_result.all_gather_output) if group._all_gather_result is not None else 0
 
 
-def held_and_planned(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], microbatches: int) -> tuple[Held, Held]:
+def held_and_planned(
+    model: DecoderConfig, layout: Layout, techniques: dict[str, Any], microbatches: int
+) -> tuple[Held, Held]:
     rows = RandomBatches(256, rows=12 * layout.dp_replicate * layout.dp_shard, seq_len=8)
     laid = parallelize(model, layout, techniques=techniques, seed=3, microbatch_rows=12 // microbatches)
     optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)

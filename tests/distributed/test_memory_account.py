@@ -23,7 +23,9 @@ MODEL = DecoderConfig(VOCABULARY, 64, 4, 4, 2, 128, 64)
 FSDP2 = Layout(dp_shard=2)
 
 
-def accounted(layout: Layout, techniques: dict[str, Any], rows: int) -> tuple[dict[MemoryUse, int], dict[MemoryUse, int]]:
+def accounted(
+    layout: Layout, techniques: dict[str, Any], rows: int
+) -> tuple[dict[MemoryUse, int], dict[MemoryUse, int]]:
     laid = parallelize(MODEL, layout, techniques=techniques, seed=1, microbatch_rows=rows)
     optimizer = torch.optim.AdamW(laid.parameters())
     batch = own_rows(laid, RandomBatches(VOCABULARY, rows=ROWS, seq_len=SEQ)(0))
@@ -49,16 +51,22 @@ def test_states_are_what_the_plan_said(spmd, name):
     layout, techniques = LAYOUTS[name]
     for found, planned in spmd(layout.world, accounted, layout, techniques, 2):
         assert found[MemoryUse.PARAMETERS] == planned[MemoryUse.PARAMETERS]
-        assert found[MemoryUse.OPTIMIZER] == pytest.approx(planned[MemoryUse.OPTIMIZER], rel=1e-2), "uneven shards are filled up"
+        assert found[MemoryUse.OPTIMIZER] == pytest.approx(planned[MemoryUse.OPTIMIZER], rel=1e-2), (
+            "uneven shards are filled up"
+        )
         assert 0.9 * planned[MemoryUse.GRADIENTS] <= found[MemoryUse.GRADIENTS] <= planned[MemoryUse.GRADIENTS]
 
 
 def test_switches_change_what_they_are_about(spmd):
     plain, recomputed, chunked = (
-        spmd(2, accounted, FSDP2, techniques, 4)[0][0] for techniques in ({}, {"activation_checkpointing": "full"}, {"loss_chunks": 4})
+        spmd(2, accounted, FSDP2, techniques, 4)[0][0]
+        for techniques in ({}, {"activation_checkpointing": "full"}, {"loss_chunks": 4})
     )
     assert recomputed[MemoryUse.ACTIVATIONS] < plain[MemoryUse.ACTIVATIONS] / 2
-    assert recomputed[MemoryUse.LOGITS] == plain[MemoryUse.LOGITS] and plain[MemoryUse.LOGITS] % (4 * SEQ * VOCABULARY * 4) == 0
+    assert (
+        recomputed[MemoryUse.LOGITS] == plain[MemoryUse.LOGITS]
+        and plain[MemoryUse.LOGITS] % (4 * SEQ * VOCABULARY * 4) == 0
+    )
     assert chunked[MemoryUse.LOGITS] < plain[MemoryUse.LOGITS] / 2
     assert plain[MemoryUse.COMMUNICATION] > 0
 

@@ -39,7 +39,10 @@ MODEL = DecoderConfig(VOCABULARY, 64, 6, 4, 2, 128, SEQ)
 WIDE = DecoderConfig(VOCABULARY, 256, 3, 4, 2, 1024, SEQ)
 SPARSE = DecoderConfig(VOCABULARY, 64, 4, 4, 2, 128, SEQ, moe=MoEConfig(n_experts=8))
 BOUND = 1.03
-"""Either way. Both accounts look where there may be 1 % more than ever; what is left is FSDP2's and DDP's, a few vectors long."""
+"""Either way.
+
+Both accounts look where there may be 1 % more than ever; what is left is FSDP2's and DDP's, a few vectors long.
+"""
 
 ONE, FSDP2, FSDP4, TENSOR, STAGES = (
     Layout(dp_shard=1),
@@ -77,7 +80,11 @@ def estimated(case: Case) -> tuple[Plan, Batch, MemoryEstimate]:
     model, layout, techniques, microbatches = of(case)
     batch = Batch(ROWS * microbatches * layout.dp_replicate * layout.dp_shard, SEQ, ROWS)
     made = plan(model, layout, techniques=techniques, batch=batch)
-    return made, batch, estimate_memory(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model)))
+    return (
+        made,
+        batch,
+        estimate_memory(model_facts(as_module(model)), made, batch, keys=("tokens", "labels", *keys_of(model))),
+    )
 
 
 def compared(case: Case) -> dict[MemoryUse, tuple[int, int]]:
@@ -130,7 +137,12 @@ CUT: dict[str, Case] = {
     "whole sequences": (MODEL, TENSOR, {"sequence_parallel": False}, 1),
     "kept gathered": (MODEL, TENSOR, {"regather": False}, 1),
     "tensor, full": (MODEL, TENSOR, FULL, 1),
-    "collectives kept": (MODEL, TENSOR, {"activation_checkpointing": "selective_op", "checkpoint_keep": ("collectives", "matmuls")}, 1),
+    "collectives kept": (
+        MODEL,
+        TENSOR,
+        {"activation_checkpointing": "selective_op", "checkpoint_keep": ("collectives", "matmuls")},
+        1,
+    ),
     "experts, tensor": (SPARSE, TENSOR, {}, 1),
     "falcon": (family("falcon"), TENSOR, {}, 1),
     "1F1B": (MODEL, STAGES, {}, 4),
@@ -181,7 +193,10 @@ def without_chunks():
 
 
 MUTANTS: list[tuple[Callable[[], Any], str]] = [
-    *((without_recomputation, name) for name in ("full", "each second", "attention", "feed-forwards", "products kept", "offload")),
+    *(
+        (without_recomputation, name)
+        for name in ("full", "each second", "attention", "feed-forwards", "products kept", "offload")
+    ),
     (without_chunks, "chunked loss"),
 ]
 
@@ -218,7 +233,13 @@ def test_a_large_model_takes_no_memory_and_about_a_second():
 
 @pytest.mark.parametrize(
     "techniques",
-    [{}, FULL, {"activation_checkpointing": "every_n"}, {"activation_checkpointing": "offload"}, {"freeze": (r"layers\.[0-5]\.",)}],
+    [
+        {},
+        FULL,
+        {"activation_checkpointing": "every_n"},
+        {"activation_checkpointing": "offload"},
+        {"freeze": (r"layers\.[0-5]\.",)},
+    ],
     ids=["none", "full", "each second", "offload", "frozen"],
 )
 @pytest.mark.parametrize("name", ["ours", "experts", "gemma2", "llama"])
@@ -239,11 +260,15 @@ def test_the_model_is_left_as_it_is():
     made = plan(model, TENSOR, techniques=FULL)
     names, state = [name for name, _ in model.named_parameters()], torch.get_rng_state()
     estimate_memory(model_facts(model), made, Batch(ROWS, SEQ))
-    assert [name for name, p in model.named_parameters() if p.is_meta] == names and model.get_parameter("embedding.weight").shape == (
+    assert [name for name, p in model.named_parameters() if p.is_meta] == names and model.get_parameter(
+        "embedding.weight"
+    ).shape == (
         VOCABULARY,
         64,
     )
-    assert not any(vars(module).get("forward") for module in model.modules()) and torch.equal(torch.get_rng_state(), state)
+    assert not any(vars(module).get("forward") for module in model.modules()) and torch.equal(
+        torch.get_rng_state(), state
+    )
     real = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
     weight = real[0].weight
     estimate_memory(model_facts(real), plan(real, ONE), Batch(1, 4))
@@ -299,7 +324,12 @@ def test_what_cannot_be_known_is_left_out_and_said():
     reasons = {
         "experts (layout.ep = 2) depends on what routers choose": (SPARSE, Layout(dp_shard=2, ep=2), {}, 1),
         "compiled blocks": (MODEL, ONE, {"compile": True}, 1),
-        "the schedule zbv_zero_bubble puts off gradients of weights": (MODEL, STAGES, {"pipeline_schedule": "zbv_zero_bubble"}, 4),
+        "the schedule zbv_zero_bubble puts off gradients of weights": (
+            MODEL,
+            STAGES,
+            {"pipeline_schedule": "zbv_zero_bubble"},
+            4,
+        ),
         "Odd cannot be run on tensors without values (DataDependentOutputException": (Odd(), ONE, {}, 1),
     }
     for why, case in reasons.items():

@@ -1,4 +1,5 @@
-"""The parity check can fail: every fault in the gallery (support/mutants) is caught, and the healthy original passes the same check.
+"""The parity check can fail: every fault in the gallery (support/mutants) is caught, and the healthy original passes
+the same check.
 
 Most are applied to a way, in which tests/mutants.txt says that they die; the others where a step is disturbed.
 """
@@ -26,7 +27,10 @@ DISTURBANCES = {
 @pytest.mark.kills("parity", "name")
 @pytest.mark.parametrize("name", on_ways())
 def test_a_mutant_dies_in_a_way(pool, reference, tmp_path, measured, name):
-    """In the first of the ways that tests/mutants.txt has, by the questions that it says; the original passes there (test_ways)."""
+    """In the first of the ways that tests/mutants.txt has, by the questions that it says.
+
+    The original passes there (test_ways).
+    """
     assert KILLS.get(name), f"{name} dies in no way: run python scripts/mutants.py"
     kill = KILLS[name][0]
     assert kill.way in ways(), f"{kill.way} is no way of the array any more: run python scripts/mutants.py"

@@ -55,7 +55,9 @@ def one_process(build, ranks: int, rows: int) -> tuple[list[float], dict[str, Te
         total = 0.0
         by_rank = {key: value.view(ranks, ROWS // ranks, SEQ) for key, value in batch.items()}
         for start in range(0, ROWS // ranks, rows or ROWS):
-            tokens, labels = (by_rank[key][:, start : start + (rows or ROWS)].flatten(0, 1) for key in ("tokens", "labels"))
+            tokens, labels = (
+                by_rank[key][:, start : start + (rows or ROWS)].flatten(0, 1) for key in ("tokens", "labels")
+            )
             logits: Any = model(tokens)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (ROWS * SEQ)
             loss.backward()
@@ -99,7 +101,9 @@ def tried(name: str, *layouts: str) -> dict[str, str]:
             found[key] = f"refused: {error}"
             continue
         expected, one = one_process(build, layout.dp_replicate * layout.dp_shard, rows)
-        errors = {n: float((v - one[n]).abs().max() / (one[n].abs().max() + 1e-12)) for n, v in values.items() if v.numel()}
+        errors = {
+            n: float((v - one[n]).abs().max() / (one[n].abs().max() + 1e-12)) for n, v in values.items() if v.numel()
+        }
         errors["the loss"] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         worst = max(errors, key=errors.__getitem__)
         found[key] = "equal" if errors[worst] <= CLOSE else f"{worst}: {errors[worst]:.1e}"
@@ -107,12 +111,39 @@ def tried(name: str, *layouts: str) -> dict[str, str]:
 
 
 REFUSED_AS = (
-    *("rows of a batch depend on each other", "keeps state", "writes its parameters", "only some rows use", "a loss of its own"),
-    *("is a sparse tensor", "has a hook", "computes otherwise as the number of its calls grows", "cannot be cut", "could not be measured"),
-    *("was rehearsed", "no layers of this model were found", "is no sum over tokens", "a second time, and they keep state"),
+    *(
+        "rows of a batch depend on each other",
+        "keeps state",
+        "writes its parameters",
+        "only some rows use",
+        "a loss of its own",
+    ),
+    *(
+        "is a sparse tensor",
+        "has a hook",
+        "computes otherwise as the number of its calls grows",
+        "cannot be cut",
+        "could not be measured",
+    ),
+    *(
+        "was rehearsed",
+        "no layers of this model were found",
+        "is no sum over tokens",
+        "a second time, and they keep state",
+    ),
 )
 NEVER_REFUSED = ("ddp", "fsdp", "fsdp, accumulated", "fsdp, recomputed")
-SOUND = ("Counting", "Detached", "EarlyExit", "ExpertList", "ExpertsByShape", "Flattens", "ForOneToken", "FrozenBatchNorm", "GroupNormed")
+SOUND = (
+    "Counting",
+    "Detached",
+    "EarlyExit",
+    "ExpertList",
+    "ExpertsByShape",
+    "Flattens",
+    "ForOneToken",
+    "FrozenBatchNorm",
+    "GroupNormed",
+)
 SOUND += ("Pads", "Reads", "Sound", "Spare", "Table", "Tied", "WeightNormed")
 
 

@@ -1,4 +1,6 @@
-"""An optimizer that is one row trains as one process does on every layout that the rules allow, and continues from a checkpoint."""
+"""An optimizer that is one row trains as one process does on every layout that the rules allow, and continues from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
 BATCHES = RandomBatches(256, rows=8, seq_len=8)
-REPLICAS, STAGES, BOTH = Layout(dp_replicate=2, dp_shard=1), Layout(pp=2, dp_shard=1), Layout(dp_replicate=2, pp=2, dp_shard=1)
+REPLICAS, STAGES, BOTH = (
+    Layout(dp_replicate=2, dp_shard=1),
+    Layout(pp=2, dp_shard=1),
+    Layout(dp_replicate=2, pp=2, dp_shard=1),
+)
 SHARDS = Layout(dp_shard=2)
 
 

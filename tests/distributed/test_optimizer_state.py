@@ -1,4 +1,7 @@
-"""Moments in few bits: on every layout torchao's own, to the last bit, of what each rank has; and no other switch is lost on the way."""
+"""Moments in few bits: on every layout torchao's own, to the last bit, of what each rank has.
+
+And no other switch is lost on the way.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +31,35 @@ def whole(tensor: Tensor) -> Tensor:
 def test_every_layout_steps_its_shards_as_torchao_does(spmd, layout, word):
     ranks = spmd(LAYOUTS[layout][0], beside_torchao, layout, word)
     assert all(found.differ == [] for found in ranks), ranks
-    assert all(found.rounded for found in ranks) and any(found.whole for found in ranks), "some moments are in few bits, some too small"
+    assert all(found.rounded for found in ranks) and any(found.whole for found in ranks), (
+        "some moments are in few bits, some too small"
+    )
 
 
 # --- what it is in whole numbers
 
 
 def first_step(layout: str, word: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after one step, and the largest element of each block's first moment's error, as a share of the block's largest."""
+    """Weights after one step, and the largest element of each block's first moment's error, as a share of the block's
+    largest.
+    """
     with uncompiled():
         model = laid_out(layout, {"optimizer_state": word})
         optimizer = adamw(model)
         train(model, optimizer, range(1))
         return {name: whole(p) for name, p in model.named_parameters()}, {
-            f"{name}/{key}": whole(as_values(optimizer.state[p][key], p)) for name, p in model.named_parameters() for key in SIGNED
+            f"{name}/{key}": whole(as_values(optimizer.state[p][key], p))
+            for name, p in model.named_parameters()
+            for key in SIGNED
         }
 
 
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
 def test_a_layout_is_as_far_from_one_process_in_full_precision_as_codes_lie_apart(spmd, word):
-    """The first update is computed before its moments are rounded: groups, rates, decay and clipping are AdamW's own. The moments then are
-    off by half the way to the next code at most, times the largest element of the block, which is at most that of all."""
+    """The first update is computed before its moments are rounded: groups, rates, decay and clipping are AdamW's own.
+    The moments then are off by half the way to the next code at most, times the largest element of the block, which
+    is at most that of all.
+    """
     ((weights, moments),) = spmd(1, first_step, "one", "full")
     for layout in ("one", "FSDP2 + TP"):
         got, kept = spmd(LAYOUTS[layout][0], first_step, layout, word)[0]
@@ -133,7 +144,10 @@ def refused_steps() -> dict[str, str]:
 
 def test_an_optimizer_that_would_do_otherwise_than_the_plan_says_is_refused(spmd):
     (said,) = spmd(1, refused_steps)
-    assert "laid out with techniques.optimizer_state = 8bit" in said["torch's"] and "this AdamW would do otherwise" in said["torch's"]
+    assert (
+        "laid out with techniques.optimizer_state = 8bit" in said["torch's"]
+        and "this AdamW would do otherwise" in said["torch's"]
+    )
     assert "this TorchaoAdamW would do otherwise" in said["other bits"]
 
 
@@ -143,7 +157,9 @@ def test_an_optimizer_that_would_do_otherwise_than_the_plan_says_is_refused(spmd
 def skips() -> tuple[bool, list[str], list[str]]:
     """A step whose loss overflows: skipped, and what differs afterwards; what differs after the next one."""
     with uncompiled():
-        model = laid_out("FSDP2", {"optimizer_state": "8bit", "precision": {"compute": "float16", "loss_scale": 2.0**120}})
+        model = laid_out(
+            "FSDP2", {"optimizer_state": "8bit", "precision": {"compute": "float16", "loss_scale": 2.0**120}}
+        )
         optimizer = adamw(model)
         model.forward_backward(own_rows(model, BATCHES(0)))
         before = held(model, optimizer, [])
@@ -176,7 +192,9 @@ def bytes_held(layout: str, word: str, master: str) -> tuple[int, int, int]:
         train(model, optimizer, range(1))
         account = MemoryAccount(model.parts, [256])
         account.add_optimizer(optimizer)
-        found = sum(plain.nbytes for state in optimizer.state.values() for value in state.values() for plain in memory_of(value))
+        found = sum(
+            plain.nbytes for state in optimizer.state.values() for value in state.values() for plain in memory_of(value)
+        )
         return found, plan_memory(model.plan).optimizer, account.most[Kind.OPTIMIZER]
 
 

@@ -1,4 +1,6 @@
-"""Calls as users of KempnerForge, NeMo AutoModel and Optimus-DL write them: configs of theirs, plans on adapters, transforms."""
+"""Calls as users of KempnerForge, NeMo AutoModel and Optimus-DL write them: configs of theirs, plans on adapters,
+transforms.
+"""
 
 from __future__ import annotations
 
@@ -118,8 +120,22 @@ def nothing_is_left():
 
 
 def forge_config(**changes):
-    fields = {"dim": 16, "n_layers": 3, "n_heads": 2, "n_kv_heads": None, "vocab_size": VOCAB, "ffn_hidden_dim": 24, "max_seq_len": 16}
-    fields |= {"norm_type": "rmsnorm", "activation": "silu", "tie_embeddings": False, "num_experts": 0, "qk_norm": False}
+    fields = {
+        "dim": 16,
+        "n_layers": 3,
+        "n_heads": 2,
+        "n_kv_heads": None,
+        "vocab_size": VOCAB,
+        "ffn_hidden_dim": 24,
+        "max_seq_len": 16,
+    }
+    fields |= {
+        "norm_type": "rmsnorm",
+        "activation": "silu",
+        "tie_embeddings": False,
+        "num_experts": 0,
+        "qk_norm": False,
+    }
     return types.SimpleNamespace(**fields | changes)
 
 
@@ -128,7 +144,9 @@ def test_a_model_config_of_kempnerforge_is_read():
     tied = PipelineStageModule(forge_config(tie_embeddings=True), 0, 1, (0, 3))
     assert tied.config == replace(SMALL, tied_embeddings=True) and tied.head is not None and tied.embedding is not None
     assert tied.head.weight is tied.embedding.weight
-    model = build_parallel_model(forge_config(computed_ffn_hidden_dim=256, ffn_hidden_dim=None), "cpu", param_dtype=torch.float32)
+    model = build_parallel_model(
+        forge_config(computed_ffn_hidden_dim=256, ffn_hidden_dim=None), "cpu", param_dtype=torch.float32
+    )
     assert dict(model.named_parameters())["layers.0.feed_forward.w_up.weight"].shape == (256, 16)
 
 
@@ -200,7 +218,9 @@ def test_styles_are_torchs_too():
     for word, kind in kinds.items():
         style = translate_to_torch_parallel_style(word)
         assert [isinstance(style, other) for other in kinds.values()] == [other is kind for other in kinds.values()]
-    laid = {word: translate_to_torch_parallel_style(word) for word in ("colwise", "colwise_rep", "rowwise", "rowwise_rep")}
+    laid = {
+        word: translate_to_torch_parallel_style(word) for word in ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
+    }
     assert [laid[word].output_layouts for word in ("colwise", "colwise_rep")] == [(Shard(-1),), (Replicate(),)]  # type: ignore[attr-defined]
     assert [laid[word].input_layouts for word in ("rowwise", "rowwise_rep")] == [(Shard(-1),), (Replicate(),)]  # type: ignore[attr-defined]
 
@@ -279,6 +299,10 @@ def test_classes_to_recompute_by_name_alone():
     from meshwright.distributed.order import applied
 
     config = {"layer_classes": ["FeedForward"]}
-    assert applied(build_model_transform("activation_checkpoint", config).apply(Decoder(SMALL))) == ("activation_checkpoint",)
+    assert applied(build_model_transform("activation_checkpoint", config).apply(Decoder(SMALL))) == (
+        "activation_checkpoint",
+    )
     wrong = build_model_transform("activation_checkpoint", {"layer_classes": ["FeedForwards"]})
-    assert "no module of Decoder is of the class 'FeedForwards'. Did you mean 'FeedForward'?" in said(lambda: wrong.apply(Decoder(SMALL)))
+    assert "no module of Decoder is of the class 'FeedForwards'. Did you mean 'FeedForward'?" in said(
+        lambda: wrong.apply(Decoder(SMALL))
+    )

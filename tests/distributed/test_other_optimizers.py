@@ -42,7 +42,9 @@ class ByTheWhole(Signed):
         for group in self.param_groups:
             for parameter in group["params"]:
                 norm = parameter.grad.norm()
-                parameter.sub_(parameter.grad / getattr(norm, "full_tensor", lambda norm=norm: norm)(), alpha=group["lr"])
+                parameter.sub_(
+                    parameter.grad / getattr(norm, "full_tensor", lambda norm=norm: norm)(), alpha=group["lr"]
+                )
 
 
 class TakesMore(Signed):
@@ -57,9 +59,9 @@ def made(name: str, parameters: list) -> torch.optim.Optimizer:
         return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=0.01)
     if name == "TakesMore":
         return TakesMore(parameters, 0.01, more=True)
-    return {"Adafactor": torch.optim.Adafactor, "Signed": Signed, "ByOwnShare": ByOwnShare, "ByTheWhole": ByTheWhole}[name](
-        parameters, lr=0.01
-    )
+    return {"Adafactor": torch.optim.Adafactor, "Signed": Signed, "ByOwnShare": ByOwnShare, "ByTheWhole": ByTheWhole}[
+        name
+    ](parameters, lr=0.01)
 
 
 def stepped(name: str, layout: str) -> str | dict[str, torch.Tensor]:
@@ -71,7 +73,9 @@ def stepped(name: str, layout: str) -> str | dict[str, torch.Tensor]:
         try:
             model.optimizer_step(optimizer)
         except UnsupportedError as error:
-            assert all(torch.equal(_local(p), _local(before[n])) for n, p in model.named_parameters()), "a weight changed"
+            assert all(torch.equal(_local(p), _local(before[n])) for n, p in model.named_parameters()), (
+                "a weight changed"
+            )
             return str(error)
     return whole_on_first({name: parameter.detach() for name, parameter in model.named_parameters()})
 
@@ -80,7 +84,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-REFUSED = {"Adafactor": "its step fails: RuntimeError: aten.pow_", "ByOwnShare": "its update is not that of the whole parameter"}
+REFUSED = {
+    "Adafactor": "its step fails: RuntimeError: aten.pow_",
+    "ByOwnShare": "its update is not that of the whole parameter",
+}
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"])
@@ -89,7 +96,9 @@ def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
     for layout in ("ddp2", "fsdp2"):
         found = spmd(LAYOUTS[layout][0], stepped, name, layout)[0]
         if layout == "fsdp2" and name in REFUSED:
-            assert isinstance(found, str) and found.startswith(f"{name} was tried on a small parameter that lies as S(0) over")
+            assert isinstance(found, str) and found.startswith(
+                f"{name} was tried on a small parameter that lies as S(0) over"
+            )
             assert REFUSED[name] in found
             continue
         bound = 0.02 if name == "Muon" else 1e-9  # it iterates in bfloat16

@@ -25,7 +25,12 @@ from meshwright.distributed import init_distributed, parallelizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.order import applied
 from meshwright.distributed.parallelize import single_process_mesh
-from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan, import_classes_from_paths, to_cpu
+from meshwright.distributed.parallelizer import (
+    fsdp2_strategy_parallelize,
+    get_hf_tp_shard_plan,
+    import_classes_from_paths,
+    to_cpu,
+)
 from meshwright.distributed.tensor import parallel
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
 from meshwright.distributed.weights.placement import PartsShard, distribute
@@ -173,7 +178,11 @@ def without_sums(family: str) -> dict[str, float]:
 @pytest.mark.kills("tensor", mutant="sums left out by the one call")
 def test_leaving_out_the_sums_shows_in_the_norms(spmd):
     norms = ("q_norm", "k_norm")
-    for family, shared in (("qwen3", norms), ("olmo2", norms), ("deepseek_v2", ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa"))):
+    for family, shared in (
+        ("qwen3", norms),
+        ("olmo2", norms),
+        ("deepseek_v2", ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa")),
+    ):
         wrong = {name for name, error in spmd(2, without_sums, family)[0].items() if error > 0.01}
         assert {f"model.layers.0.self_attn.{name}.weight" for name in shared} <= wrong
         assert "model.norm.weight" in wrong and "lm_head.weight" not in wrong
@@ -193,7 +202,9 @@ def applications() -> dict[str, object]:
     found["units"] = [isinstance(layer, FSDPModule) for layer in layers]
     mean_loss(model, *data_position(mesh))
     found["held"] = [layer._get_fsdp_state()._fsdp_param_group.is_unsharded for layer in layers]
-    offloaded = fsdp2_strategy_parallelize(model_of("llama"), mesh, KEPT, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    offloaded = fsdp2_strategy_parallelize(
+        model_of("llama"), mesh, KEPT, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     found["offload"] = type(offloaded._get_fsdp_state()._fsdp_param_group.offload_policy)
     narrow = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     alone = fsdp2_strategy_parallelize(model_of("llama"), narrow)
@@ -206,9 +217,15 @@ def applications() -> dict[str, object]:
 def test_what_is_applied(spmd):
     for found in spmd(4, applications):
         both = ("tensor_parallel", "fully_shard")
-        assert found["row"] == both and found["explicit"] == both and found["tp alone"] == (("tensor_parallel",), torch.float64)
+        assert (
+            found["row"] == both
+            and found["explicit"] == both
+            and found["tp alone"] == (("tensor_parallel",), torch.float64)
+        )
         policy = found["policy"]
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32), "None means default_mp_policy()"
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32), (
+            "None means default_mp_policy()"
+        )
         assert found["units"] == [True, True] and found["held"] == [False, True], "the last block keeps its parameters"
         assert found["offload"] is CPUOffloadPolicy
 
@@ -227,7 +244,11 @@ def test_where_there_is_nothing_to_do_it_is_said(spmd):
 
 REFUSED = {
     "model.layers.*.mlp.upp_proj": ("colwise", ConfigError, "Did you mean 'model.layers.*.mlp.up_proj'?"),
-    "model.norm": ("colwise", ConfigError, "model.norm (pattern 'model.norm'): this is a norm. Legal here: replicate, "),
+    "model.norm": (
+        "colwise",
+        ConfigError,
+        "model.norm (pattern 'model.norm'): this is a norm. Legal here: replicate, ",
+    ),
     "model.layers.*.mlp.up_proj": ("colwise", ConfigError, "model.layers.*.mlp.gate_proj: not named"),
     "lm_head": ("colvise", ConfigError, "Did you mean 'colwise'?"),
     "model.layers.*.mlp": ("moe_tp_experts", UnsupportedError, "experts"),
@@ -260,12 +281,19 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(spmd):
 def test_the_plan_of_a_model_has_its_names():
     plan = get_hf_tp_shard_plan(on_cpu(config_of("llama")))
     assert plan["model.layers.*.self_attn.q_proj"].word == "colwise" and plan["lm_head"].word == "colwise_gather_output"
-    assert set(plan) == set(get_hf_tp_shard_plan(on_cpu(config_of("qwen3_moe")))) - MOE | {"model.layers.*.mlp.up_proj"} | FEED_FORWARD
+    assert (
+        set(plan)
+        == set(get_hf_tp_shard_plan(on_cpu(config_of("qwen3_moe")))) - MOE
+        | {"model.layers.*.mlp.up_proj"}
+        | FEED_FORWARD
+    )
 
 
-MOE = {"model.layers.*.mlp.experts", "model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"} | {
-    f"model.layers.*.self_attn.{n}_norm" for n in "qk"
-}
+MOE = {
+    "model.layers.*.mlp.experts",
+    "model.layers.*.mlp.experts.gate_up_proj",
+    "model.layers.*.mlp.experts.down_proj",
+} | {f"model.layers.*.self_attn.{n}_norm" for n in "qk"}
 FEED_FORWARD = {"model.layers.*.mlp.gate_proj", "model.layers.*.mlp.down_proj"}
 
 

@@ -1,4 +1,7 @@
-"""Every layout computes what one process computes. The oracle is plain torch (support/oracle); CONTRIBUTING says what "equal" means."""
+"""Every layout computes what one process computes.
+
+The oracle is plain torch (support/oracle); CONTRIBUTING says what "equal" means.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,14 @@ IN_FP64 = [
     chosen("fsdp4", microbatches="rows", activation_checkpointing="selective", reshard_after_forward=False),
     chosen("fsdp4", tied=True, freeze=PARTLY_FROZEN, reshard_after_forward=2),
     chosen("fsdp4", microbatches="rows", activation_checkpointing="full", reshard_after_forward=2),
-    chosen("fsdp4", microbatches="list", sync_grad_accum=True, reshard_after_forward=2, cpu_offload=True, max_norm=None),
+    chosen(
+        "fsdp4", microbatches="list", sync_grad_accum=True, reshard_after_forward=2, cpu_offload=True, max_norm=None
+    ),
     chosen("hsdp2x2", microbatches="list", freeze=PARTLY_FROZEN, sync_grad_accum="shard", reshard_after_forward=False),
 ]
-"""What no way of the array has (test_ways): four ranks of one axis, lists of microbatches, resharding to a part of the ranks."""
+"""What no way of the array has (test_ways): four ranks of one axis, lists of microbatches, resharding to a part of
+the ranks.
+"""
 IN_FP32 = [
     chosen("ddp2", microbatches="list", tied=True),
     chosen("ddp4", microbatches="rows", sync_grad_accum=True, max_norm=None),
@@ -112,7 +119,9 @@ def test_bf16_costs_no_more_than_the_dtype_itself(spmd, reference, measured, lay
     one_16 = spmd(1, bf16_gradients, problem, way)[0]
     layout_16 = spmd(layout.world, gradients_of_first_step, problem, way)[0]
     assert layout_16.keys() == one_16.keys() == one_32.keys()
-    ratios = {name: ((layout_16[name] - one_16[name]).norm() / (one_16[name] - one_32[name]).norm()).item() for name in one_32}
+    ratios = {
+        name: ((layout_16[name] - one_16[name]).norm() / (one_16[name] - one_32[name]).norm()).item() for name in one_32
+    }
     # the rule allows 2; in equal microbatches nothing but the order of the fp32 sums over ranks is left
     assert max(ratios.values()) <= 1e-3, max(ratios.items(), key=lambda item: item[1])
     cost = max(relative_errors(one_16, one_32).values())
@@ -140,7 +149,9 @@ def shapes(draw):
         qk_norm=draw(st.booleans()),
         tied_embeddings=draw(st.booleans()),
     )
-    return Problem(model, data=Data(rows=4 * draw(st.integers(1, 3)), seq=seq, vocab=vocab, seed=draw(st.integers(0, 99))), steps=2)
+    return Problem(
+        model, data=Data(rows=4 * draw(st.integers(1, 3)), seq=seq, vocab=vocab, seed=draw(st.integers(0, 99))), steps=2
+    )
 
 
 @given(problem=shapes(), layout=st.sampled_from([FSDP2, HSDP]), microbatches=st.sampled_from(["one", "rows"]))

@@ -1,4 +1,6 @@
-"""Pipelines in real processes: equal to one process, send what the plan said, keep what the schedule promises, and end together."""
+"""Pipelines in real processes: equal to one process, send what the plan said, keep what the schedule promises, and
+end together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ TIED = replace(UNTIED, tied_embeddings=True)
 DEEP = replace(UNTIED, n_layers=8)
 ONE = Layout(dp_shard=1)
 PP2, PP4 = Layout(pp=2, dp_shard=1), Layout(pp=4, dp_shard=1)
-SHARDED, REPLICATED, TENSOR = Layout(pp=2, dp_shard=2), Layout(pp=2, dp_replicate=2, dp_shard=1), Layout(pp=2, dp_shard=1, tp=2)
+SHARDED, REPLICATED, TENSOR = (
+    Layout(pp=2, dp_shard=2),
+    Layout(pp=2, dp_replicate=2, dp_shard=1),
+    Layout(pp=2, dp_shard=1, tp=2),
+)
 HYBRID = Layout(pp=2, dp_replicate=2, dp_shard=2)
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
@@ -58,8 +64,16 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     **{f"replicated, {name}": (TIED, REPLICATED, {"pipeline_schedule": name}) for name in KINDS},
     **{f"tensor, {name}": (TIED, TENSOR, {"pipeline_schedule": name}) for name in KINDS},
     "recomputed": (UNTIED, PP2, {"pipeline_schedule": "zbv_zero_bubble", "activation_checkpointing": "full"}),
-    "attention recomputed": (UNTIED, SHARDED, {"pipeline_schedule": "interleaved_zero_bubble", "activation_checkpointing": "selective"}),
-    "tensor, recomputed": (UNTIED, TENSOR, {"pipeline_schedule": "zbv_zero_bubble", "activation_checkpointing": "full"}),
+    "attention recomputed": (
+        UNTIED,
+        SHARDED,
+        {"pipeline_schedule": "interleaved_zero_bubble", "activation_checkpointing": "selective"},
+    ),
+    "tensor, recomputed": (
+        UNTIED,
+        TENSOR,
+        {"pipeline_schedule": "zbv_zero_bubble", "activation_checkpointing": "full"},
+    ),
     "tensor, whole sequences": (UNTIED, TENSOR, {"pipeline_schedule": "zbv_zero_bubble", "sequence_parallel": False}),
     "compiled": (UNTIED, PP2, {"compile": True, "compile_backend": "aot_eager"}),
     "frozen before": (UNTIED, PP2, {"freeze": ("embedding", r"layers\.0")}),
@@ -75,17 +89,33 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
-    report = verify(model, layout, RandomBatches(VOCABULARY, 8, 9), steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
+    report = verify(
+        model, layout, RandomBatches(VOCABULARY, 8, 9), steps=2, dtypes=("float64",), techniques=techniques, pool=pool
+    )
     assert report, report
     compared = {d.name for d in report.comparisons[0].of("forward")}
-    assert "head" in compared or layout.tp > 1 or "loss_chunks" in techniques, "what the last stage computes is compared"
-    measured(f"{layout}: {name}", "pipelines, decoder", {"gradient": max(d.error for d in report.comparisons[0].of("gradient"))})
+    assert "head" in compared or layout.tp > 1 or "loss_chunks" in techniques, (
+        "what the last stage computes is compared"
+    )
+    measured(
+        f"{layout}: {name}",
+        "pipelines, decoder",
+        {"gradient": max(d.error for d in report.comparisons[0].of("gradient"))},
+    )
 
 
 @pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     requested = {"pipeline_schedule": "interleaved_1f1b"}
-    report = verify(TIED, layout, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("bfloat16", "float32"), techniques=requested, pool=pool)
+    report = verify(
+        TIED,
+        layout,
+        RandomBatches(VOCABULARY, 8, 9),
+        steps=1,
+        dtypes=("bfloat16", "float32"),
+        techniques=requested,
+        pool=pool,
+    )
     assert report, report
 
 
@@ -145,7 +175,11 @@ def batch_of(rows: int, seq: int, step: int = 0) -> dict[str, torch.Tensor]:
 
 
 def made(layout: Layout, schedule: str = "1f1b", model: DecoderConfig = TIED, **techniques: Any) -> ParallelModel:
-    requested = {"precision": {"master": "float64"}, **({"pipeline_schedule": schedule} if layout.pp > 1 else {}), **techniques}
+    requested = {
+        "precision": {"master": "float64"},
+        **({"pipeline_schedule": schedule} if layout.pp > 1 else {}),
+        **techniques,
+    }
     return parallelize(model, layout, techniques=requested, seed=3)
 
 
@@ -207,7 +241,9 @@ def norm_of_own_stage() -> Iterator[None]:
 
 @contextmanager
 def reduced_before_the_last_weights() -> Iterator[None]:
-    """As DDP does under a split backward, which reduces when inputs have their gradients: replicas keep weight gradients of their own."""
+    """As DDP does under a split backward, which reduces when inputs have their gradients: replicas keep weight
+    gradients of their own.
+    """
     late: list[tuple[DeferredGradients, int]] = []
     do, reduce = DeferredGradients.do, fully_sharded.reduce_gradients
 
@@ -220,7 +256,10 @@ def reduced_before_the_last_weights() -> Iterator[None]:
             deferred, microbatch = late.pop()
             do(deferred, microbatch)
 
-    with patch.object(DeferredGradients, "do", postponed), patch.object(fully_sharded, "reduce_gradients", first_reduce):
+    with (
+        patch.object(DeferredGradients, "do", postponed),
+        patch.object(fully_sharded, "reduce_gradients", first_reduce),
+    ):
         yield
 
 
@@ -250,14 +289,23 @@ WIRE = {
     "split backward": (UNTIED, SHARDED, {"pipeline_schedule": "zbv_zero_bubble"}),
     "gathered for every microbatch": (UNTIED, SHARDED, {"reshard_after_forward": True}),
     "tensor": (TIED, TENSOR, {"pipeline_schedule": "interleaved_1f1b"}),
-    "tensor, recomputed": (UNTIED, TENSOR, {"pipeline_schedule": "zbv_zero_bubble", "activation_checkpointing": "full"}),
+    "tensor, recomputed": (
+        UNTIED,
+        TENSOR,
+        {"pipeline_schedule": "zbv_zero_bubble", "activation_checkpointing": "full"},
+    ),
     "replicated": (TIED, REPLICATED, {"pipeline_schedule": "looped_bfs"}),
     "frozen": (UNTIED, TENSOR, {"freeze": ("embedding", r"layers\.0")}),
 }
 
 
-def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], seq: int) -> tuple[Figures, Figures, int, int]:
-    """What the plan foresees for this rank and what it sent, by operation and ranks; what the schedule keeps at most and what was kept."""
+def one_step(
+    model: DecoderConfig, layout: Layout, techniques: dict[str, Any], seq: int
+) -> tuple[Figures, Figures, int, int]:
+    """What the plan foresees for this rank and what it sent, by operation and ranks.
+
+    What the schedule keeps at most and what was kept.
+    """
     laid = parallelize(model, layout, techniques=techniques, seed=3)
     optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
     for step in range(2):
@@ -269,7 +317,9 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], s
     plan = replace(laid.plan, collectives=pipeline_collectives(laid.facts, laid.plan, rank))
     runner = laid._runner
     assert isinstance(runner, Pipeline)
-    order = laid.plan.pipeline.order(8 // (plan.data_ranks * laid.plan.pipeline.rows_per_microbatch(8 // plan.data_ranks)))
+    order = laid.plan.pipeline.order(
+        8 // (plan.data_ranks * laid.plan.pipeline.rows_per_microbatch(8 // plan.data_ranks))
+    )
     return estimated(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
@@ -330,7 +380,9 @@ def test_a_schedule_from_a_table_runs(pool, tmp_path):
     kind = KINDS["zbv_zero_bubble"]
     write_schedule(kind.build(2, 4, 2), tmp_path / "mine.csv")
     requested = {"pipeline_schedule": str(tmp_path / "mine.csv")}
-    report = verify(UNTIED, PP2, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("float64",), techniques=requested, pool=pool)
+    report = verify(
+        UNTIED, PP2, RandomBatches(VOCABULARY, 8, 9), steps=1, dtypes=("float64",), techniques=requested, pool=pool
+    )
     assert report, report
 
 
@@ -385,7 +437,10 @@ def test_when_a_stage_is_lost_the_others_stop_in_seconds_and_say_which(spmd):
     heard, _ = spmd(2, hear_of_a_loss)
     assert time.monotonic() - begun < 60
     blocks = r"layers\.2 to layers\.3"
-    said = rf"stage 1 \({blocks}, on rank 1\) gave no gradient of microbatch \d|rank 1 \(stage 1 of 2: {blocks}\) took nothing more"
+    said = (
+        rf"stage 1 \({blocks}, on rank 1\) gave no gradient of microbatch \d|rank 1 \(stage 1 of 2: {blocks}\)"
+        rf" took nothing more"
+    )
     assert re.match(rf"({said}).*: its process ended, or does not answer \(", heard), heard
 
 

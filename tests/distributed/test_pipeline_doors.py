@@ -64,7 +64,9 @@ def test_a_stage_module_has_its_own_parameters_alone_under_the_names_of_the_whol
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="stage 2 of 2 with the layers 0 to 1 is not in a model of 4 layers"):
         PipelineStageModule(CONFIG, 2, 2, (0, 2))
-    with pytest.raises(ConfigError, match="tied_embeddings: stages of their own hold two tables that nobody keeps equal"):
+    with pytest.raises(
+        ConfigError, match="tied_embeddings: stages of their own hold two tables that nobody keeps equal"
+    ):
         build_stage_module(replace(CONFIG, tied_embeddings=True), 0, 2)
     with pytest.raises(ValueError, match="4 layers cannot be cut into 5 stages"):
         build_stage_module(CONFIG, 0, 5)
@@ -111,14 +113,20 @@ def by_torch(schedule: str, microbatches: int) -> dict[str, torch.Tensor]:
         with torch.device("meta"):
             module = PipelineStageModule(CONFIG, number, stages, layers[number])
         modules.append(given_weights(module))
-        made.append(build_pipeline_stage(modules[-1], mesh, "cpu", ROWS // microbatches, SEQ, param_dtype=torch.float32))
+        made.append(
+            build_pipeline_stage(modules[-1], mesh, "cpu", ROWS // microbatches, SEQ, param_dtype=torch.float32)
+        )
     run = build_pipeline_schedule(made[0] if len(made) == 1 else made, microbatches, mean_loss, schedule)
     tokens, labels = batch()
     losses: list[torch.Tensor] = []
     firsts = [tokens] if any(m.is_first for m in modules) else []
     run.step(*firsts, **({"target": labels, "losses": losses} if any(m.is_last for m in modules) else {}))
     found = {name: p.grad for module in modules for name, p in module.named_parameters() if p.grad is not None}
-    other, words = ("1f1b", "has one stage on each rank, and 2 were given") if len(made) > 1 else ("looped_bfs", "give the list of them")
+    other, words = (
+        ("1f1b", "has one stage on each rank, and 2 were given")
+        if len(made) > 1
+        else ("looped_bfs", "give the list of them")
+    )
     with pytest.raises(ConfigError, match=words):
         build_pipeline_schedule(made if len(made) > 1 else made[0], microbatches, mean_loss, other)
     return found

@@ -1,4 +1,6 @@
-"""Weights out of files onto a mesh: each rank reads its own share, all or none are loaded, and packed documents stay apart."""
+"""Weights out of files onto a mesh: each rank reads its own share, all or none are loaded, and packed documents stay
+apart.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_what_one_rank_cannot_read_nobody_loads(spmd, folders, tmp_path):
     cut, other = shutil.copytree(good, tmp_path / "cut"), shutil.copytree(good, tmp_path / "other")
     (cut / SINGLE).write_bytes((good / SINGLE).read_bytes()[:-1])
     save_file({**load_file(good / SINGLE), "more": torch.ones(1)}, other / SINGLE, {"format": "pt"})
-    for bad, error, says in ((cut, IntegrityError, "its header describes"), (other, ConfigError, "they hold more, which the model lacks")):
+    for bad, error, says in (
+        (cut, IntegrityError, "its header describes"),
+        (other, ConfigError, "they hold more, which the model lacks"),
+    ):
         kinds, texts = zip(*spmd(2, refused, [good, bad]), strict=True)
         assert set(kinds) == {error} and len(set(texts)) == 1 and says in texts[0]
 
@@ -154,7 +159,10 @@ def packed(model, layout):
     made = parallelize(model, layout, techniques={"precision": {"master": "float64"}})
     made.learn_documents()
     tokens = some_tokens(2, 12)
-    documents, positions = torch.tensor([0] * 5 + [1] * 7).expand(2, -1), torch.tensor([*range(5), *range(7)]).expand(2, -1)
+    documents, positions = (
+        torch.tensor([0] * 5 + [1] * 7).expand(2, -1),
+        torch.tensor([*range(5), *range(7)]).expand(2, -1),
+    )
     batch = {"tokens": tokens, "labels": tokens.flip(1), "positions": positions, "document_ids": documents}
     try:
         together = made.evaluate(batch)

@@ -21,7 +21,9 @@ class MyModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(3)
+        )
         self.out = nn.Linear(32, 64)
 
     def forward(self, ids):
@@ -48,7 +50,10 @@ def versions() -> tuple[str, str]:
 
 
 def job(program, same_weights_from):
-    """Run a version of the loop; returns what it printed. Both start from the weights of ``parallelize(MyModel)`` on one process."""
+    """Run a version of the loop; returns what it printed.
+
+    Both start from the weights of ``parallelize(MyModel)`` on one process.
+    """
     module = types.ModuleType("my_code")
     module.my_batches = my_batches
     module.MyModel = MyModel if same_weights_from is None else lambda: _with(same_weights_from)

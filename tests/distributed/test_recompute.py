@@ -50,7 +50,12 @@ SPLIT: dict[str, Any] = {"pipeline_schedule": "zbv_zero_bubble"}
 MODES = {"every_n": EVERY_N, "modules": MODULES, "selective_op": BY_OPERATOR, "offload": OFFLOAD}
 
 WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    **{f"{mode}, {name}": (layout, requested) for mode, requested in MODES.items() for name, layout in LAYOUTS.items() if name != "pp2"},
+    **{
+        f"{mode}, {name}": (layout, requested)
+        for mode, requested in MODES.items()
+        for name, layout in LAYOUTS.items()
+        if name != "pp2"
+    },
     **{f"{mode}, pp2, split backward": (PP2, requested | SPLIT) for mode, requested in MODES.items()},
     **{f"memory_budget, {name}": (LAYOUTS[name], BUDGET) for name in ("fsdp2", "pp2", "ep2")},
     "selective_op, what is sent is sent again": (TP2, NOT_SENT),
@@ -60,7 +65,10 @@ WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "selective_op, whole sequences": (TP2, BY_OPERATOR | {"sequence_parallel": False}),
     "selective_op, tensor and experts": (TENSOR, BY_OPERATOR),
     "selective_op, partly frozen": (TP2, BY_OPERATOR | {"freeze": ("embedding", r"layers\.0")}),
-    "offload, parameters too, partly frozen": (FSDP2, OFFLOAD | {"cpu_offload": True, "freeze": ("embedding", r"layers\.0")}),
+    "offload, parameters too, partly frozen": (
+        FSDP2,
+        OFFLOAD | {"cpu_offload": True, "freeze": ("embedding", r"layers\.0")},
+    ),
 }
 
 
@@ -68,14 +76,18 @@ WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
 def test_a_mode_is_equal_to_one_process(pool, name):
     layout, techniques = WAYS[name]
     model = SPARSE if layout.ep > 1 else DENSE
-    report = verify(model, layout, BATCHES, techniques=techniques, steps=1, dtypes=("float64",), microbatch_rows=2, pool=pool)
+    report = verify(
+        model, layout, BATCHES, techniques=techniques, steps=1, dtypes=("float64",), microbatch_rows=2, pool=pool
+    )
     assert report, str(report)
 
 
 # --- what travels
 
 
-def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any], fault: str = "") -> tuple[Figures, Figures]:
+def one_step(
+    model: DecoderConfig, layout: Layout, techniques: dict[str, Any], fault: str = ""
+) -> tuple[Figures, Figures]:
     """What the plan foresees for this rank and what it sent."""
     with FAULTS[fault]() if fault else nullcontext():
         laid = parallelize(model, layout, techniques=techniques, seed=3)
@@ -194,7 +206,9 @@ def offloads(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_CPU_OFFLOAD
 
 
-@pytest.mark.parametrize(("function", "words"), [("saves_views", "has no result of its own"), ("offloads", "can save or recompute")])
+@pytest.mark.parametrize(
+    ("function", "words"), [("saves_views", "has no result of its own"), ("offloads", "can save or recompute")]
+)
 def test_a_policy_that_asks_for_what_cannot_be_kept_is_refused(function, words):
     with pytest.raises(UnsupportedError, match=words):
         gradients(DENSE, {**BY_OPERATOR, "checkpoint_keep": (f"{__name__}:{function}",)})
@@ -228,7 +242,10 @@ def test_without_the_choice_kept_they_would_not():
 
 
 class Block(nn.Module):
-    """A random operator whose result can be kept, a product that is written into, and dropout behind both; a product leaves it."""
+    """A random operator whose result can be kept, a product that is written into, and dropout behind both.
+
+    A product leaves it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +277,11 @@ class Stacked(nn.Module):
         return x.square().sum() + total
 
 
-KEEPING_DRAWS = {**BY_OPERATOR, "checkpoint_keep": ("matmuls", "aten.native_dropout.default"), "checkpoint_keep_every": 1}
+KEEPING_DRAWS = {
+    **BY_OPERATOR,
+    "checkpoint_keep": ("matmuls", "aten.native_dropout.default"),
+    "checkpoint_keep_every": 1,
+}
 
 
 def drawn(techniques: dict[str, Any]) -> list[Tensor]:
@@ -299,7 +320,10 @@ def test_random_numbers_and_what_is_written_into_stay_as_they_were(techniques):
         (lambda: patch.object(kept.SavedResult, "__init__", partial_keep), KEEPING_DRAWS),
         (lambda: patch.object(recompute, "checkpoint", partial(checkpoint, preserve_rng_state=False)), EVERY_N),
         (lambda: patch.object(kept.Results, "before_write", lambda self, tensors: None), KEEPING_DRAWS),
-        (lambda: patch.object(recompute, "leaving", lambda output: output), {**KEEPING_DRAWS, "checkpoint_keep": ("matmuls",)}),
+        (
+            lambda: patch.object(recompute, "leaving", lambda output: output),
+            {**KEEPING_DRAWS, "checkpoint_keep": ("matmuls",)},
+        ),
     ],
     ids=["the stream is left behind", "another mask", "what is kept is not copied", "what leaves is not copied"],
 )
@@ -345,7 +369,9 @@ def test_what_lies_elsewhere_stays_and_what_is_saved_twice_leaves_once():
         model = built(DENSE, OFFLOAD)
         backward(model)
     lying = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert left and not [t for t in left if t.untyped_storage().data_ptr() in lying or t.nbytes < host_activations.LEAST_BYTES]
+    assert left and not [
+        t for t in left if t.untyped_storage().data_ptr() in lying or t.nbytes < host_activations.LEAST_BYTES
+    ]
 
 
 def test_the_block_before_is_fetched_while_a_block_s_backward_runs():

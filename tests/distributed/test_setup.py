@@ -96,7 +96,9 @@ def test_axes_without_data(spmd):
     found = spmd(4, mesh_job, {"pp": 2, "tp": 2, "dp_shard": 1})
     for rank, got in enumerate(found):
         assert got["pp"] == (rank // 2, 2), "stages are outermost"
-        assert got["dp"].startswith("ValueError: the mesh (pp = 2, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 2) has no data axis")
+        assert got["dp"].startswith(
+            "ValueError: the mesh (pp = 2, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 2) has no data axis"
+        )
         assert not got["has"] and got["fsdp"] == [None, None]
         assert got["one axis"][2] == (("tp",), (2,), [rank // 2 * 2, rank // 2 * 2 + 1])
         assert got["position"] == (0, 1)
@@ -128,8 +130,14 @@ def foreign_mesh_job() -> list:
 
 def test_axes_that_a_mesh_lacks(spmd):
     for rank, (said, absent, lacking, replicas, nothing) in enumerate(spmd(2, foreign_mesh_job)):
-        assert said[0] == "ValueError: the mesh (tp = 2) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
-        assert said[1] == "ConfigError: the mesh has the axes ['data_parallel']: data_parallel is dp_shard here; name it so"
+        assert (
+            said[0] == "ValueError: the mesh (tp = 2) has no data axis (dp_replicate, dp_shard) larger than 1; ask"
+            " has_dp_mesh first"
+        )
+        assert (
+            said[1]
+            == "ConfigError: the mesh has the axes ['data_parallel']: data_parallel is dp_shard here; name it so"
+        )
         assert absent == [None] * 4
         assert lacking == nothing == (0, 1, False, (0, 1))
         assert replicas == ((("dp_replicate",), (2,), [0, 1]), True)
@@ -178,10 +186,20 @@ def test_one_process_needs_no_group(alone):
     ("layout", "world", "kind", "words"),
     [
         (Layout(dp_shard=2), 1, ConfigError, "dp_shard = 2 does not divide the world size 1. Start 2 processes"),
-        (Layout(dp_shard=3), 2, ConfigError, "dp_shard = 3 does not divide the world size 2. Start 3 processes, or change the layout"),
+        (
+            Layout(dp_shard=3),
+            2,
+            ConfigError,
+            "dp_shard = 3 does not divide the world size 2. Start 3 processes, or change the layout",
+        ),
         (Layout(tp=4), 6, ConfigError, "tp = 4 does not divide the world size 6. Start a multiple of 4 processes"),
         (Layout(ep=3), 2, ConfigError, "layout.ep = 3 does not divide the 2 ranks of dp_shard * cp * tp"),
-        (DistributedConfig(dp_replicate=2, dp_shard=1, ep=2), 2, ConfigError, "layout.ep = 2 does not divide the 1 ranks"),
+        (
+            DistributedConfig(dp_replicate=2, dp_shard=1, ep=2),
+            2,
+            ConfigError,
+            "layout.ep = 2 does not divide the 1 ranks",
+        ),
         (
             DistributedConfig(backend="nccl"),
             2,
@@ -196,7 +214,12 @@ def test_one_process_needs_no_group(alone):
             "'glue' for cpu is not available in this torch on this machine. Available: gloo",
         ),
         (DistributedConfig(backend=""), 1, ConfigError, "backend ''"),
-        (Layout(), 2, ConfigError, "MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store"),
+        (
+            Layout(),
+            2,
+            ConfigError,
+            "MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store",
+        ),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA says")
@@ -245,7 +268,9 @@ def environment(**values: str):
 
 
 def srun_job(job_id: int) -> tuple:
-    with environment(SLURM_PROCID=os.environ["RANK"], SLURM_LOCALID=os.environ["RANK"], SLURM_NTASKS="2", SLURM_JOB_ID=str(job_id)):
+    with environment(
+        SLURM_PROCID=os.environ["RANK"], SLURM_LOCALID=os.environ["RANK"], SLURM_NTASKS="2", SLURM_JOB_ID=str(job_id)
+    ):
         mesh = init_distributed(DistributedConfig(startup_timeout_sec=20))
         found = (get_world_info(), tuple(mesh.shape), summed(), os.environ["MASTER_PORT"])
         destroy_distributed()
@@ -317,7 +342,8 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
 def threads_left(source: Any) -> tuple[int, int, int]:
     """Threads of gloo before a model is laid out, while it trains, and after the end.
 
-    Before: torch's compiler keeps what it traced with parameters that are DTensors, and so the groups of an earlier job.
+    Before: torch's compiler keeps what it traced with parameters that are DTensors, and so the groups of an earlier
+        job.
     """
 
     def listening() -> int:
@@ -342,7 +368,9 @@ def threads_left(source: Any) -> tuple[int, int, int]:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
 @pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
 def test_the_end_leaves_no_thread(spmd, name):
-    """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down many times."""
+    """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down
+    many times.
+    """
     source = DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8)
     for before, meanwhile, after in spmd(4, threads_left, source if name == "decoder" else config_of(name)):
         assert after <= before < meanwhile
@@ -384,7 +412,11 @@ def agreement_job() -> list:
 
 def test_what_one_rank_meets_all_ranks_hear(spmd):
     for rank, found in enumerate(spmd(2, agreement_job)):
-        assert found[:3] == [("ConfigError", "a config"), ("MeshwrightError", "Unportable: one and two"), ("OSError", "[Errno 28] disk")]
+        assert found[:3] == [
+            ("ConfigError", "a config"),
+            ("MeshwrightError", "Unportable: one and two"),
+            ("OSError", "[Errno 28] disk"),
+        ]
         assert found[3:] == [None if rank == 0 else 1, [0, 10], "said by 0", (1, True, False)]
 
 

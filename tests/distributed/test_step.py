@@ -1,4 +1,7 @@
-"""The step: skipped by all or by none, refused in the words of the rank concerned, undisturbed; evaluation, generation, clipping."""
+"""The step: skipped by all or by none, refused in the words of the rank concerned, undisturbed.
+
+Evaluation, generation, clipping.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def mine(problem: Problem, way: Way, step: int = 0):
 
 
 def poisoned_steps(layout: Layout, poisons: list[str]):
-    """A good step, then by turns a poisoned one and a good one: (weights unchanged, skipped, gradients left) of each; how many."""
+    """A good step, then by turns a poisoned one and a good one: (weights unchanged, skipped, gradients left) of each;
+    how many.
+    """
     problem, way, loss_fn = Problem(), Way(layout, (), "list"), Loss()
     model = lay_out(problem, way, loss_fn=loss_fn)
     optimizer = make_optimizer("adamw", model.parameters())
@@ -39,7 +44,9 @@ def poisoned_steps(layout: Layout, poisons: list[str]):
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         model.forward_backward(mine(problem, way, number))
         result = model.optimizer_step(optimizer, 1.0)
-        unchanged = all(torch.equal(local(before[name]), local(parameter)) for name, parameter in model.named_parameters())
+        unchanged = all(
+            torch.equal(local(before[name]), local(parameter)) for name, parameter in model.named_parameters()
+        )
         left = [p.grad for p in model.parameters() if p.grad is not None]
         seen.append((unchanged, result.skipped, len(left)))
     return seen, model.skipped_steps
@@ -57,7 +64,10 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(spmd, layout):
 
 
 def refusals(layout: Layout, spoilt: list[str]):
-    """For each way to spoil the batch of rank 1: what this rank was told, and after how long. A good step must follow."""
+    """For each way to spoil the batch of rank 1: what this rank was told, and after how long.
+
+    A good step must follow.
+    """
     problem, way = Problem(), Way(layout)
     model = lay_out(problem, way)
     told = []
@@ -105,7 +115,8 @@ WORDS = {
     "too long": "22 tokens, more than the model's maximum of 16",
     "token too large": "to 257, but the model knows 0 to 256",
     "token below zero": "from -1 to",
-    "label too large": "to 257, but the model knows 0 to 256 (model.vocab_size); a token without a loss has the label -100",
+    "label too large": "to 257, but the model knows 0 to 256 (model.vocab_size); a token without a loss has the label"
+    " -100",
     "labels of other shape": "['labels'] has shape",
     "labels are a list": "['labels'] is a list",
     "labels are int32": "['labels'] holds torch.int32",
@@ -218,7 +229,9 @@ def evaluated(layout: Layout, microbatches: str):
     return float(evaluation), evaluation.tokens, float(model.forward_backward(mine(problem, way))), left, kept
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [*((name, "one") for name in LAYOUTS), ("ddp2", "list"), ("fsdp2", "list")])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [*((name, "one") for name in LAYOUTS), ("ddp2", "list"), ("fsdp2", "list")]
+)
 def test_evaluation_is_the_training_loss_and_the_same_on_every_layout(spmd, reference, name, microbatches):
     for evaluation, tokens, training, left, kept in spmd(LAYOUTS[name].world, evaluated, LAYOUTS[name], microbatches):
         assert evaluation == pytest.approx(reference(Problem()).losses[0], rel=EXACT)
@@ -232,7 +245,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 def generated(layout: Layout):
     model = lay_out(Problem(dtype="float32"), Way(layout))
-    return model.generate(PROMPT, 6, temperature=0), model.generate(PROMPT, 6, seed=1), model.generate(PROMPT, 6, seed=2)
+    return (
+        model.generate(PROMPT, 6, temperature=0),
+        model.generate(PROMPT, 6, seed=1),
+        model.generate(PROMPT, 6, seed=2),
+    )
 
 
 def greedy(problem: Problem) -> list[int]:
@@ -274,7 +291,14 @@ def clipped_by_torch(problem: Problem):
 
 @pytest.mark.parametrize(
     ("layout", "max_norm", "foreach"),
-    [(DDP2, 0.1, True), (DDP2, 0.1, False), (FSDP2, 0.1, True), (FSDP2, 0.1, False), (FSDP2, 10.0, True), (HSDP, 0.1, True)],
+    [
+        (DDP2, 0.1, True),
+        (DDP2, 0.1, False),
+        (FSDP2, 0.1, True),
+        (FSDP2, 0.1, False),
+        (FSDP2, 10.0, True),
+        (HSDP, 0.1, True),
+    ],
     ids=str,
 )
 def test_clipping_equals_torch_on_one_process(spmd, reference, layout, max_norm, foreach):
@@ -306,7 +330,9 @@ def clipped_over_mixed_meshes():
 
 
 def test_clipping_counts_every_gradient_once_over_mixed_meshes(spmd):
-    values = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number)) for number in range(5)]
+    values = [
+        torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number)) for number in range(5)
+    ]
     norm = torch.stack(values).norm()
     for found, clipped_values in spmd(4, clipped_over_mixed_meshes):
         assert found == pytest.approx(norm.item(), rel=1e-14)

@@ -1,4 +1,6 @@
-"""Stochastic rounding: on average nothing is lost, copies are rounded alike wherever they lie, and a resumed run draws the same numbers."""
+"""Stochastic rounding: on average nothing is lost, copies are rounded alike wherever they lie, and a resumed run
+draws the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def moved(plan: OptimizerPlan, steps: int, rate: float) -> torch.Tensor:
     """How far weights of 1 come by AdamW, whose every update is ``rate``."""
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     made = partial(torch.optim.AdamW, [weight]) if plan == OptimizerPlan() else partial(TorchaoAdamW, [weight], plan)
-    optimizer = made(lr=rate, weight_decay=0.0, **({"named_parameters": [("w", weight)]} if plan != OptimizerPlan() else {}))
+    optimizer = made(
+        lr=rate, weight_decay=0.0, **({"named_parameters": [("w", weight)]} if plan != OptimizerPlan() else {})
+    )
     with uncompiled():
         for _ in range(steps):
             weight.grad = torch.full_like(weight, 0.5)
@@ -60,7 +64,8 @@ def test_updates_below_the_last_bit_move_weights_on_average_where_plain_rounding
     steps, rate, ulp = 50, 1e-4, 2.0**-8  # below 1; half of it is twenty updates
     assert (moved(OptimizerPlan(), steps, rate) == 0).all()
     far = moved(OptimizerPlan(state, stochastic_rounding=True), steps, rate)
-    # each step of each weight is off by chance, with a variance of at most rate · ulp (Bernoulli: p (1 - p) ulp², p = rate / ulp)
+    # each step of each weight is off by chance, with a variance of at most rate · ulp (Bernoulli: p (1 - p) ulp², p =
+    # rate / ulp)
     deviation = (steps * rate * ulp / far.numel()) ** 0.5
     assert abs(far.mean().item() - steps * rate) < 5 * deviation < 0.1 * steps * rate
 

@@ -1,4 +1,6 @@
-"""Every style of transformers, applied one by one with torch's own parallelize_module: forward and gradients are those of one process."""
+"""Every style of transformers, applied one by one with torch's own parallelize_module: forward and gradients are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
@@ -19,10 +27,20 @@ from meshwright.distributed.parallelizer import to_cpu, translate_to_torch_paral
 from meshwright.planning.tensor.styles import STYLES
 
 ROWS, SEQ, DIM, HIDDEN, VOCAB = 2, 6, 8, 12, 18
-OF_5_23 = """colwise rowwise colwise_gather_output rowwise_split_input packed_colwise packed_rowwise embedding_rowwise embedding_colwise
-replicated_with_grad_allreduce all_reduce replicate mla_kv_a_proj moe_tp_experts local_params moe_identity_expert grouped_gemm
+OF_5_23 = """colwise rowwise colwise_gather_output rowwise_split_input packed_colwise packed_rowwise embedding_rowwise
+embedding_colwise
+replicated_with_grad_allreduce all_reduce replicate mla_kv_a_proj moe_tp_experts local_params moe_identity_expert
+grouped_gemm
 ep_dispatch_experts""".split()
-OLDER = ["colwise_rep", "rowwise_rep", "sequence_parallel", "local", "local_colwise", "local_rowwise", "local_packed_rowwise"]
+OLDER = [
+    "colwise_rep",
+    "rowwise_rep",
+    "sequence_parallel",
+    "local",
+    "local_colwise",
+    "local_rowwise",
+    "local_packed_rowwise",
+]
 EXPERTS = ["moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"]
 
 
@@ -125,7 +143,12 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down, self.after = nn.Linear(DIM, 16), nn.RMSNorm(4), nn.Linear(16, DIM), nn.LayerNorm(DIM)
+        self.up, self.norm, self.down, self.after = (
+            nn.Linear(DIM, 16),
+            nn.RMSNorm(4),
+            nn.Linear(16, DIM),
+            nn.LayerNorm(DIM),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.up(x)
@@ -133,7 +156,9 @@ class Normed(nn.Module):
 
 
 class Latent(nn.Module):
-    """What multi-head latent attention does with its compressed keys: one part is projected for each head, one is used by all heads."""
+    """What multi-head latent attention does with its compressed keys: one part is projected for each head, one is
+    used by all heads.
+    """
 
     def __init__(self):
         super().__init__()
@@ -164,7 +189,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "colwise, rowwise": (FeedForward, {"up": "colwise", "down": "rowwise"}),
     "stored (in, out)": (lambda: FeedForward(Transposed), {"up": "colwise", "down": "rowwise"}),
     "gathered and split": (FeedForward, {"up": "colwise_gather_output", "down": "rowwise_split_input"}),
-    "gathered and split, unevenly": (lambda: FeedForward(hidden=14), {"up": "colwise_gather_output", "down": "rowwise_split_input"}),
+    "gathered and split, unevenly": (
+        lambda: FeedForward(hidden=14),
+        {"up": "colwise_gather_output", "down": "rowwise_split_input"},
+    ),
     "the older words": (FeedForward, {"up": "colwise_rep", "down": "rowwise_rep"}),
     "packed_colwise": (Packed, {"both": "packed_colwise", "down": "rowwise"}),
     "packed_rowwise": (Wide, {"left": "colwise", "right": "colwise", "down": "packed_rowwise"}),
@@ -172,7 +200,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         Normed,
         {"up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "rowwise", "after": "replicate"},
     ),
-    "as sequence_parallel norms are": (Normed, {"up": "colwise", "norm": "sequence_parallel", "down": "rowwise", "after": "local_params"}),
+    "as sequence_parallel norms are": (
+        Normed,
+        {"up": "colwise", "norm": "sequence_parallel", "down": "rowwise", "after": "local_params"},
+    ),
     "mla_kv_a_proj": (Latent, {"compress": "mla_kv_a_proj", "expand": "colwise", "out": "rowwise"}),
     "embedding_rowwise": (Ends, {"embed": "embedding_rowwise", "head": "colwise_gather_output"}),
     "embedding_rowwise, unevenly": (lambda: Ends(19), {"embed": "rowwise_rep", "head": "colwise_gather_output"}),
@@ -207,7 +238,9 @@ def computed(model: nn.Module, group_sums: bool = False) -> dict[str, Tensor]:
     output = model(x)
     weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (output * weights).sum().backward()
-    found = {name: to_cpu(p.grad) for name, p in model.named_parameters() if p.grad is not None} | {"output": output.detach()}
+    found = {name: to_cpu(p.grad) for name, p in model.named_parameters() if p.grad is not None} | {
+        "output": output.detach()
+    }
     if x.requires_grad:
         assert x.grad is not None
         if group_sums:

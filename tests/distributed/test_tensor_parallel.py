@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism in real processes: equal to one process, sends what the plan said, keeps what it holds, hides nothing."""
+"""Tensor and sequence parallelism in real processes: equal to one process, sends what the plan said, keeps what it
+holds, hides nothing.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ class Way:
         return dict(self.techniques)
 
 
-ALL_AT_ONCE = (("sync_grad_accum", True), ("activation_checkpointing", "full"), ("loss_chunks", 3), ("freeze", (r"layers\.0", "embedding")))
+ALL_AT_ONCE = (
+    ("sync_grad_accum", True),
+    ("activation_checkpointing", "full"),
+    ("loss_chunks", 3),
+    ("freeze", (r"layers\.0", "embedding")),
+)
 WAYS = {
     "tp2": Way(TP2),
     "tp4, tied": Way(TP4, model=TIED),
@@ -69,7 +76,9 @@ WAYS = {
     "offloaded": Way(SHARDED, (("cpu_offload", True),)),
     "gathered tensors kept": Way(TP2, (("regather", False),)),
     "whole sequences": Way(TP4, (("sequence_parallel", False),)),
-    "whole sequences, sharded, recomputed": Way(SHARDED, (("sequence_parallel", False), ("activation_checkpointing", "full")), 1, TIED),
+    "whole sequences, sharded, recomputed": Way(
+        SHARDED, (("sequence_parallel", False), ("activation_checkpointing", "full")), 1, TIED
+    ),
     "loss in chunks": Way(TP2, (("loss_chunks", 3),), 1),
     "loss in chunks, tied, sharded": Way(SHARDED, (("loss_chunks", 3),), model=TIED),
     "first block frozen": Way(TP2, (("freeze", (r"layers\.0",)),)),
@@ -78,7 +87,9 @@ WAYS = {
     "norms trained": Way(SHARDED, (("freeze", (r"^(?!.*norm)",)),), 1),
     "norms trained, whole sequences": Way(TP4, (("freeze", (r"^(?!.*norm)",)), ("sequence_parallel", False))),
     "last block trained": Way(SHARDED, (("freeze", (r"^(?!layers\.2\.)",)),)),
-    "feed-forwards trained": Way(TP2, (("freeze", (r"^(?!.*feed_forward\.)",)), ("activation_checkpointing", "full")), 2),
+    "feed-forwards trained": Way(
+        TP2, (("freeze", (r"^(?!.*feed_forward\.)",)), ("activation_checkpointing", "full")), 2
+    ),
     "all at once": Way(SHARDED, ALL_AT_ONCE, 1),
 }
 
@@ -89,7 +100,15 @@ def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     batches = RandomBatches(257, rows=4, seq_len=way.seq)
     dtypes = ("float64", "float32") if name in ("tp2", "sharded, microbatches") else ("float64",)
     report = verify(
-        way.model, way.layout, batches, steps=2, dtypes=dtypes, techniques=way.requested, max_norm=0.03, microbatch_rows=way.rows, pool=pool
+        way.model,
+        way.layout,
+        batches,
+        steps=2,
+        dtypes=dtypes,
+        techniques=way.requested,
+        max_norm=0.03,
+        microbatch_rows=way.rows,
+        pool=pool,
     )
     assert report, report
     worst = max(d.error for d in report.comparisons[0].of("gradient"))
@@ -205,12 +224,17 @@ def one_warm_step(source: Any, way: Way, vocabulary: int) -> tuple[Figures, Figu
 
 
 def assert_all_estimated(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
-    """The plan speaks for the first rank of the tensor axis; the others may have fewer rows of the vocabulary, and send no more."""
+    """The plan speaks for the first rank of the tensor axis.
+
+    The others may have fewer rows of the vocabulary, and send no more.
+    """
     for rank, (planned, sent) in enumerate(ranks):
         if rank % tp == 0:
             assert_estimated(planned, sent)
         else:
-            assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in ranks[0][1].items()}
+            assert {key: calls for key, (calls, _) in sent.items()} == {
+                key: calls for key, (calls, _) in ranks[0][1].items()
+            }
             assert all(0 < moved <= planned[key][1] for key, (_, moved) in sent.items())
 
 
@@ -246,8 +270,10 @@ def test_the_plan_estimates_every_byte_of_a_family(spmd, factory, way):
 
 
 def test_branches_behind_two_norms_gather_their_input_once(spmd):
-    """Forward 1 all-gather and 1 reduce-scatter in each of two blocks, backward 2 and 1; one more of each for embedding and head, and the
-    head gathers again."""
+    """Forward 1 all-gather and 1 reduce-scatter in each of two blocks, backward 2 and 1.
+
+    One more of each for embedding and head, and the head gathers again.
+    """
     for _, sent in spmd(2, one_warm_step, gpt_neox, Way(TP2), families.VOCABULARY):
         assert (sent["all_gather", 2][0], sent["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
 
@@ -287,7 +313,10 @@ def with_own_loss(layout: Layout, sequence_parallel: bool = True) -> dict[str, A
     requested = {"sequence_parallel": sequence_parallel, "precision": {"master": "float64"}}
     model = parallelize(UNTIED, layout, techniques=requested, seed=3, loss_fn=squared)
     loss = float(model.forward_backward(own_rows(model, batch_of(4, 11, 257))))
-    return {"own loss": loss, "gradients": whole_on_first({n: p.grad for n, p in model.named_parameters() if p.grad is not None})}
+    return {
+        "own loss": loss,
+        "gradients": whole_on_first({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -320,7 +349,9 @@ def without_sums_of_copies(whole: Any, model: Any, plan: Any) -> Sums:
 
 def broken(layout: Layout, fault: str) -> dict[str, Any]:
     real = whole_model.sums_of
-    with patch.object(whole_model, "sums_of", {"none": without_sums, "no copies": partial(without_sums_of_copies, real)}[fault]):
+    with patch.object(
+        whole_model, "sums_of", {"none": without_sums, "no copies": partial(without_sums_of_copies, real)}[fault]
+    ):
         return with_own_loss(layout)
 
 
@@ -332,7 +363,9 @@ def test_gradients_that_are_not_summed_are_caught(spmd, by_one_process, fault):
 
 
 def gradients_of_parts(layout: Layout) -> list[tuple[str, bool]]:
-    """Of each parameter: whether the gradient that comes back through ``local`` is the one that comes back through ``to_local``."""
+    """Of each parameter: whether the gradient that comes back through ``local`` is the one that comes back through
+    ``to_local``.
+    """
     model = parallelize(UNTIED, layout, seed=3)
     found = []
     for name, parameter in model.named_parameters():
@@ -415,9 +448,19 @@ COUNTS = (
 
 
 def numbers_seen(name: str) -> tuple[list[dict[str, Any]], bool]:
-    """The counts of every module and config, and torch's own functions: before; from hooks around each block and head; after."""
+    """The counts of every module and config, and torch's own functions: before.
+
+    From hooks around each block and head; after.
+    """
     source = families.on_cpu(families.config_of(name, use_cache=False))
-    torchs = (F.scaled_dot_product_attention, F.linear, F.embedding, F.cross_entropy, torch.nn.Linear.forward, torch.nn.Embedding.forward)
+    torchs = (
+        F.scaled_dot_product_attention,
+        F.linear,
+        F.embedding,
+        F.cross_entropy,
+        torch.nn.Linear.forward,
+        torch.nn.Embedding.forward,
+    )
 
     def now() -> dict[str, Any]:
         module = model.parts[0]
@@ -493,7 +536,9 @@ def placed(layout: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
 def test_ranks_hold_their_parts_alone(spmd):
     ranks = spmd(4, placed, TP4)
     assert [r["layers.0.attention.wq.weight"][1] for r in ranks] == [(6, 24)] * 4
-    assert [r["layers.0.attention.wk.weight"][1] for r in ranks] == [(6, 24)] * 4 and "12/2" in ranks[0]["layers.0.attention.wk.weight"][0]
+    assert [r["layers.0.attention.wk.weight"][1] for r in ranks] == [(6, 24)] * 4 and "12/2" in ranks[0][
+        "layers.0.attention.wk.weight"
+    ][0]
     assert [r["embedding.weight"][1] for r in ranks] == [(65, 24)] * 3 + [(62, 24)]
     assert [r["layers.0.attention_norm.weight"][1] for r in ranks] == [(24,)] * 4
 
@@ -518,7 +563,9 @@ def test_a_plan_that_is_changed_is_another_model(spmd):
 def shapes_between_blocks(sequence_parallel: bool) -> tuple[int, ...]:
     model = parallelize(UNTIED, TP2, techniques={"sequence_parallel": sequence_parallel})
     seen: list[tuple[int, ...]] = []
-    model.parts[0].get_submodule("layers.1").register_forward_hook(lambda m, a, output: seen.append(tuple(output.shape)))
+    model.parts[0].get_submodule("layers.1").register_forward_hook(
+        lambda m, a, output: seen.append(tuple(output.shape))
+    )
     model.forward_backward(own_rows(model, batch_of(2, 11, 257)))
     assert dataclasses.is_dataclass(model.plan.tensor)
     return seen[0]

@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -37,7 +42,9 @@ def _gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+        GPT2Config(
+            vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+        )
     )
 
 
@@ -69,7 +76,9 @@ def _fused_few_key_heads():
 def _mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"))
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager")
+    )
 
 
 def _llama():
@@ -80,7 +89,11 @@ def _llama():
 
 DENSE = ("gpt2", "phi3", "few_key_heads", "mpt", "fused_few_key_heads", "llama")
 MODELS = {f.__name__[1:]: f for f in (_gpt2, _phi3, _few_key_heads, _mpt, _fused_few_key_heads, _llama, _mixtral)}
-LAYOUTS = {"tp": Layout(tp=2, dp_shard=1), "fsdp-tp": Layout(tp=2, dp_shard=2), "hsdp-tp": Layout(tp=2, dp_shard=1, dp_replicate=2)}
+LAYOUTS = {
+    "tp": Layout(tp=2, dp_shard=1),
+    "fsdp-tp": Layout(tp=2, dp_shard=2),
+    "hsdp-tp": Layout(tp=2, dp_shard=1, dp_replicate=2),
+}
 
 
 def _plain(name):
@@ -131,7 +144,10 @@ def redistributed(model, plain):
 
 def copies(model, plain):
     """After operators of torch's, placements must still be true."""
-    made = {n: torch.zeros_like(p) + p.detach().clone() * 2 - p.detach().float().double() for n, p in model.named_parameters()}
+    made = {
+        n: torch.zeros_like(p) + p.detach().clone() * 2 - p.detach().float().double()
+        for n, p in model.named_parameters()
+    }
     truth = {n: p.detach() * 2 - p.detach().float().double() for n, p in plain.named_parameters()}
     return {n: _whole(p) for n, p in made.items()}, truth
 
@@ -145,18 +161,24 @@ def full_state_dict(model, plain):
 
 
 def vector(model, plain):
-    return {"all": _whole(parameters_to_vector(model.parameters()).detach())}, {"all": parameters_to_vector(plain.parameters()).detach()}
+    return {"all": _whole(parameters_to_vector(model.parameters()).detach())}, {
+        "all": parameters_to_vector(plain.parameters()).detach()
+    }
 
 
 def norms(model, plain):
-    return {n: _whole(p.detach().norm()) for n, p in model.named_parameters()}, {n: p.detach().norm() for n, p in plain.named_parameters()}
+    return {n: _whole(p.detach().norm()) for n, p in model.named_parameters()}, {
+        n: p.detach().norm() for n, p in plain.named_parameters()
+    }
 
 
 def gradients_of_two_backwards(model, plain):
     for module in (model, plain):
         _loss(module).backward()
         (_loss(module) * 2).backward()
-    return {n: _whole(p.grad.clone() * 1) for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()}
+    return {n: _whole(p.grad.clone() * 1) for n, p in model.named_parameters()}, {
+        n: p.grad for n, p in plain.named_parameters()
+    }
 
 
 def clipped_by_torch(model, plain):
@@ -205,7 +227,9 @@ def power_iteration(model, plain):
         p.detach().add_(g, alpha=-0.1)
         return p.detach()
 
-    return {n: _whole(stepped(p)) for n, p in model.named_parameters()}, {n: stepped(p) for n, p in plain.named_parameters()}
+    return {n: _whole(stepped(p)) for n, p in model.named_parameters()}, {
+        n: stepped(p) for n, p in plain.named_parameters()
+    }
 
 
 def averaged(model, plain):
@@ -288,7 +312,14 @@ READING = (
     saved_and_read_in_one_process,
     saved_and_loaded,
 )
-WRITING = (gradients_of_two_backwards, clipped_by_torch, optimizer_state, foreach_optimizer, fused_optimizer, power_iteration)
+WRITING = (
+    gradients_of_two_backwards,
+    clipped_by_torch,
+    optimizer_state,
+    foreach_optimizer,
+    fused_optimizer,
+    power_iteration,
+)
 WRITING += (loaded_by_load_state_dict, set_by_torch)
 
 
@@ -340,13 +371,17 @@ def test_experts_that_went_in_come_out(spmd, shards):
 def _side_by_side(tensor):
     """What ranks hold, one behind the other, as of torch's plain shards."""
     (axis,) = (i for i, place in enumerate(tensor.placements) if hasattr(place, "parts"))
-    return Shard(tensor.placements[axis].dim)._to_replicate_tensor(tensor._local_tensor, tensor.device_mesh, axis, tensor.shape)
+    return Shard(tensor.placements[axis].dim)._to_replicate_tensor(
+        tensor._local_tensor, tensor.device_mesh, axis, tensor.shape
+    )
 
 
 FAULTS = {
     "parts are put together as plain shards": lambda: patch.object(parts_tensor, "whole_everywhere", _side_by_side),
     "copies of key heads are written twice": lambda: patch.object(wholes, "first_copies", pieces),
-    "parameters of the techniques stay as torch makes them": lambda: patch.object(order, "keep_parts", lambda model: None),
+    "parameters of the techniques stay as torch makes them": lambda: patch.object(
+        order, "keep_parts", lambda model: None
+    ),
     "operators look at shares as if they were wholes": lambda: patch.object(parts_tensor, "_on_wholes", _on_each_share),
 }
 

@@ -88,7 +88,10 @@ BUILT_IN = ["tensor_parallel", "activation_checkpoint", "compile", "fully_shard"
 
 
 MISNAMED = {"mixed_precision": {"param_type": "bf16"}}
-DDP, SHARD = DDPTransformConfig(), "transform 'fully_shard' takes a FullyShardTransformConfig or a dict of it, not DDPTransformConfig"
+DDP, SHARD = (
+    DDPTransformConfig(),
+    "transform 'fully_shard' takes a FullyShardTransformConfig or a dict of it, not DDPTransformConfig",
+)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,22 @@ DDP, SHARD = DDPTransformConfig(), "transform 'fully_shard' takes a FullyShardTr
     [
         ("fully_shards", {}, "'fully_shards' is not a registered model transform. Did you mean 'fully_shard'?"),
         ("x", {}, "'x' is not a registered model transform. Registered: activation_checkpoint, "),
-        ("ddp", {"find_unused": True}, "ddp: unknown key 'find_unused'. Did you mean 'find_unused_parameters'? Keys here: find_unused_"),
+        (
+            "ddp",
+            {"find_unused": True},
+            "ddp: unknown key 'find_unused'. Did you mean 'find_unused_parameters'? Keys here: find_unused_",
+        ),
         ("ddp", {"static_graph": 1}, "ddp: static_graph = 1 is a whole number; expected true or false"),
-        ("fully_shard", MISNAMED, "unknown key 'mixed_precision.param_type'. Did you mean 'mixed_precision.param_dtype'?"),
-        ("fully_shard", {"sync_grad_accum": "shards"}, 'sync_grad_accum = "shards" is text; expected true or false, or "shard".'),
+        (
+            "fully_shard",
+            MISNAMED,
+            "unknown key 'mixed_precision.param_type'. Did you mean 'mixed_precision.param_dtype'?",
+        ),
+        (
+            "fully_shard",
+            {"sync_grad_accum": "shards"},
+            'sync_grad_accum = "shards" is text; expected true or false, or "shard".',
+        ),
         ("fully_shard", {"reshard_after_forward": "2"}, "Write it without quotes: reshard_after_forward = 2"),
         ("fully_shard", {"offload": True}, "fully_shard: offload = true is true or false; expected a table"),
         ("fully_shard", DDP, SHARD),
@@ -135,7 +150,12 @@ ALIASES = {
 @pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in ALIASES.items() for name in names])
 def test_dtypes_go_by_all_their_names(dtype, name):
     policy = MixedPrecisionConfig(name, name, name, False).policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs) == (dtype, dtype, dtype, False)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs) == (
+        dtype,
+        dtype,
+        dtype,
+        False,
+    )
 
 
 @pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype", "output_dtype"])
@@ -143,7 +163,8 @@ def test_a_dtype_that_is_none_is_refused_at_once(key):
     values = {"param_dtype": "bf16", "reduce_dtype": "bf16"} | {key: "float23"}
     legal = "Legal: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double/fp64."
     with pytest.raises(
-        ConfigError, match=re.escape(f"mixed_precision.{key} = 'float23' is not a dtype that meshwright knows.") + ".*" + legal
+        ConfigError,
+        match=re.escape(f"mixed_precision.{key} = 'float23' is not a dtype that meshwright knows.") + ".*" + legal,
     ):
         build_model_transform("fully_shard", {"mixed_precision": values})
 
@@ -151,15 +172,20 @@ def test_a_dtype_that_is_none_is_refused_at_once(key):
 def test_registering_refuses_what_would_go_wrong_later():
     with pytest.raises(ConfigError, match="must be a dataclass"):
         register_model_transform("odd", dict)
-    with pytest.raises(ConfigError, match="'fully_sharded' is not a registered model transform. Did you mean 'fully_shard'"):
+    with pytest.raises(
+        ConfigError, match="'fully_sharded' is not a registered model transform. Did you mean 'fully_shard'"
+    ):
         register_model_transform("odd", LabelConfig, after=["fully_sharded"])
     with pytest.raises(
-        ConfigError, match="the transform name 'ddp' is taken by meshwright.distributed.doors.builtin_transforms.DDPTransform"
+        ConfigError,
+        match="the transform name 'ddp' is taken by meshwright.distributed.doors.builtin_transforms.DDPTransform",
     ):
         register_model_transform("ddp", LabelConfig)(Label)
     with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):
         register_model_transform("ddp", LabelConfig)(type("DDPTransform", (Label,), {}))
-    register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))(Wrap)  # the same class again, as a notebook does
+    register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))(
+        Wrap
+    )  # the same class again, as a notebook does
     with pytest.raises(ConfigError, match="'odd' is not a registered"):
         build_model_transform("odd")
 
@@ -195,7 +221,9 @@ def test_a_users_own_come_where_they_say(names, pairs):
 def test_requested_that_contradict_each_other_are_refused():
     registered("impossible", after=["ddp"], before=["compile"])
     assert in_order(["impossible", "ddp"]) == ["ddp", "impossible"], "what is not there is in nobody's way"
-    with pytest.raises(ConfigError, match="cannot be ordered: their before= and after= wishes contradict each other") as caught:
+    with pytest.raises(
+        ConfigError, match="cannot be ordered: their before= and after= wishes contradict each other"
+    ) as caught:
         in_order(["impossible", "ddp", "compile", "first"])
     assert "impossible" in str(caught.value)
 
@@ -208,7 +236,9 @@ def test_all_configs_are_read_before_the_model_is_touched():
 
 
 def test_users_transforms_run_with_their_typed_config():
-    model = apply_model_transforms(Odd(), {"late": {"text": "b", "tags": ["x"]}, "before_late": LabelConfig("a"), "first": None})
+    model = apply_model_transforms(
+        Odd(), {"late": {"text": "b", "tags": ["x"]}, "before_late": LabelConfig("a"), "first": None}
+    )
     assert model.labels.index("a") < model.labels.index("b") and sorted(model.labels) == ["a", "b", "label"]
     assert build_model_transform("late", {"tags": ["x"]}).config.tags == ("x",)
 
@@ -261,7 +291,10 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     """Largest error of a tensor, in its own norm or a millionth of the whole."""
     assert found.keys() == wanted.keys()
     floor = 1e-6 * torch.stack([w.double().norm() for w in wanted.values()]).norm()
-    return max(((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item() for n, w in wanted.items())
+    return max(
+        ((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item()
+        for n, w in wanted.items()
+    )
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -307,12 +340,22 @@ OFFLOAD = {"offload": {"cpu_offload": True, "pin_memory": False}}
     ("layout", "name", "config", "sent"),
     [
         ("ddp2", "ddp", {}, [NOTHING, NOTHING, {"all_reduce": 1}]),
-        ("ddp2", "ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": False}, [NOTHING, NOTHING, {"all_reduce": 2}]),
+        (
+            "ddp2",
+            "ddp",
+            {"find_unused_parameters": True, "gradient_as_bucket_view": False},
+            [NOTHING, NOTHING, {"all_reduce": 2}],
+        ),
         ("ddp2", "ddp", {"static_graph": True}, None),
         ("fsdp2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3}]),
         ("fsdp2", "fully_shard", {"sync_grad_accum": True, "reshard_after_forward": True}, [{"reduce_scatter": 3}] * 3),
         ("hsdp2x2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3, "all_reduce": 3}]),
-        ("hsdp2x2", "fully_shard", {"sync_grad_accum": "shard"}, [{"reduce_scatter": 3}] * 2 + [{"reduce_scatter": 3, "all_reduce": 3}]),
+        (
+            "hsdp2x2",
+            "fully_shard",
+            {"sync_grad_accum": "shard"},
+            [{"reduce_scatter": 3}] * 2 + [{"reduce_scatter": 3, "all_reduce": 3}],
+        ),
         ("hsdp2x2", "fully_shard", {"sync_grad_accum": True}, [{"reduce_scatter": 3, "all_reduce": 3}] * 3),
         ("fsdp4", "fully_shard", OFFLOAD | {"reshard_after_forward": 2}, [NOTHING, NOTHING, {"reduce_scatter": 3}]),
     ],
@@ -401,15 +444,27 @@ def precision_job() -> dict:
     untouched = not isinstance(model, FSDPModule)
     model = apply_model_transforms(model, {"fully_shard": config}, layout=LAYOUTS["fsdp2"][1])
     seen: list[torch.dtype] = []
-    model.blocks[0].inner.register_forward_hook(lambda module, args, output: seen.extend([module.weight.dtype, args[0].dtype]))
+    model.blocks[0].inner.register_forward_hook(
+        lambda module, args, output: seen.extend([module.weight.dtype, args[0].dtype])
+    )
     output = model(microbatches(0, 2)[0][0])
     output.sum().backward()
-    return {"said": said, "untouched": untouched, "seen": set(seen), "output": output.dtype, "grad": model.embed.weight.grad.dtype}
+    return {
+        "said": said,
+        "untouched": untouched,
+        "seen": set(seen),
+        "output": output.dtype,
+        "grad": model.embed.weight.grad.dtype,
+    }
 
 
 def test_mixed_precision_acts_and_sums_in_float16_are_refused(spmd):
     for found in spmd(2, precision_job):
-        assert found["said"].startswith("UnsupportedError: ") and "reduce = float16 would lose" in found["said"] and found["untouched"]
+        assert (
+            found["said"].startswith("UnsupportedError: ")
+            and "reduce = float16 would lose" in found["said"]
+            and found["untouched"]
+        )
         assert found["seen"] == {torch.bfloat16} and found["output"] == torch.float64 and found["grad"] == torch.float32
 
 
@@ -433,7 +488,9 @@ def chain_job(layout: str, configs: dict) -> dict:
         "error": worst(gradients(inner), oracle()),
         "mix": calls["mix"],
         "labels": model.__dict__.get("labels", inner.__dict__.get("labels")),
-        "groups": [({names[id(p)] for p in g["params"]}, {k: v for k, v in g.items() if k != "params"}) for g in groups],
+        "groups": [
+            ({names[id(p)] for p in g["params"]}, {k: v for k, v in g.items() if k != "params"}) for g in groups
+        ],
         "compiled": [module._compiled_call_impl is not None for module in inner.blocks],
     }
 
@@ -449,7 +506,11 @@ def test_a_chain_in_any_listing_is_one_model(spmd, data):
         matrices = {"embed.weight", *(f"blocks.{i}.{w}.weight" for i in (0, 1) for w in ("inner", "outer"))}
         vectors = {"norm.weight", "norm.bias", *(f"blocks.{i}.outer.bias" for i in (0, 1))}
         gains = {f"blocks.{i}.gain.{n}" for i in (0, 1) for n in ("one", "three")}
-        wanted = [(matrices, {"weight_decay": 0.3}), (vectors, {"weight_decay": 0.0}), (gains, {"weight_decay": 0.0, "lr": 7.0})]
+        wanted = [
+            (matrices, {"weight_decay": 0.3}),
+            (vectors, {"weight_decay": 0.0}),
+            (gains, {"weight_decay": 0.0, "lr": 7.0}),
+        ]
         assert len(found["groups"]) == 3 and all(group in found["groups"] for group in wanted)
 
 
@@ -465,7 +526,9 @@ def own_groups_job() -> list[tuple[int, float]]:
         model = apply_model_transforms(built(make=OwnGroups), {name: {}}, layout=chosen)
         groups = model.make_parameter_groups(rate=0.5)
         own = {id(p) for p in model.parameters()}
-        assert all(id(p) in own for g in groups for p in g["params"]), "the parameters that will be trained, not those before sharding"
+        assert all(id(p) in own for g in groups for p in g["params"]), (
+            "the parameters that will be trained, not those before sharding"
+        )
         found.append((len(groups), groups[0]["lr"]))
     return found
 
@@ -496,9 +559,13 @@ def unequal_job() -> dict:
     inner = dict(model.module.named_parameters())
     return {
         "ddp": all(torch.equal(inner[name], p) for name, p in reference.named_parameters()),
-        "fully_shard": refusal(lambda: build_model_transform("fully_shard", layout=LAYOUTS["fsdp2"][1]).apply(built(seed=dist.get_rank()))),
+        "fully_shard": refusal(
+            lambda: build_model_transform("fully_shard", layout=LAYOUTS["fsdp2"][1]).apply(built(seed=dist.get_rank()))
+        ),
         "hybrid": refusal(
-            lambda: build_model_transform("fully_shard", layout=Layout(dp_replicate=2, dp_shard=1)).apply(built(seed=dist.get_rank()))
+            lambda: build_model_transform("fully_shard", layout=Layout(dp_replicate=2, dp_shard=1)).apply(
+                built(seed=dist.get_rank())
+            )
         ),
     }
 
@@ -507,7 +574,10 @@ def test_unequal_weights_are_made_equal_by_ddp_and_refused_on_sharded_replicas(s
     for found in spmd(2, unequal_job):
         assert found["ddp"], "those of the first replica, as torch does"
         for kind in ("fully_shard", "hybrid"):
-            assert found[kind].startswith("IntegrityError") and "differs between ranks that should hold the same values" in found[kind]
+            assert (
+                found[kind].startswith("IntegrityError")
+                and "differs between ranks that should hold the same values" in found[kind]
+            )
 
 
 def meta_job() -> tuple[bool, bool]:
@@ -537,7 +607,11 @@ def alone_job() -> dict:
         found[name] = (worst(gradients(model), oracle()), type(model).__name__, sum(s.bytes for s in wire.sent))
     model = apply_model_transforms(built(), {})
     accumulate(model, microbatches(0, 1))
-    found["plain"] = (worst(gradients(model), oracle()), type(model).__name__, float(len(model.make_parameter_groups())))
+    found["plain"] = (
+        worst(gradients(model), oracle()),
+        type(model).__name__,
+        float(len(model.make_parameter_groups())),
+    )
     return found
 
 
@@ -552,7 +626,8 @@ def groupless_job() -> list[str]:
 
 def test_several_processes_without_a_group_are_told_what_to_call(spmd):
     wanted = (
-        "ConfigError: there are 2 processes and no process group: call init_distributed before the transforms, or give them device_mesh="
+        "ConfigError: there are 2 processes and no process group: call init_distributed before the transforms,"
+        " or give them device_mesh="
     )
     assert spmd(2, groupless_job) == [[wanted] * 2] * 2
 
@@ -583,12 +658,42 @@ def test_what_does_not_fit_is_refused(spmd):
 @pytest.mark.parametrize(
     ("name", "config", "kind", "words"),
     [
-        ("activation_checkpoint", {"layer_classes": ["torch.nn.Conv2d"]}, ConfigError, "['torch.nn.Conv2d']: no module of Odd is one"),
-        ("activation_checkpoint", {"layer_classes": ["support.odd.Mux"]}, ImportError, "cannot import the class 'support.odd.Mux'"),
-        ("activation_checkpoint", {"use_reentrant": True}, UnsupportedError, "activation_checkpoint.use_reentrant = true"),
-        ("activation_checkpoint", {"ops_to_save": ["aten.mn"]}, ConfigError, "activation_checkpoint.ops_to_save: 'aten.mn' is neither"),
-        ("activation_checkpoint", {"ops_to_save": ["aten.t"]}, UnsupportedError, "'aten.t' writes into its inputs or gives a view"),
-        ("compile", {"activation_memory_budget": 1.5}, ConfigError, "activation_memory_budget = 1.5: a share of what would be kept"),
+        (
+            "activation_checkpoint",
+            {"layer_classes": ["torch.nn.Conv2d"]},
+            ConfigError,
+            "['torch.nn.Conv2d']: no module of Odd is one",
+        ),
+        (
+            "activation_checkpoint",
+            {"layer_classes": ["support.odd.Mux"]},
+            ImportError,
+            "cannot import the class 'support.odd.Mux'",
+        ),
+        (
+            "activation_checkpoint",
+            {"use_reentrant": True},
+            UnsupportedError,
+            "activation_checkpoint.use_reentrant = true",
+        ),
+        (
+            "activation_checkpoint",
+            {"ops_to_save": ["aten.mn"]},
+            ConfigError,
+            "activation_checkpoint.ops_to_save: 'aten.mn' is neither",
+        ),
+        (
+            "activation_checkpoint",
+            {"ops_to_save": ["aten.t"]},
+            UnsupportedError,
+            "'aten.t' writes into its inputs or gives a view",
+        ),
+        (
+            "compile",
+            {"activation_memory_budget": 1.5},
+            ConfigError,
+            "activation_memory_budget = 1.5: a share of what would be kept",
+        ),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(name, config, kind, words):

@@ -1,6 +1,9 @@
-"""The array: every two switches that the rules allow meet in some way; each way is laid out once, and asked every question.
+"""The array: every two switches that the rules allow meet in some way.
 
-The ways are in tests/ways.txt. Run one alone: pytest "tests/distributed/test_ways.py::test_a_way_keeps_every_promise[dp=fsdp tp=2 …]".
+Each way is laid out once, and asked every question.
+
+The ways are in tests/ways.txt. Run one alone: pytest
+"tests/distributed/test_ways.py::test_a_way_keeps_every_promise[dp=fsdp tp=2 …]".
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ WAYS = ways()
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.covers(*way.meetings)) for way in WAYS], ids=str)
 def test_a_way_keeps_every_promise(pool, reference, tmp_path, measured, way):
-    """Equal to one process; sends and holds what the plan says; goes on from a checkpoint bit by bit; torch reads the same weights."""
+    """Equal to one process; sends and holds what the plan says.
+
+    Goes on from a checkpoint bit by bit; torch reads the same weights.
+    """
     found = answers(way, pool, reference(way.problem), tmp_path)
     assert not found.faults, found.text()
     measured(str(way), "ways", found.worst)

@@ -1,4 +1,6 @@
-"""Whole tensors from shards: the same as one by one, whatever the shapes, the placements and how many travel together."""
+"""Whole tensors from shards: the same as one by one, whatever the shapes, the placements and how many travel
+together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.planning.layout import Layout
 
 SHAPES = [(7,), (1,), (5, 3), (1, 2, 3), (0, 3), (33, 2)]
-PLACEMENTS = [(Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(0), Shard(1))]
+PLACEMENTS = [
+    (Replicate(), Shard(0)),
+    (Shard(0), Replicate()),
+    (Replicate(), Replicate()),
+    (Shard(0), Shard(0)),
+    (Shard(0), Shard(1)),
+]
 
 
 def two_by_two() -> DeviceMesh:
@@ -31,7 +39,9 @@ def drawn(dtype: torch.dtype) -> dict[str, tuple[Tensor, DTensor]]:
         for placements in PLACEMENTS:
             if placements[1] == Shard(1) and len(shape) == 1:
                 continue
-            whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(found)), dtype=torch.float64).to(dtype)
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(found)), dtype=torch.float64).to(
+                dtype
+            )
             if whole.numel() > 2:
                 whole.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
             found[f"{dtype} {shape} {placements}"] = whole, distribute_tensor(whole, mesh, placements)
@@ -39,7 +49,9 @@ def drawn(dtype: torch.dtype) -> dict[str, tuple[Tensor, DTensor]]:
 
 
 def gathered(elements: int) -> tuple[int, list[str], int]:
-    """(tensors that came, names of those that are not the whole tensor, collectives), of tensors that travel ``elements`` together."""
+    """(tensors that came, names of those that are not the whole tensor, collectives), of tensors that travel
+    ``elements`` together.
+    """
     cases = drawn(torch.float64) | drawn(torch.float32)
     with patch.object(wholes, "PACK_ELEMENTS", elements), WireCounter() as wire:
         found = whole_on_first({name: tensor for name, (_, tensor) in cases.items()})
@@ -48,7 +60,11 @@ def gathered(elements: int) -> tuple[int, list[str], int]:
 
 
 def is_same(found: Tensor, there: Tensor) -> bool:
-    return found.dtype == there.dtype and found.shape == there.shape and torch.equal(found.nan_to_num(7), there.nan_to_num(7))
+    return (
+        found.dtype == there.dtype
+        and found.shape == there.shape
+        and torch.equal(found.nan_to_num(7), there.nan_to_num(7))
+    )
 
 
 def test_whole_tensors_come_to_the_first_rank_and_few_collectives_carry_them(spmd):
@@ -60,7 +76,9 @@ def test_whole_tensors_come_to_the_first_rank_and_few_collectives_carry_them(spm
 
 
 def others() -> dict[str, Tensor]:
-    """What is no shard of a mesh over all ranks: a plain tensor, one that is yet to be summed, one on half of the ranks."""
+    """What is no shard of a mesh over all ranks: a plain tensor, one that is yet to be summed, one on half of the
+    ranks.
+    """
     mesh = two_by_two()
     rank = torch.distributed.get_rank()
     half = DTensor.from_local(torch.full((1,), float(rank)), mesh["dp_shard"], (Shard(0),))
@@ -71,4 +89,8 @@ def others() -> dict[str, Tensor]:
 def test_what_cannot_travel_together_comes_as_rank_0_has_it(spmd):
     found, *empty = spmd(4, others)
     assert empty == [{}, {}, {}]
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"plain": [0, 1, 2], "half": [0, 1], "summed": [3, 3]}
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "plain": [0, 1, 2],
+        "half": [0, 1],
+        "summed": [3, 3],
+    }

@@ -1,4 +1,7 @@
-"""What travels is what the plan said, to the byte, before any process group existed. Counted below our code, at torch's dispatcher."""
+"""What travels is what the plan said, to the byte, before any process group existed.
+
+Counted below our code, at torch's dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,9 @@ def drawn(draw):
     layout = draw(st.sampled_from([DDP2, FSDP2, FSDP4, HSDP]))
     techniques = {"sync_grad_accum": draw(st.booleans())}
     if layout.dp_shard > 1:
-        techniques["reshard_after_forward"] = draw(st.sampled_from([True, False, 2] if layout == FSDP4 else [True, False]))
+        techniques["reshard_after_forward"] = draw(
+            st.sampled_from([True, False, 2] if layout == FSDP4 else [True, False])
+        )
     frozen = draw(st.sampled_from([(), ("embedding",), (r"layers\.0",), ("^norm",)]))
     data = Data(rows=4 * draw(st.integers(1, 2)), seq=6, vocab=model.vocab_size)
     techniques = tuple({**techniques, "freeze": frozen}.items())
@@ -125,13 +130,17 @@ def test_the_plan_estimates_every_byte_of_any_shape(pool, case):
 
 EVEN = DecoderConfig(256, 64, 3, 4, 2, 128, 64)
 SCALARS = 124
-"""Bytes per rank of the words that open and close a step: six counts and the loss over both data axes, a norm, and the norm of copies."""
+"""Bytes per rank of the words that open and close a step: six counts and the loss over both data axes, a norm, and
+the norm of copies.
+"""
 
 
 def even_sizes() -> tuple[int, int, int]:
     """Bytes of all parameters, of those outside the blocks, and of those of the last block, in fp32."""
     facts = model_facts(as_module(EVEN))
-    return tuple(4 * sum(p.numel for p in part) for part in (facts.parameters, facts.of_unit(""), facts.of_unit("layers.2")))
+    return tuple(
+        4 * sum(p.numel for p in part) for part in (facts.parameters, facts.of_unit(""), facts.of_unit("layers.2"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +161,9 @@ def test_even_shapes_move_no_more_than_the_formulas_say(spmd, measured, layout, 
     problem = Problem(EVEN, dtype="float32", data=Data(vocab=256))
     _, counted = spmd(layout.world, one_warm_step, problem, Way(layout, (), microbatches))[0]
     for op, formula in formulas.items():
-        moved = sum(figures[1] for key, figures in counted.items() if key[0] == op) - (SCALARS if op == "all_reduce" else 0)
+        moved = sum(figures[1] for key, figures in counted.items() if key[0] == op) - (
+            SCALARS if op == "all_reduce" else 0
+        )
         assert 0.99 * formula <= moved <= formula, op
         measured(f"{layout}, {times} microbatches", "bytes, of the formula", {op: moved / formula})
     extra = {key[0] for key in counted} - set(formulas)

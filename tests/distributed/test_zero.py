@@ -8,7 +8,20 @@ import pytest
 import torch
 from support.laid_out import assert_estimated
 from support.oracle import differences, faults, worst
-from support.problems import FSDP2, FSDP4, HSDP, PARTLY_FROZEN, TIED, UNTIED, Data, Problem, Way, make_optimizer, pieces, share
+from support.problems import (
+    FSDP2,
+    FSDP4,
+    HSDP,
+    PARTLY_FROZEN,
+    TIED,
+    UNTIED,
+    Data,
+    Problem,
+    Way,
+    make_optimizer,
+    pieces,
+    share,
+)
 from support.train import DISTURBANCES, lay_out, local, train
 from test_pipeline import one_step
 from test_wire import EVEN, even_sizes, one_warm_step
@@ -132,12 +145,15 @@ def held_gathered(model: ParallelModel) -> list[str]:
         name
         for part in model.parts
         for name, module in part.named_modules()
-        if isinstance(module, FSDPModule) and any(group.is_unsharded for group in fully_sharded.groups_of_parameters(module))
+        if isinstance(module, FSDPModule)
+        and any(group.is_unsharded for group in fully_sharded.groups_of_parameters(module))
     ]
 
 
 def by_hand(stage: int) -> tuple[list[str], bool]:
-    """Two steps of ``optimizer_step``, and two of a loop of the user's own: what is gathered between steps, and whether both agree."""
+    """Two steps of ``optimizer_step``, and two of a loop of the user's own: what is gathered between steps, and
+    whether both agree.
+    """
     way = Way(FSDP2, (("zero_stage", stage),), "rows")
     found, gathered = [], []
     for own in (False, True):
@@ -147,7 +163,9 @@ def by_hand(stage: int) -> tuple[list[str], bool]:
             batch = share(Data().step(step), *get_world_info()[::2])
             if own:
                 pieces_of_step = pieces(batch, (2, 4))
-                tokens = sum(int(((one["labels"] != -100) & one["loss_mask"]).sum()) for one in pieces(Data().step(step), ()))
+                tokens = sum(
+                    int(((one["labels"] != -100) & one["loss_mask"]).sum()) for one in pieces(Data().step(step), ())
+                )
                 for number, piece in enumerate(pieces_of_step):
                     with model.accumulation_context(number == len(pieces_of_step) - 1):
                         logits = model.module(**{key: piece[key] for key in ("tokens", "positions", "document_ids")})
@@ -178,7 +196,9 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
 
 
 def loaded(stage: int, folder: str) -> list[float]:
-    """The loss of a batch before a step, behind it, and after going back to what was saved before it, in the middle of a step."""
+    """The loss of a batch before a step, behind it, and after going back to what was saved before it, in the middle
+    of a step.
+    """
     model = lay_out(Problem(), Way(FSDP2, (("zero_stage", stage),), "rows"))
     optimizer = make_optimizer("sgd", model.parameters())
     batch = share(Data().step(0), *get_world_info()[::2])

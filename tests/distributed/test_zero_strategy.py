@@ -1,4 +1,6 @@
-"""nvFSDP's one call on our engine: every strategy equals one process, every switch does what it says or is refused by name."""
+"""nvFSDP's one call on our engine: every strategy equals one process, every switch does what it says or is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def worst_error(layout: Layout, options: dict[str, Any]) -> float:
     wanted, found = trained_alone(), {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
     assert found.keys() == wanted.keys()
     return max(
-        ((found[name] - w).norm() / (w - start[name]).norm()).item() for name, w in wanted.items() if (w - start[name]).norm() > 1e-9
+        ((found[name] - w).norm() / (w - start[name]).norm()).item()
+        for name, w in wanted.items()
+        if (w - start[name]).norm() > 1e-9
     )
 
 
@@ -157,7 +161,9 @@ def units(model: nn.Module) -> list[str]:
 
 
 def groups(model: nn.Module) -> list[Any]:
-    return [group for module in fully_sharded.sharded_modules(model) for group in fully_sharded.groups_of_parameters(module)]
+    return [
+        group for module in fully_sharded.sharded_modules(model) for group in fully_sharded.groups_of_parameters(module)
+    ]
 
 
 def applications() -> dict[str, Any]:
@@ -176,18 +182,29 @@ def applications() -> dict[str, Any]:
                 loss.backward()
             kept.append(sum(group.is_unsharded for group in groups(model)))
         found[strategy] = shard, held, kept, axis_sizes(first.device_mesh)
-    in_half = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh, preserve_fp32_weights=True, grad_reduce_in_fp32=True)
+    in_half = nvfsdp_strategy_parallelize(
+        decoder(torch.bfloat16), mesh, preserve_fp32_weights=True, grad_reduce_in_fp32=True
+    )
     loss_of(in_half).backward()
     policy = in_half._get_fsdp_state()._mp_policy
-    found["preserved"] = policy.param_dtype, policy.reduce_dtype, {p.dtype for p in in_half.parameters()}, in_half.head.weight.grad.dtype
+    found["preserved"] = (
+        policy.param_dtype,
+        policy.reduce_dtype,
+        {p.dtype for p in in_half.parameters()},
+        in_half.head.weight.grad.dtype,
+    )
     plain = nvfsdp_strategy_parallelize(decoder(torch.bfloat16), mesh)
     found["plain"] = plain._get_fsdp_state()._mp_policy.param_dtype, {p.dtype for p in plain.parameters()}
-    named = nvfsdp_strategy_parallelize(decoder(), mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Embedding])
+    named = nvfsdp_strategy_parallelize(
+        decoder(), mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Embedding]
+    )
     alone = nvfsdp_strategy_parallelize(decoder(), mesh, disable_bucketing=True)
     found["units"] = units(named), units(alone)
     quiet = nvfsdp_strategy_parallelize(decoder(), mesh, overlap_grad_reduce=False, overlap_param_gather=False)
     states = [module._get_fsdp_state() for module in fully_sharded.sharded_modules(quiet)]
-    found["quiet"] = all(state._states_to_backward_prefetch == [state] and not state._states_to_forward_prefetch for state in states)
+    found["quiet"] = all(
+        state._states_to_backward_prefetch == [state] and not state._states_to_forward_prefetch for state in states
+    )
     found["waits"] = {type(group._reduce_scatter_comm).__name__ for group in groups(quiet)}
     found["default"] = {type(group._reduce_scatter_comm).__name__ for group in groups(plain)}
     gradients = {}
@@ -207,13 +224,19 @@ def test_what_is_applied(spmd):
         assert [found[strategy][0] for strategy in STRATEGIES[1:4]] == [0.5] * 3
         units_in_all = 4
         for strategy in ("optim", "optim_grads"):
-            assert found[strategy][1:3] == ([units_in_all] * 2, [units_in_all, 0]), "kept until the last microbatch's backward, no longer"
-        assert found["optim_grads_params"][1:3] == ([2, 2], [0, 0]), "root and last block stay between forward and backward"
+            assert found[strategy][1:3] == ([units_in_all] * 2, [units_in_all, 0]), (
+                "kept until the last microbatch's backward, no longer"
+            )
+        assert found["optim_grads_params"][1:3] == ([2, 2], [0, 0]), (
+            "root and last block stay between forward and backward"
+        )
         assert found["preserved"] == (torch.bfloat16, torch.float32, {torch.float32}, torch.float32)
         assert found["plain"] == (None, {torch.bfloat16})
         named, alone = found["units"]
         assert named == ["", "embedding", *(f"layers.{n}.attention" for n in range(3))]
-        assert "layers.1.feed_forward.w_down" in alone and "layers.1.attention_norm" in alone and "layers.1" not in alone
+        assert (
+            "layers.1.feed_forward.w_down" in alone and "layers.1.attention_norm" in alone and "layers.1" not in alone
+        )
         assert found["quiet"] and found["waits"] == {"_Waiting"} and "_Waiting" not in found["default"]
         mean, divided = found["gradients"][""]
         averaged, inside = found["gradients"]["average_in_collective"]
@@ -235,8 +258,13 @@ def on_meta() -> tuple[bool, list[dict[str, Any]], int]:
     loss_of(laid).backward()
     weights = [p._local_tensor.detach().clone() for p in laid.parameters()]
     optimizer.step()
-    moved = all(not torch.equal(p._local_tensor, w) for p, w in zip(laid.parameters(), weights, strict=True) if w.numel())
-    plain = [{key: value for key, value in group.items() if key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    moved = all(
+        not torch.equal(p._local_tensor, w) for p, w in zip(laid.parameters(), weights, strict=True) if w.numel()
+    )
+    plain = [
+        {key: value for key, value in group.items() if key in ("lr", "weight_decay")}
+        for group in optimizer.param_groups
+    ]
     sharded = sum(state["exp_avg"]._local_tensor.numel() for state in optimizer.state.values())
     return moved, plain, sharded * 2 - sum(p.numel() for p in laid.parameters())
 
@@ -263,7 +291,10 @@ class Root(torch.autograd.Function):
 
 
 def checked(layout: Layout, options: dict[str, Any]) -> tuple[str, bool, str, list[bool]]:
-    """What is raised where the last rank's gradients of one block are not finite; whether weights moved; what a healthy step raises."""
+    """What is raised where the last rank's gradients of one block are not finite.
+
+    Whether weights moved; what a healthy step raises.
+    """
     mesh = init_distributed(layout)
     assert mesh is not None
     whole = decoder()
@@ -271,7 +302,9 @@ def checked(layout: Layout, options: dict[str, Any]) -> tuple[str, bool, str, li
     assert optimizer is not None
     rank, ranks = data_position(mesh)
     bad = rank == ranks - 1
-    trap = model.get_submodule("layers.1.feed_forward").register_forward_hook(lambda m, i, out: Root.apply(out) if bad else out)
+    trap = model.get_submodule("layers.1.feed_forward").register_forward_hook(
+        lambda m, i, out: Root.apply(out) if bad else out
+    )
     before = [p._local_tensor.detach().clone() for p in model.parameters()]
     said = healthy = ""
     try:
@@ -290,10 +323,14 @@ def checked(layout: Layout, options: dict[str, Any]) -> tuple[str, bool, str, li
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"), [(DP2, "optim_grads_params"), (DP2, "no_shard"), (HSDP, "optim"), (CUT, "optim_grads_params")], ids=str
+    ("layout", "strategy"),
+    [(DP2, "optim_grads_params"), (DP2, "no_shard"), (HSDP, "optim"), (CUT, "optim_grads_params")],
+    ids=str,
 )
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(spmd, layout, strategy):
-    for said, moved, healthy, finite in spmd(layout.world, checked, layout, {"data_parallel_sharding_strategy": strategy}):
+    for said, moved, healthy, finite in spmd(
+        layout.world, checked, layout, {"data_parallel_sharding_strategy": strategy}
+    ):
         assert "the gradient of embedding.weight" in said and "layers.2" not in said and "head" not in said
         assert not moved and healthy == "" and all(finite)
 
@@ -349,7 +386,10 @@ def refused() -> dict[str, str]:
         "not meta": lambda: call(model, mesh, init_nvfsdp_with_meta_device=True),
         "replicas": lambda: call(model, replicas, data_parallel_sharding_strategy="optim"),
         "silent": lambda: silent(torch.ones(1, 4)),
-        **{key: lambda key=key: call(model, mesh, **{key: True}) for key in ("nccl_ub", "fsdp_double_buffer", list(DEFAULTS)[13])},
+        **{
+            key: lambda key=key: call(model, mesh, **{key: True})
+            for key in ("nccl_ub", "fsdp_double_buffer", list(DEFAULTS)[13])
+        },
     }
     found = {name: first_error(job) for name, job in jobs.items()}
     assert not any(isinstance(p, DTensor) for p in model.parameters()), "a refusal leaves the model as it was"
@@ -357,21 +397,27 @@ def refused() -> dict[str, str]:
 
 
 WORDS = {
-    "strategy": "ConfigError: data_parallel_sharding_strategy = 'optim_grad': legal are no_shard, optim, optim_grads, optim_grads_params,",
-    "sums": "ConfigError: calculate_per_token_loss = True sums gradients over data ranks, and average_in_collective = True averages",
+    "strategy": "ConfigError: data_parallel_sharding_strategy = 'optim_grad': legal are no_shard, optim, optim_grads,"
+    " optim_grads_params,",
+    "sums": "ConfigError: calculate_per_token_loss = True sums gradients over data ranks, and average_in_collective ="
+    " True averages",
     "both units": "ConfigError: disable_bucketing = True makes every module with parameters a unit",
     "state": "ConfigError: optimizer: this SGD has the state of",
     "other model": "ConfigError: optimizer: its group 0 holds a parameter that is not one of this Decoder's",
     "class": "ConfigError: nvfsdp_unit_modules: Decoder has no module of the class torch.nn.modules.conv.Conv1d",
     "path": "ImportError: cannot import the class 'torch.nn.Conv9'",
-    "nested": "ConfigError: nvfsdp_unit_modules: layers.0.attention.wq is inside layers.0.attention, and both are named",
+    "nested": "ConfigError: nvfsdp_unit_modules: layers.0.attention.wq is inside layers.0.attention, and both are"
+    " named",
     "meta": "ConfigError: init_nvfsdp_with_meta_device = False, but the Decoder is on meta. Set it to True.",
-    "not meta": "ConfigError: init_nvfsdp_with_meta_device = True, but the Decoder is not on meta. Set it to False, or build",
+    "not meta": "ConfigError: init_nvfsdp_with_meta_device = True, but the Decoder is not on meta. Set it to False,"
+    " or build",
     "replicas": "ConfigError: data_parallel_sharding_strategy = optim shards over dp_shard, which is 1 on this mesh",
     "silent": "ConfigError: check_for_nan_in_grad = True: FSDPSilent returns a dict, in which no tensor is found",
     "nccl_ub": "UnsupportedError: nccl_ub = True is about buffers of megatron-fsdp",
     "fsdp_double_buffer": "UnsupportedError: fsdp_double_buffer = True is about buffers of megatron-fsdp",
-    list(DEFAULTS)[13]: "UnsupportedError: keep_fp8_transpose_cache_when_using_custom_fsdp = True is about buffers of megatron-fsdp",
+    list(DEFAULTS)[
+        13
+    ]: "UnsupportedError: keep_fp8_transpose_cache_when_using_custom_fsdp = True is about buffers of megatron-fsdp",
 }
 
 
@@ -384,11 +430,16 @@ def test_what_cannot_be_is_refused_in_words(spmd):
 def cut_by_module() -> list[str]:
     mesh = init_distributed(CUT)
     assert mesh is not None
-    return [first_error(lambda o=o: nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, **o)) for o in ({"disable_bucketing": True},)]
+    return [
+        first_error(lambda o=o: nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, **o))
+        for o in ({"disable_bucketing": True},)
+    ]
 
 
 def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
-    assert spmd(4, cut_by_module)[0][0].startswith("UnsupportedError: disable_bucketing: beside tensor or expert parallelism the units are")
+    assert spmd(4, cut_by_module)[0][0].startswith(
+        "UnsupportedError: disable_bucketing: beside tensor or expert parallelism the units are"
+    )
 
 
 # --- one process
@@ -397,7 +448,9 @@ def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
 def alone() -> tuple[list[str], bool, str]:
     whole, plain = decoder(), decoder()
     with heard() as said:
-        model = nvfsdp_strategy_parallelize(whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads")
+        model = nvfsdp_strategy_parallelize(
+            whole, single_process_mesh("cpu"), data_parallel_sharding_strategy="optim_grads"
+        )
     loss_of(model).backward()
     loss_of(plain).backward()
     same = all(torch.equal(to_cpu(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
@@ -490,18 +543,32 @@ def bound() -> dict[str, Any]:
     model = decoder()
     optimizer = sgd(model)
     options = options_of(
-        preserve_fp32_weights=True, data_parallel_sharding_strategy="grads_params", nccl_ub=True, overlap_grad_reduce=False
+        preserve_fp32_weights=True,
+        data_parallel_sharding_strategy="grads_params",
+        nccl_ub=True,
+        overlap_grad_reduce=False,
     )
     newer, same = megatron.lay_out(model, optimizer, mesh, options, [nn.Linear], Newer)
     older, nothing = megatron.lay_out(model, None, mesh, options_of(), [nn.Linear], Older)
     lacking = first_error(lambda: megatron.lay_out(model, None, mesh, options_of(nccl_ub=True), [nn.Linear], Older))
     found: Any = newer
-    words = {key: found[key] for key in ("zero_dp_strategy", "report_nan_in_param_grad", "nccl_ub", "overlap_grad_reduce", "tp_dim")}
+    words = {
+        key: found[key]
+        for key in ("zero_dp_strategy", "report_nan_in_param_grad", "nccl_ub", "overlap_grad_reduce", "tp_dim")
+    }
     return {
         "newer": words,
         "policy": found["mixed_precision_policy"].dtypes,
-        "held": (found["module"] is model, same is optimizer, found["fsdp_unit_modules"] == [nn.Linear], found["dp_shard_dim"]),
-        "older": {key: older[key] for key in ("data_parallel_sharding_strategy", "preserve_fp32_weights", "check_for_nan_in_grad")},
+        "held": (
+            found["module"] is model,
+            same is optimizer,
+            found["fsdp_unit_modules"] == [nn.Linear],
+            found["dp_shard_dim"],
+        ),
+        "older": {
+            key: older[key]
+            for key in ("data_parallel_sharding_strategy", "preserve_fp32_weights", "check_for_nan_in_grad")
+        },
         "nothing": nothing,
         "lacking": lacking,
     }
@@ -523,4 +590,6 @@ def test_arguments_are_bound_by_what_is_installed(spmd):
         "check_for_nan_in_grad": True,
     }
     assert found["nothing"] is None
-    assert found["lacking"].startswith("UnsupportedError: nccl_ub = True: megatron-fsdp 0.1 has no such argument (module, device_mesh,")
+    assert found["lacking"].startswith(
+        "UnsupportedError: nccl_ub = True: megatron-fsdp 0.1 has no such argument (module, device_mesh,"
+    )

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from e2e_runs import Job, Result, finish, start
 
-WORDS = "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum".split()
+WORDS = (
+    "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum"
+).split()
 
 
 @pytest.fixture(scope="session")
@@ -72,10 +74,12 @@ def flags(small):
 
 @pytest.fixture
 def train(spmd, small):
-    """``train(world, changes)``: a run on so many ranks of the pool; ``train(world, folder=RUN, ...)`` continues one."""
+    """``train(world, changes)``: a run on ``world`` ranks of the pool; ``train(world, folder=RUN, ...)`` goes on."""
 
     def run(world, changes=None, *, folder=None, job=None, timeout=60.0) -> list[Result]:
-        job = job or Job(small(changes) if folder is None else dict(changes or {}), str(folder) if folder is not None else None)
+        job = job or Job(
+            small(changes) if folder is None else dict(changes or {}), str(folder) if folder is not None else None
+        )
         return spmd(world, job, timeout=timeout)
 
     return run
@@ -83,13 +87,23 @@ def train(spmd, small):
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """For commands: the tests' environment without a launcher's variables, and with a folder of their own for temporary files."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_", "MESHWRIGHT_"))}
+    """For commands: the tests' environment without a launcher's variables, and with a folder of their own for
+    temporary files.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC_", "MESHWRIGHT_"))
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    return kept | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"}
+    return kept | {
+        "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+    }
 
 
 @pytest.fixture

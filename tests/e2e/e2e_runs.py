@@ -52,12 +52,16 @@ class Result:
 
     @property
     def folder(self) -> Path:
-        return Path(next(line.split("folder", 1)[1].strip() for line in self.out.splitlines() if line.startswith("  folder")))
+        return Path(
+            next(line.split("folder", 1)[1].strip() for line in self.out.splitlines() if line.startswith("  folder"))
+        )
 
 
 @dataclass
 class Job:
-    """A run, whole, on every rank that calls it: of a config, or one more part of the run in ``folder`` with ``changes`` over it."""
+    """A run, whole, on every rank that calls it: of a config, or one more part of the run in ``folder`` with
+    ``changes`` over it.
+    """
 
     changes: dict[str, Any]
     folder: str | None = None
@@ -110,7 +114,9 @@ def contents(path: Path) -> dict[str, Any]:
     optimizer = build.build_optimizer(config, model.named_parameters()).optimizer
     extra = checkpoint.load(model, path, optimizer=optimizer)
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    state = {f"{name}/{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    state = {
+        f"{name}/{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()
+    }
     destroy_distributed()
     return {"tensors": tensors | state, "extra": extra}
 
@@ -153,7 +159,10 @@ class Ended:
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> subprocess.Popen:
-    """Start a command as the first of a process group of its own, as a terminal does; under nohup too, which has a HUP ignored."""
+    """Start a command as the first of a process group of its own, as a terminal does.
+
+    Under nohup too, which has a HUP ignored.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     hears = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL) and None  # noqa: E731
     return subprocess.Popen(words, env=dict(environment), cwd=cwd, start_new_session=True, preexec_fn=hears, **pipes)

@@ -21,14 +21,27 @@ def write(path: Path, content: str | bytes) -> str:
 @pytest.fixture(scope="module")
 def run(pool, corpus, cache, tmp_path_factory) -> Path:
     """The folder of a run that bad words are said about."""
-    small = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32, "steps": 1}
-    quiet = {"batch.global_batch": 8, "sample.tokens": 0, "validation.every": 0, "out": str(tmp_path_factory.mktemp("out"))}
+    small = {
+        "model.size": "debug",
+        "data.source": [str(corpus)],
+        "data.cache": str(cache),
+        "data.seq_len": 32,
+        "steps": 1,
+    }
+    quiet = {
+        "batch.global_batch": 8,
+        "sample.tokens": 0,
+        "validation.every": 0,
+        "out": str(tmp_path_factory.mktemp("out")),
+    }
     return pool.run(Job(small | quiet), world=1, timeout=60)[0].folder
 
 
 @pytest.fixture
 def refused(flags, tmp_path, run, capsys, monkeypatch):
-    """``refused(status, changes, *words)``: the command says no, in one sentence with those words, and leaves no trace."""
+    """``refused(status, changes, *words)``: the command says no, in one sentence with those words, and leaves no
+    trace.
+    """
     monkeypatch.chdir(tmp_path)
 
     def attempt(status, changes, *words, argv=None):
@@ -53,7 +66,9 @@ def test_a_file_with_a_mistake_is_refused_by_line(refused, tmp_path):
     unknown = write(tmp_path / "unknown.toml", "steps = 2\n[data]\nseqlen = 32\n")
     refused(CONFIG, None, f"{unknown}:3", "'data.seqlen'", "Did you mean 'data.seq_len'?", argv=["train", unknown])
     wrong = write(tmp_path / "wrong.toml", '[batch]\n\nglobal_batch = "8"\n')
-    refused(CONFIG, None, f"{wrong}:3", 'batch.global_batch = "8" is text; expected a whole number', argv=["train", wrong])
+    refused(
+        CONFIG, None, f"{wrong}:3", 'batch.global_batch = "8" is text; expected a whole number', argv=["train", wrong]
+    )
     torn = write(tmp_path / "torn.toml", "steps = \n")
     refused(CONFIG, None, f"{torn}:1", "not valid TOML", argv=["train", torn])
     refused(CONFIG, None, "none.toml: no such file", argv=["train", "none.toml"])
@@ -72,7 +87,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest(refused, flag, words):
     refused(CONFIG, None, *words, argv=["train", flag])
 
 
-@pytest.mark.parametrize(("flag", "word"), [("--steps=many", "--steps"), ("--schedule.kind=cosin", "'cosin'"), ("--layout.tp", "tp")])
+@pytest.mark.parametrize(
+    ("flag", "word"), [("--steps=many", "--steps"), ("--schedule.kind=cosin", "'cosin'"), ("--layout.tp", "tp")]
+)
 def test_a_flag_of_the_wrong_type_is_refused_by_name(flag, word, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
@@ -98,9 +115,17 @@ SUMS = "techniques.precision.reduce"
         (CONFIG, {"data.seq_len": 512}, ["data.seq_len = 512", "model.max_seq_len = 256"]),
         (CONFIG, {"layout.dp_shard": 3, "process.count": 4}, ["dp_shard = 3", "world size 4", "layout"]),
         (CONFIG, {"layout.tp": -1}, ["dp_shard, tp", "open (-1)"]),
-        (CONFIG, {"batch.global_batch": 6, "process.count": 4}, ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"]),
+        (
+            CONFIG,
+            {"batch.global_batch": 6, "process.count": 4},
+            ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"],
+        ),
         (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),
-        (CONFIG, {"layout.pp": 4, "process.count": 4}, ["layout.pp = 4 with 1f1b makes 4 stages", "Legal here: layout.pp = 1 to 2"]),
+        (
+            CONFIG,
+            {"layout.pp": 4, "process.count": 4},
+            ["layout.pp = 4 with 1f1b makes 4 stages", "Legal here: layout.pp = 1 to 2"],
+        ),
         (CONFIG, {"layout.ep": 3}, ["layout.ep = 3", "Legal here"]),
         (CONFIG, {"layout.ep": 2, "process.count": 2}, ["layout.ep = 2", "no module of stacked experts"]),
         (REFUSED, {SUMS: "float16"}, [SUMS + " = float16", "would lose small gradients"]),
@@ -108,8 +133,16 @@ SUMS = "techniques.precision.reduce"
         (CONFIG, {"techniques.freeze": ["("]}, ["techniques.freeze[0] = '('", "no regular expression"]),
         (CONFIG, {"techniques.freeze": ["xyzzy"]}, ["techniques.freeze", "'xyzzy' matches no parameter"]),
         (CONFIG, {"techniques.freeze": ["."]}, ["all 25 parameters", "techniques.freeze"]),
-        (CONFIG, {"techniques.data_parallel": "ddp", "process.count": 2, "layout.dp_shard": 2}, ["techniques.data_parallel = ddp"]),
-        (CONFIG, {"optimizer.overrides": "[{pattern='xyzzy'}]"}, ["optimizer.overrides", "'xyzzy' matches no trainable parameter"]),
+        (
+            CONFIG,
+            {"techniques.data_parallel": "ddp", "process.count": 2, "layout.dp_shard": 2},
+            ["techniques.data_parallel = ddp"],
+        ),
+        (
+            CONFIG,
+            {"optimizer.overrides": "[{pattern='xyzzy'}]"},
+            ["optimizer.overrides", "'xyzzy' matches no trainable parameter"],
+        ),
         (CONFIG, {"sample.prompt": ""}, ["sample.prompt = ''"]),
         (CONFIG, {"data.tokenizer": "gpt2"}, ["data.tokenizer = 'gpt2'", "Nothing is downloaded"]),
         (CONFIG, {"data.source": ["nowhere"]}, ["data.source: 'nowhere' does not exist"]),
@@ -127,7 +160,9 @@ def test_text_that_cannot_be_trained_on_is_refused(refused, tmp_path):
     latin = write(tmp_path / "latin.txt", "café".encode("latin-1"))
     refused(CONFIG, {"data.source": [latin]}, "data.source", "latin.txt is not UTF-8: byte 0xe9 at offset 3")
     short = write(tmp_path / "short.txt", "hello")
-    refused(CONFIG, {"data.source": [short]}, "the training split has 5 tokens", "data.seq_len = 32", "seq_len from 1 to 5")
+    refused(
+        CONFIG, {"data.source": [short]}, "the training split has 5 tokens", "data.seq_len = 32", "seq_len from 1 to 5"
+    )
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
@@ -138,7 +173,12 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     wanted = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "model.vocab_size": 257}
     refused(CONFIG, wanted, "300 token ids", "model.vocab_size = 257", "Set model.vocab_size = 300")
-    refused(CONFIG, {"data.tokenizer": write(tmp_path / "other.json", "{}")}, "data.tokenizer", "other.json is not a tokenizer.json")
+    refused(
+        CONFIG,
+        {"data.tokenizer": write(tmp_path / "other.json", "{}")},
+        "data.tokenizer",
+        "other.json is not a tokenizer.json",
+    )
 
 
 @pytest.mark.parametrize("key", ["out", "run"])

@@ -34,7 +34,13 @@ def ids(tmp_path) -> str:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_fine_tuning_learns_answers_and_goes_on_with_exactly_the_next_samples(train, questions, streaming):
-    told = {"data.source": [questions], "steps": 6, "validation.every": 3, "schedule.kind": "constant", "data.streaming": streaming}
+    told = {
+        "data.source": [questions],
+        "steps": 6,
+        "validation.every": 3,
+        "schedule.kind": "constant",
+        "data.streaming": streaming,
+    }
     straight = train(2, told)
     learnt = [row["tokens"] for row in metrics(straight[0].folder)]
     assert learnt[0] < 8 * 32 / 2, "only answers count"
@@ -50,19 +56,31 @@ def test_a_mixture_is_the_same_on_every_layout_and_says_its_epochs(train, questi
         {"name": "sums", "source": [questions]},
         {"name": "digits", "source": [ids], "weight": 0.0},
     ]
-    told = {"data.mixture": parts, "data.source": ["stdlib"], "validation.every": 4, "steps": 4, "schedule.kind": "constant"}
-    told |= {"data.curriculum": [{"from_step": 2, "weights": [0.0, 1.0, 1.0]}], "techniques.precision.master": "float64"}
+    told = {
+        "data.mixture": parts,
+        "data.source": ["stdlib"],
+        "validation.every": 4,
+        "steps": 4,
+        "schedule.kind": "constant",
+    }
+    told |= {
+        "data.curriculum": [{"from_step": 2, "weights": [0.0, 1.0, 1.0]}],
+        "techniques.precision.master": "float64",
+    }
     two = train(2, told)
     one = train(1, told | {"layout.dp_shard": 1})
     for step in range(4):
         assert rows_of_step(two, step) == rows_of_step(one, step)
     is_digits = [
-        [row[:2] in ([d, d + 1] for d in range(48, 57)) or row[:1] == [256] for row in rows_of_step(one, step)] for step in range(4)
+        [row[:2] in ([d, d + 1] for d in range(48, 57)) or row[:1] == [256] for row in rows_of_step(one, step)]
+        for step in range(4)
     ]
     assert not any(is_digits[0]) and sum(is_digits[2]) >= 3
     assert losses(two[0].folder) == pytest.approx(losses(one[0].folder), rel=1e-10)
     last = metrics(two[0].folder)[-1]
-    assert {"validation_loss", "validation_loss/sums", "validation_loss/digits"} <= set(last) and "validation_loss/prose" not in last
+    assert {"validation_loss", "validation_loss/sums", "validation_loss/digits"} <= set(
+        last
+    ) and "validation_loss/prose" not in last
     assert "3 sources: prose 0.0%" in two[0].out and "epochs" in two[0].out
     changed = train(1, {"steps": 6, "batch.global_batch": 4}, folder=two[0].folder)[0]
     assert changed.status == 2 and "mixture was" in str(changed.error)
@@ -72,7 +90,9 @@ def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_p
     told = {"data.tokenizer": "bpe:300", "data.cache": str(tmp_path / "cache"), "steps": 2, "sample.tokens": 5}
     first = train(2, told)[0]
     assert "vocabulary 300" in first.out
-    assert ("training a tokenizer of 300 tokens" in first.out) != ("makes the same tokenizer" in first.out), "one rank trains it"
+    assert ("training a tokenizer of 300 tokens" in first.out) != ("makes the same tokenizer" in first.out), (
+        "one rank trains it"
+    )
     shutil.rmtree(tmp_path / "cache")
     assert main(["generate", str(first.folder), "--tokens", "3"]) == 0 and capsys.readouterr().out
     second = train(1, {"steps": 4, "layout.dp_shard": 1}, folder=first.folder)[0]
@@ -83,7 +103,11 @@ def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_p
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"data.mixture": [{"source": ["x.jsonl"], "streaming": True}]}, UnsupportedError, "only a source alone can be streamed"),
+        (
+            {"data.mixture": [{"source": ["x.jsonl"], "streaming": True}]},
+            UnsupportedError,
+            "only a source alone can be streamed",
+        ),
         ({"data.curriculum": [{"from_step": 1, "weights": [1.0]}]}, ConfigError, "there is no mixture"),
     ],
 )
@@ -101,18 +125,33 @@ def test_what_the_config_alone_shows_is_refused_before_the_ranks_meet(small, cha
             {"data.max_epochs": 0.5, "steps": 400},
             r"steps = 400 of batch.global_batch = 8 samples would read data.source .* times, more than",
         ),
-        ({"data.mixture": [{"source": ["{questions}"]}], "data.column": "x"}, "data.column and data.mixture are both given"),
-        ({"data.mixture": [{"source": ["{questions}"]}, {"source": ["{questions}"]}]}, "two parts named 'sums': give each a name"),
+        (
+            {"data.mixture": [{"source": ["{questions}"]}], "data.column": "x"},
+            "data.column and data.mixture are both given",
+        ),
+        (
+            {"data.mixture": [{"source": ["{questions}"]}, {"source": ["{questions}"]}]},
+            "two parts named 'sums': give each a name",
+        ),
         ({"data.curriculum": [{"from_step": 1, "weights": [1.0]}]}, "there is no mixture"),
         (
-            {"data.mixture": [{"source": ["{questions}"]}], "data.curriculum": [{"from_step": 1, "weights": [1.0, 2.0]}]},
+            {
+                "data.mixture": [{"source": ["{questions}"]}],
+                "data.curriculum": [{"from_step": 1, "weights": [1.0, 2.0]}],
+            },
             r"data.curriculum\[0\].weights has 2 values, and the mixture 1 parts: sums",
         ),
         ({"data.streaming": True, "data.max_epochs": 2.0}, "data.max_epochs and data.streaming are both given"),
-        ({"data.mixture": [{"source": ["{questions}"], "weight": 0.0}]}, r"weights \[0.0\]: there must be one for each of the 1 parts"),
+        (
+            {"data.mixture": [{"source": ["{questions}"], "weight": 0.0}]},
+            r"weights \[0.0\]: there must be one for each of the 1 parts",
+        ),
         ({"data.tokenizer": "bpe:100"}, "must be bpe:SIZE, with a vocabulary of 258 or more"),
         ({"data.tokenizer": "ids:5"}, "must be ids:VOCABULARY:END"),
-        ({"data.tokenizer": "ids:100:0", "data.source": ["{ids}"]}, "holds the id 256 at position 10 of 3300, outside the vocabulary"),
+        (
+            {"data.tokenizer": "ids:100:0", "data.source": ["{ids}"]},
+            "holds the id 256 at position 10 of 3300, outside the vocabulary",
+        ),
         ({"data.seq_len": 8}, "conversations of the training split are longer than data.seq_len = 8"),
         ({"data.format": "parquet"}, "sums.jsonl is no Parquet file"),
     ],
@@ -123,7 +162,11 @@ def test_refusals_teach(train, questions, ids, changes, words, tmp_path):
             return [filled(item) for item in value]
         if isinstance(value, dict):
             return {key: filled(item) for key, item in value.items()}
-        return value.format(questions=questions, ids=ids) if isinstance(value, str) and value in ("{questions}", "{ids}") else value
+        return (
+            value.format(questions=questions, ids=ids)
+            if isinstance(value, str) and value in ("{questions}", "{ids}")
+            else value
+        )
 
     told = {"data.source": ["stdlib"] if "data.mixture" in changes else [questions]} | {
         key: filled(value) for key, value in changes.items()

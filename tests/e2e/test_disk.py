@@ -1,4 +1,6 @@
-"""A disk that fails while a run saves or writes its figures: every rank ends with a sentence, and what ``latest`` names is whole."""
+"""A disk that fails while a run saves or writes its figures: every rank ends with a sentence, and what ``latest``
+names is whole.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def equal(one: dict, other: dict) -> bool:
 
 
 def sweep_job(changes: dict, rank: int, fault: str, moves_latest_first: bool = False) -> list[tuple[str, str, str]]:
-    """For every n until a save passes untouched: (kind of the n-th change on ``rank``, what was said, what is wrong)."""
+    """For every n until a save passes: (kind of the n-th change on ``rank``, what was said, what is wrong)."""
     sweep = Sweep(changes)
     sweep.step()
     assert sweep.save() == ""
@@ -108,7 +110,9 @@ def sweep_job(changes: dict, rank: int, fault: str, moves_latest_first: bool = F
     return [*found, ("", "", "no save passed untouched")]
 
 
-@pytest.mark.parametrize(("rank", "fault", "words"), [(0, "full", "No space left on device"), (1, "broken", "Input/output error")])
+@pytest.mark.parametrize(
+    ("rank", "fault", "words"), [(0, "full", "No space left on device"), (1, "broken", "Input/output error")]
+)
 def test_a_disk_that_fails_at_any_change_of_a_save_costs_that_save_only(spmd, small, rank, fault, words):
     changes = small({"checkpoint.keep_last": 1})
     one, other = spmd(2, sweep_job, changes, rank, fault)
@@ -148,7 +152,9 @@ class FullAtStep(Job):
 def test_figures_that_cannot_be_written_end_the_run_on_every_rank(train, small):
     results = train(2, job=FullAtStep(small({"checkpoint.every": 2})))
     for result in results:
-        assert result.status == 1 and "metrics.jsonl: [Errno 28] No space left on device. Make room, then" in str(result.error)
+        assert result.status == 1 and "metrics.jsonl: [Errno 28] No space left on device. Make room, then" in str(
+            result.error
+        )
     run = Path(str(results[0].error).rpartition(" ")[2])
     assert CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints/step-00000002"
     again = train(2, {}, folder=run)[0]

@@ -1,4 +1,6 @@
-"""A rank that is stopped, killed, or computes nonsense: the others hear of it in time, and the run goes on or ends in words."""
+"""A rank that is stopped, killed, or computes nonsense: the others hear of it in time, and the run goes on or ends in
+words.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(train, small):
     results = train(2, job=AtStep(small({"steps": 4}), 1, 3, "nan"))
     run = results[0].folder
     rows = metrics(run)
-    assert [row["skipped"] for row in rows] == [0, 0, 1, 1] and math.isnan(rows[2]["loss"]) and math.isfinite(rows[3]["loss"])
+    assert (
+        [row["skipped"] for row in rows] == [0, 0, 1, 1]
+        and math.isnan(rows[2]["loss"])
+        and math.isfinite(rows[3]["loss"])
+    )
     assert losses(run)[:2] == losses(straight)[:2] and losses(run)[3] != losses(straight)[3]
     assert [row["samples"] for row in rows] == [8, 16, 24, 32], "the samples of the skipped step are not taken again"
     assert CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints/step-00000004"
@@ -80,8 +86,12 @@ def test_a_rank_that_does_not_go_on_is_named_and_its_stack_is_kept(spmd, small, 
     run = only_run(tmp_path / "runs")
     assert isinstance(error, RankStalled), caught.value
     words = str(error)
-    assert words.startswith("rank 0 has waited for ") and "of group world (ranks 0 and 1), at step 5, in " in words, words
-    assert f"for rank 1 (host {os.uname().nodename}, pid " in words and says in words and "at step 5, in forward" in words, words
+    assert words.startswith("rank 0 has waited for ") and "of group world (ranks 0 and 1), at step 5, in " in words, (
+        words
+    )
+    assert (
+        f"for rank 1 (host {os.uname().nodename}, pid " in words and says in words and "at step 5, in forward" in words
+    ), words
     stacks = run / "stalled-rank1-step5.txt"
     assert words.endswith(f"Stacks: {stacks}. The limit is process.step_timeout_sec = 4.")
     text = stacks.read_text()
@@ -90,7 +100,17 @@ def test_a_rank_that_does_not_go_on_is_named_and_its_stack_is_kept(spmd, small, 
         assert "time.sleep(600)" in text.split("\nrank 0 (host")[0], "the line where it sits"
 
 
-ELASTIC = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1", "--max-restarts", "1"]
+ELASTIC = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--monitor-interval",
+    "0.1",
+    "--max-restarts",
+    "1",
+]
 
 
 def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(environment, flags, tmp_path):
@@ -102,8 +122,12 @@ def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(env
         os.kill(record.pid, signal.SIGKILL)
         begun = time.time()
         resumed = wait_until(lambda: [line for line in lines(run) if line.get("event") == "resume"], process)
-        after = wait_until(lambda: [line for line in lines(run) if line["time"] > resumed[0]["time"] and "loss" in line], process)
-        assert after[0]["time"] - begun < 20 and after[0]["step"] == resumed[0]["step"] + 1 and resumed[0]["step"] % 3 == 0
+        after = wait_until(
+            lambda: [line for line in lines(run) if line["time"] > resumed[0]["time"] and "loss" in line], process
+        )
+        assert (
+            after[0]["time"] - begun < 20 and after[0]["step"] == resumed[0]["step"] + 1 and resumed[0]["step"] % 3 == 0
+        )
     finally:
         process.terminate()
         done = finish(process)

@@ -21,7 +21,13 @@ from meshwright.training.run.sampling import Sampler
 
 @pytest.fixture(scope="module")
 def base(corpus, cache) -> dict:
-    small = {"data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32, "steps": 3, "batch.global_batch": 8}
+    small = {
+        "data.source": [str(corpus)],
+        "data.cache": str(cache),
+        "data.seq_len": 32,
+        "steps": 3,
+        "batch.global_batch": 8,
+    }
     return small | {"sample.tokens": 0, "checkpoint.every": 2, "validation.every": 0, "logging.tensorboard": "off"}
 
 
@@ -47,10 +53,22 @@ def told(pool, base, model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoders(pool, base, tmp_path_factory) -> dict[str, Path]:
-    """Short runs of our own decoder: the size debug, one with scaled rotary positions and tied embeddings, and mixtures of experts."""
-    scaled = {"model.n_kv_heads": 2, "model.tied_embeddings": True, "model.rope_scaling.original_max_seq_len": 128, "model.qk_norm": False}
+    """Short runs of our own decoder: the size debug, one with scaled rotary positions and tied embeddings, and
+    mixtures of experts.
+    """
+    scaled = {
+        "model.n_kv_heads": 2,
+        "model.tied_embeddings": True,
+        "model.rope_scaling.original_max_seq_len": 128,
+        "model.qk_norm": False,
+    }
     softmax = {"model.moe.n_experts": 4, "model.moe.hidden_dim": 40, "model.moe.sequence_loss": 0.01, "layout.ep": 2}
-    sigmoid = {"model.moe.router": "sigmoid", "model.moe.n_experts": 8, "model.moe.n_groups": 2, "model.moe.hidden_dim": 40}
+    sigmoid = {
+        "model.moe.router": "sigmoid",
+        "model.moe.n_experts": 8,
+        "model.moe.n_groups": 2,
+        "model.moe.hidden_dim": 40,
+    }
     biased = {"model.moe.bias_rate": 0.01, "model.moe.n_shared": 2, "model.moe.first_dense": 1, "model.moe.scale": 2.5}
     changed = {"debug": {}, "scaled": scaled, "softmax": softmax, "sigmoid": sigmoid, "biased": sigmoid | biased}
     found = {}
@@ -110,7 +128,9 @@ def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):
     logits, dtype = theirs(out)
     assert dtype == torch.float32 and torch.equal(logits, ours(run))
     assert TensorFiles(out).tensors.keys() == TensorFiles(model).tensors.keys()
-    assert not torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], load_file(model / "model.safetensors")["lm_head.weight"])
+    assert not torch.equal(
+        load_file(out / "model.safetensors")["lm_head.weight"], load_file(model / "model.safetensors")["lm_head.weight"]
+    )
     for name in ("tokenizer.json", "generation_config.json"):
         assert (out / name).read_bytes() == (model / name).read_bytes()
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
@@ -163,7 +183,9 @@ def test_convert_refuses_what_it_cannot_do(ask, run, decoders, tmp_path, words, 
     before = tree(tmp_path)
     places = {"run": run, "out": tmp_path / "out", "empty": empty, "debug": decoders["debug"]}
     status, out, err = ask("convert", *(word.format(**places) for word in words))
-    assert (status, out) == (2, "") and err.startswith("meshwright: ") and complaint in err and len(err.splitlines()) == 1
+    assert (
+        (status, out) == (2, "") and err.startswith("meshwright: ") and complaint in err and len(err.splitlines()) == 1
+    )
     assert tree(tmp_path) == before
 
 
@@ -194,7 +216,9 @@ def stored(folder: Path) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in TensorFiles(folder).tensors.items()}
 
 
-@pytest.mark.parametrize(("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe"), ("biased", "dots1")])
+@pytest.mark.parametrize(
+    ("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe"), ("biased", "dots1")]
+)
 def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decoders, tmp_path, monkeypatch, name, like):
     monkeypatch.setattr("meshwright.checkpoint.export.CHUNK_BYTES", 50_000)
     status, _, err = ask("convert", decoders[name], "--to=hf", tmp_path / "out", "--like", like)
@@ -206,10 +230,15 @@ def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decod
 
 def test_a_routers_bias_is_as_wide_as_it_was_trained_in_files_of_any_dtype(ask, decoders, tmp_path):
     for dtype in ("float32", "bfloat16"):
-        assert ask("convert", decoders["biased"], "--to=hf", tmp_path / dtype, "--like=glm4_moe", f"--dtype={dtype}")[0] == 0
+        assert (
+            ask("convert", decoders["biased"], "--to=hf", tmp_path / dtype, "--like=glm4_moe", f"--dtype={dtype}")[0]
+            == 0
+        )
     wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert wide[name].any() and torch.equal(wide[name], narrow[name]) and narrow["lm_head.weight"].dtype == torch.bfloat16
+    assert (
+        wide[name].any() and torch.equal(wide[name], narrow[name]) and narrow["lm_head.weight"].dtype == torch.bfloat16
+    )
     assert stored(tmp_path / "bfloat16") == saved_again(tmp_path / "bfloat16", tmp_path / "again")
     assert theirs(tmp_path / "bfloat16")[1] == torch.bfloat16
 
@@ -254,7 +283,10 @@ def test_another_model_does_not_continue_a_run(train, run, tmp_path):
     ("changes", "complaint"),
     [
         ({"model.hf": "{model}x"}, "is neither a folder with a config.json nor such a file. Did you mean"),
-        ({"model.hf": "{model}", "model.dim": 64, "model.qk_norm": True}, "model.dim, model.qk_norm and model.hf are both given"),
+        (
+            {"model.hf": "{model}", "model.dim": 64, "model.qk_norm": True},
+            "model.dim, model.qk_norm and model.hf are both given",
+        ),
         ({"model.trust_remote_code": True}, "model.hf names no model whose code could be run"),
         ({"model.hf": "{bare}"}, "has weights and no tokenizer.json"),
         ({"model.hf": "{model}", "data.tokenizer": "bytes"}, "the tokenizer has 257 token ids, the model only"),

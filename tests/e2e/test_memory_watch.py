@@ -11,7 +11,8 @@ from torch import Tensor
 from meshwright.distributed.step.whole_model import WholeModel
 
 TABLE = re.compile(
-    r"memory of the first step on this rank; RSS.*\n  the most at a time of +found +plan\n  parameters, gathered ones too .*\n"
+    r"memory of the first step on this rank; RSS.*\n  the most at a time of +found +plan\n  parameters, gathered ones"
+    r" too .*\n"
     r"  gradients .*\n  optimizer .*\n  activations +([\d.]+) ([KM])iB +([\d.]+) ([KM])iB\n  logits .*iB\n"
 )
 
@@ -23,13 +24,22 @@ def test_the_first_step_is_accounted_for_once(train):
     assert not any("memory of" in other.out for other in others)
     compiled = train(2, {"steps": 1, "techniques.compile": True, "techniques.compile_backend": "eager"})[0].out
     assert "memory of the first step on this rank (blocks are compiled: what they keep is not seen); RSS" in compiled
-    assert re.search(r"\n  activations and logits were not foreseen: what compiled blocks keep is the compiler's choice\n", compiled)
+    assert re.search(
+        r"\n  activations and logits were not foreseen: what compiled blocks keep is the compiler's choice\n", compiled
+    )
     assert "fall apart into several graphs" not in compiled
 
 
 def test_graph_breaks_are_said_once_in_words(train):
     compiled = {"techniques.compile": True, "techniques.compile_backend": "eager"}
-    changes = {"steps": 2, "layout.dp_shard": 2, "layout.ep": 2, "model.moe.n_experts": 4, "logging.every": 1, **compiled}
+    changes = {
+        "steps": 2,
+        "layout.dp_shard": 2,
+        "layout.ep": 2,
+        "model.moe.n_experts": 4,
+        "logging.every": 1,
+        **compiled,
+    }
     said = train(2, changes)[0].out
     assert said.count("compiled blocks fall apart into several graphs (what is between them runs uncompiled):") == 1
     assert re.search(r"\n  \d+ × \S.*torch\.compiler\.disable", said)
@@ -66,4 +76,7 @@ def test_out_of_memory_ends_with_what_it_was_held_for_and_two_switches(train, sm
     said = str(result.error)
     assert said.startswith("out of memory: DefaultCPUAllocator: can't allocate memory") and result.status == 1
     assert re.search(r"\n  activations +[\d.]+ [KM]iB +[\d.]+ [KM]iB\n", said) and "\n  gradients " in said
-    assert 'techniques.activation_checkpointing = "full" saves about' in said and "batch.microbatch = 4 saves about" in said
+    assert (
+        'techniques.activation_checkpointing = "full" saves about' in said
+        and "batch.microbatch = 4 saves about" in said
+    )

@@ -22,8 +22,12 @@ def test_stopped_and_continued_is_bit_by_bit_the_run_that_was_not(train, spmd, l
     assert f"continuing from {first.folder}/checkpoints/step-00000003 (step 3, sample 24)" in second.out
     assert second.folder == first.folder and losses(first.folder) == losses(straight)
     assert [row["tokens"] for row in metrics(first.folder)] == [row["tokens"] for row in metrics(straight)]
-    assert [row.get("validation_loss") for row in metrics(first.folder)] == [row.get("validation_loss") for row in metrics(straight)]
-    spmd(1, assert_equal_checkpoints, straight / "checkpoints/step-00000006", first.folder / "checkpoints/step-00000006")
+    assert [row.get("validation_loss") for row in metrics(first.folder)] == [
+        row.get("validation_loss") for row in metrics(straight)
+    ]
+    spmd(
+        1, assert_equal_checkpoints, straight / "checkpoints/step-00000006", first.folder / "checkpoints/step-00000006"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,9 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(train, complete):
     before = tree(complete)
     for flags in ({}, {"steps": 1, "optimizer.lr": 0.5}):
         again = train(2, flags, folder=complete)[0]
-        assert again.status == 0 and f"this run is complete: step 2 of {flags.get('steps', 2)}. Raise steps" in again.out
+        assert (
+            again.status == 0 and f"this run is complete: step 2 of {flags.get('steps', 2)}. Raise steps" in again.out
+        )
         assert tree(complete) == before
 
 
@@ -96,7 +102,9 @@ def attempts(cases: dict[str, dict]) -> dict[str, str]:
 def write_tokenizer(path):
     tokenizers = pytest.importorskip("tokenizers")
     end = "<|endoftext|>"
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, end: 1, **{f"w{i}": i for i in range(2, 257)}}, unk_token="<unk>"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, end: 1, **{f"w{i}": i for i in range(2, 257)}}, unk_token="<unk>")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens([end])
     made.save(str(path))
@@ -117,10 +125,16 @@ def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small
         "cannot make this folder": {"run": str(tmp_path / "file")},
     }
     before = tree(tmp_path)
-    said = spmd(1, attempts, {words: small({"run": str(complete), "steps": 4} | changes) for words, changes in different.items()})[0]
+    said = spmd(
+        1,
+        attempts,
+        {words: small({"run": str(complete), "steps": 4} | changes) for words, changes in different.items()},
+    )[0]
     for words, error in said.items():
         assert words in error and str(different[words].get("run", complete)) in error, error
-    assert ", " not in said["seed was 0 and is now 1"].split("another run: ")[1].split(". ")[0]  # the other four are the same
+    assert (
+        ", " not in said["seed was 0 and is now 1"].split("another run: ")[1].split(". ")[0]
+    )  # the other four are the same
     assert tree(tmp_path) == before
 
 

@@ -16,14 +16,18 @@ from meshwright.planning.pipeline.schedules.table import write_schedule
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_schedule_is_drawn_with_its_bubble(name, tmp_path, capsys):
-    assert main(["inspect", "--schedule", name, "--pp", "4", "--microbatches", "8", "--svg", str(tmp_path / "a.svg")]) == 0
+    assert (
+        main(["inspect", "--schedule", name, "--pp", "4", "--microbatches", "8", "--svg", str(tmp_path / "a.svg")]) == 0
+    )
     said = capsys.readouterr().out
     kind = KINDS[name]
     schedule = kind.build(4, 8, kind.per_rank(99, 4))
     assert f"bubble {simulate(schedule).bubble:.1%} of the time" in said
     assert [line[:9] for line in said.splitlines()[:4]] == [f"  rank  {rank}" for rank in range(4)]
     boxes = [e for e in ElementTree.parse(tmp_path / "a.svg").iter() if e.tag.endswith("title")]
-    assert [box.text.partition(":")[0] for box in boxes if box.text] == [str(a) for actions in schedule.ranks for a in actions]
+    assert [box.text.partition(":")[0] for box in boxes if box.text] == [
+        str(a) for actions in schedule.ranks for a in actions
+    ]
 
 
 def test_a_table_is_drawn(tmp_path, capsys):
@@ -36,7 +40,10 @@ def test_a_table_is_drawn(tmp_path, capsys):
     ("words", "said"),
     [
         (["1f2b"], "legal are gpipe, 1f1b, "),
-        (["dualpipe_v", "--pp", "4", "--microbatches", "3"], "3 microbatches cannot be scheduled; the next that can are 8"),
+        (
+            ["dualpipe_v", "--pp", "4", "--microbatches", "3"],
+            "3 microbatches cannot be scheduled; the next that can are 8",
+        ),
         (["1f1b", "--pp", "1"], "a pipeline has 2 ranks or more"),
         (["zbv_zero_bubble", "--stages-per-rank", "3"], "--stages-per-rank = 3: zbv_zero_bubble has 2"),
         (["1f1b", "--ranks", "4"], "--ranks"),

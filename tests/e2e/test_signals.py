@@ -26,7 +26,9 @@ from meshwright.training.health.heartbeat import file_of, read_record
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 
 
-def wait_until(happens: Callable[[], Any], process: subprocess.Popen, seconds: float = 200.0, pause: float = 0.03) -> Any:
+def wait_until(
+    happens: Callable[[], Any], process: subprocess.Popen, seconds: float = 200.0, pause: float = 0.03
+) -> Any:
     """Its value once it is true. Fails when the process ends first."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -119,7 +121,8 @@ def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
     assert [row["step"] for row in rows] == list(range(1, state["step"] + 1)) and state["consumed"] == 8 * state["step"]
     assert latest.name == f"step-{state['step']:08d}" and f"saved {latest.relative_to(run.parent.parent)}" in done.out
     assert (
-        f"stopped by {signal.Signals(number).name}, saved. Continue with: meshwright train {run.relative_to(run.parent.parent)}" in done.out
+        f"stopped by {signal.Signals(number).name}, saved. Continue with: meshwright train"
+        f" {run.relative_to(run.parent.parent)}" in done.out
     )
     return state["step"]
 
@@ -133,14 +136,21 @@ def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin
     command.to_group(signal.SIGINT)
     taken = assert_stopped_cleanly(command.ended(), signal.SIGINT, run)
 
-    copies = {number: shutil.copytree(run, tmp_path / number.name / run.name) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    copies = {
+        number: shutil.copytree(run, tmp_path / number.name / run.name) for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
     moments = {signal.SIGTERM: ("save", "--checkpoint.every=1"), signal.SIGUSR1: ("validation", "--validation.every=1")}
-    commands = {number: begin(str(copy.relative_to(tmp_path)), "--process.count=2", moments[number][1]) for number, copy in copies.items()}
+    commands = {
+        number: begin(str(copy.relative_to(tmp_path)), "--process.count=2", moments[number][1])
+        for number, copy in copies.items()
+    }
     for number, copy in copies.items():
         commands[number].steps_taken(copy.parent, taken)
         commands[number].wait_for(moments[number][0], str(copy.relative_to(tmp_path) / "heartbeats"))
         commands[number].to_parent(number)
-    further = {number: assert_stopped_cleanly(commands[number].ended(), number, copy) for number, copy in copies.items()}
+    further = {
+        number: assert_stopped_cleanly(commands[number].ended(), number, copy) for number, copy in copies.items()
+    }
     assert min(further.values()) > taken
 
     straight = train(2, endless | {"steps": max(further.values())})[0]
@@ -149,7 +159,9 @@ def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin
 
 
 def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_path):
-    """As ``timeout``, systemd and PBS send TERM, and a terminal that closes sends HUP: the fork server gets it as well."""
+    """As ``timeout``, systemd and PBS send TERM, and a terminal that closes sends HUP: the fork server gets it as
+    well.
+    """
     cases = [("group", signal.SIGTERM), ("group", signal.SIGHUP), ("worker", signal.SIGTERM)]
     commands = [begin(*flags(ENDLESS | {"out": f"runs{n}", "process.count": 2})) for n in range(len(cases))]
     for place, (command, (to, number)) in enumerate(zip(commands, cases, strict=True)):
@@ -162,10 +174,21 @@ def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_
 def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_path):
     (tmp_path / "large.txt").write_text("a text that takes a while to read\n" * 1_500_000)
     large = {"data.source": [str(tmp_path / "large.txt")], "data.cache": str(tmp_path / "cache")}
-    moments = {"importing": lambda command: len(command.look()) >= 2, "forking": lambda command: len(command.workers()) == 2}
-    cases = [("importing", signal.SIGINT), ("forking", signal.SIGINT), ("forking", signal.SIGTERM), ("data", signal.SIGTERM)]
+    moments = {
+        "importing": lambda command: len(command.look()) >= 2,
+        "forking": lambda command: len(command.workers()) == 2,
+    }
+    cases = [
+        ("importing", signal.SIGINT),
+        ("forking", signal.SIGINT),
+        ("forking", signal.SIGTERM),
+        ("data", signal.SIGTERM),
+    ]
     base = ENDLESS | {"process.count": 2}
-    started = [begin(*flags(base | {"out": f"runs{n}"} | (large if moment == "data" else {}))) for n, (moment, _) in enumerate(cases)]
+    started = [
+        begin(*flags(base | {"out": f"runs{n}"} | (large if moment == "data" else {})))
+        for n, (moment, _) in enumerate(cases)
+    ]
     for command, (moment, number) in zip(started, cases, strict=True):
         if moment == "data":
             command.wait_for("data", "tmp/meshwright-*/heartbeats")
@@ -222,7 +245,10 @@ def test_a_killed_worker_ends_the_run_with_its_rank_and_its_part_of_the_model(be
     victim.kill()
     done = command.ended()
     assert time.monotonic() - begun < 30
-    said = rf"meshwright: rank [01] \(host {os.uname().nodename}, pid {victim.pid}{part}\) was killed by SIGKILL at step \d+, in \w+.*; the"
+    said = (
+        rf"meshwright: rank [01] \(host {os.uname().nodename}, pid {victim.pid}{part}\) was killed by SIGKILL at"
+        rf" step \d+, in \w+.*; the"
+    )
     assert done.status == 1 and re.match(said, done.err) and len(done.err.splitlines()) == 1, done.err
     run = only_run(tmp_path / "runs")
     before = tree(run)

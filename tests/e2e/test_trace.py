@@ -1,4 +1,7 @@
-"""A run's first steps against a trace of one process: equal in every layout and precision; each fault is found where it is."""
+"""A run's first steps against a trace of one process: equal in every layout and precision.
+
+Each fault is found where it is.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def written(pool, tmp_path_factory):
 
 @pytest.fixture
 def small(small, tmp_path_factory):
-    """The tiny config on questions and answers: rows of several documents, each with its own share of tokens without a loss."""
+    """The tiny config on questions and answers: rows of several documents, each with its own share of tokens without
+    a loss.
+    """
     path = tmp_path_factory.getbasetemp() / "questions.jsonl"
     draw = random.Random(0)
     rows = ({"prompt": "?" * draw.randint(1, 12), "completion": "yes " * draw.randint(1, 3)} for _ in range(200))
@@ -121,7 +126,9 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "changes", "where"), FAULTS, ids=str)
 def test_a_fault_ends_the_run_and_is_found_where_it_is(spmd, small, written, name, changes, where):
     trace = written(small(CONFIG))
-    results = spmd(world_of(changes), mutated, name, small(CONFIG | changes | {"check_trace": trace, "checkpoint.every": 1}))
+    results = spmd(
+        world_of(changes), mutated, name, small(CONFIG | changes | {"check_trace": trace, "checkpoint.every": 1})
+    )
     for result in results:
         assert result.status == 1 and isinstance(result.error, IntegrityError)
         assert f"first differs at {where}: " in str(result.error), result.error
@@ -166,12 +173,17 @@ def test_afterwards_nothing_is_left_of_it(spmd, small, written):
         ({"model.dim": 128}, "model.dim was 64 and is now 128"),
         ({"techniques.freeze": ["embedding"]}, "techniques.freeze was"),
         ({"techniques.precision.master": "float64"}, "precision.master was float32 and is now float64"),
-        ({"techniques.precision.master": "float64", "techniques.precision.compute": "float32"}, "precision.master was float32"),
+        (
+            {"techniques.precision.master": "float64", "techniques.precision.compute": "float32"},
+            "precision.master was float32",
+        ),
         ({"schedule.kind": "constant", "steps": 2, "schedule.warmup_steps": 1}, "learning_rates was"),
     ],
 )
 def test_a_trace_of_another_run_is_refused_before_a_folder_is_made(spmd, small, written, changes, words, tmp_path):
-    result = spmd(1, Job(small(CONFIG | changes | {"check_trace": written(small(CONFIG)), "out": str(tmp_path / "none")})))[0]
+    result = spmd(
+        1, Job(small(CONFIG | changes | {"check_trace": written(small(CONFIG)), "out": str(tmp_path / "none")}))
+    )[0]
     assert isinstance(result.error, ConfigError) and words in str(result.error), result.error
     assert not (tmp_path / "none").exists()
 
@@ -180,7 +192,11 @@ def test_a_file_that_is_no_trace_is_refused(spmd, small, tmp_path):
     (tmp_path / "text.trace").write_text("no trace")
     for name, words in (("none.trace", "No such file"), ("text.trace", "check_trace = ")):
         result = spmd(1, Job(small({"check_trace": str(tmp_path / name)})))[0]
-        assert isinstance(result.error, ConfigError) and words in str(result.error) and "--write-trace" in str(result.error)
+        assert (
+            isinstance(result.error, ConfigError)
+            and words in str(result.error)
+            and "--write-trace" in str(result.error)
+        )
 
 
 def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refused(spmd, small, written):
@@ -194,7 +210,9 @@ def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refu
     plain = spmd(2, Job(small(CONFIG | FSDP | {"schedule.kind": "constant", "steps": 4})))[0]
     constant = written(small(CONFIG | {"schedule.kind": "constant"}))
     late = spmd(2, Job({"steps": 6, "check_trace": constant}, str(plain.folder)))[0]
-    assert isinstance(late.error, ConfigError) and "this run goes on from step 4; leave check_trace out" in str(late.error)
+    assert isinstance(late.error, ConfigError) and "this run goes on from step 4; leave check_trace out" in str(
+        late.error
+    )
     known = spmd(2, Job(small(CONFIG | FSDP | {"schedule.kind": "constant", "steps": 4, "check_trace": constant})))[0]
     late = spmd(2, Job({"steps": 6, "check_trace": constant}, str(known.folder)))[0]
     assert late.error is None and "its first steps were compared with a trace already" in late.out
@@ -207,10 +225,22 @@ def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refu
         (["--shrink"], 2, "--shrink and --write-trace are both given"),
         (["--trace-steps=7"], 2, "--trace-steps = 7: the run has steps = 6"),
         (["--trace-steps=0"], 2, "--trace-steps = 0: at least 1"),
-        (["--techniques.precision.master=bfloat16"], 3, "techniques.precision.master = bfloat16: a trace is written for weights in"),
-        (["--model.moe.batch-loss=0.01"], 3, "model.moe.batch_loss depends on how a layout cuts batches into microbatches"),
+        (
+            ["--techniques.precision.master=bfloat16"],
+            3,
+            "techniques.precision.master = bfloat16: a trace is written for weights in",
+        ),
+        (
+            ["--model.moe.batch-loss=0.01"],
+            3,
+            "model.moe.batch_loss depends on how a layout cuts batches into microbatches",
+        ),
         (["--model.size=70B", "--model.vocab-size=128256"], 2, "3 steps in one process need about"),
-        (["--optimizer.lr=1e38", "--schedule.warmup-steps=0"], 2, "in one process already: there is nothing to compare a run with"),
+        (
+            ["--optimizer.lr=1e38", "--schedule.warmup-steps=0"],
+            2,
+            "in one process already: there is nothing to compare a run with",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(flags, capsys, tmp_path, words, status, said):

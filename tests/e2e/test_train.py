@@ -25,7 +25,9 @@ FSDP: dict = {}
 
 
 @pytest.mark.every_case
-def test_the_default_run_on_four_processes_leaves_all_that_it_promises(meshwright, flags, corpus, cache, tmp_path, capsys, train, spmd):
+def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
+    meshwright, flags, corpus, cache, tmp_path, capsys, train, spmd
+):
     here = tmp_path / "a folder with spaces"
     here.mkdir()
     relative = os.path.relpath(corpus, here)
@@ -47,7 +49,16 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(meshwrigh
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2 and rows[0]["loss"] == pytest.approx(math.log(257), rel=0.05)
     for row in rows:
-        assert {"time", "loss", "grad_norm", "learning_rate", "tokens_per_second", "memory_bytes", "tokens", "skipped"} <= set(row)
+        assert {
+            "time",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens_per_second",
+            "memory_bytes",
+            "tokens",
+            "skipped",
+        } <= set(row)
         assert 0.98 * row["step"] * 8 * 32 < row["tokens"] <= row["step"] * 8 * 32
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
     assert rows[5]["validation_loss"] < rows[2]["validation_loss"] < rows[0]["loss"]
@@ -55,17 +66,28 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(meshwrigh
     assert startup["event"] == "startup" and {"launch", "process group", "data", "model", "first step"} <= set(startup)
 
     resolved = Config.from_toml(run / "config.toml")
-    assert (resolved.model.vocab_size, resolved.model.dim, resolved.schedule.warmup_steps, resolved.run) == (257, 64, 0, "")
+    assert (resolved.model.vocab_size, resolved.model.dim, resolved.schedule.warmup_steps, resolved.run) == (
+        257,
+        64,
+        0,
+        "",
+    )
     assert resolved.data.source == (str((here / relative).absolute()),)
     assert (run / "config.toml").read_text() == to_toml(resolved)
 
     assert main(["plan", str(run / "config.toml"), "--world", "4", "--json"]) == 0
     planned, written = capsys.readouterr().out, (run / "plan.json").read_text()
-    assert Plan.from_json(planned) == Plan.from_json(written) and Plan.from_json(written).diff(Plan.from_json(planned)) == []
+    assert (
+        Plan.from_json(planned) == Plan.from_json(written)
+        and Plan.from_json(written).diff(Plan.from_json(planned)) == []
+    )
     assert Plan.from_json(written).world == 4
 
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert kept == ["latest", "step-00000004", "step-00000006"] and (run / "checkpoints/latest").read_text() == "step-00000006\n"
+    assert (
+        kept == ["latest", "step-00000004", "step-00000006"]
+        and (run / "checkpoints/latest").read_text() == "step-00000006\n"
+    )
     assert "\nsample\n  def " in done.out and f'meshwright generate my runs/{run.name} --prompt "def "' in done.out
     assert "done: 6 steps" in done.out and f"validation loss {rows[5]['validation_loss']:.4f}" in done.out
     events = list((run / "tensorboard").glob("events.out.tfevents.*")) if (run / "tensorboard").is_dir() else []
@@ -83,7 +105,9 @@ def both(train):
     def run(world, changes):
         found = {}
         for dtype in ("float64", "float32"):
-            ranks = train(world, changes | {"techniques.precision.master": dtype, "validation.every": 6, "validation.samples": 13})
+            ranks = train(
+                world, changes | {"techniques.precision.master": dtype, "validation.every": 6, "validation.samples": 13}
+            )
             assert [rank.status for rank in ranks] == [0] * world
             found[dtype] = metrics(ranks[0].folder)
         return found
@@ -114,7 +138,11 @@ def test_every_layout_takes_the_steps_of_one_process(both, known, world, changes
     for row, reference in zip(other["float64"], one["float64"], strict=True):
         assert row["loss"] == pytest.approx(reference["loss"], rel=1e-10)
         assert row["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-10)
-        assert (row["step"], row["tokens"], row["learning_rate"]) == (reference["step"], reference["tokens"], reference["learning_rate"])
+        assert (row["step"], row["tokens"], row["learning_rate"]) == (
+            reference["step"],
+            reference["tokens"],
+            reference["learning_rate"],
+        )
     ours, theirs = other["float32"], one["float32"]
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-6)
     assert ours[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-6)
@@ -136,7 +164,8 @@ for number in range(2):  # a notebook runs its cell again
         "model": {"size": "debug"},
         "data": {"source": ["few words.txt"], "cache": "cache", "seq_len": 4, "workers": 0},
         "batch": {"global_batch": 2},
-        "validation": {"every": 0}, "checkpoint": {"every": 0}, "sample": {"tokens": 0}, "logging": {"tensorboard": "off"},
+        "validation": {"every": 0}, "checkpoint": {"every": 0},
+        "sample": {"tokens": 0}, "logging": {"tensorboard": "off"},
     }).run()
     print("status", sys.exitcode)
 """
@@ -162,27 +191,48 @@ def test_what_is_switched_off_does_not_happen_and_what_cannot_happen_is_said(tra
     wanted = {"steps": 1, "validation.every": 1}
     little = {"data.source": [str(off.folder / "metrics.jsonl")], "data.format": "text", "data.seq_len": 256}
     short = train(2, wanted | little | {"data.validation_fraction": 0.1})[0]
-    assert "no validation: no source holds out a row of data.seq_len = 256 tokens (data.validation_fraction = 0.1)" in short.out
+    assert (
+        "no validation: no source holds out a row of data.seq_len = 256 tokens (data.validation_fraction = 0.1)"
+        in short.out
+    )
     assert "validation_loss" not in metrics(short.folder)[0]
     exactly = train(2, wanted | {"data.validation_fraction": 0.0})[0]
     assert "no validation: no source holds out a row" in exactly.out
 
 
 def under_torchrun(environment, cwd, words):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
     return [finish(start([*launcher, "-m", "meshwright", *words], environment, cwd))]
 
 
 def under_slurm(environment, cwd, words):
     """What srun does for two tasks on this host: the same command twice, with its variables."""
-    job = {"SLURM_JOB_ID": str(free_port() - 20_000), "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    job = {
+        "SLURM_JOB_ID": str(free_port() - 20_000),
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+    }
     tasks = [environment | job | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
-    return [finish(process) for process in [start([sys.executable, "-m", "meshwright", *words], mine, cwd) for mine in tasks]]
+    return [
+        finish(process)
+        for process in [start([sys.executable, "-m", "meshwright", *words], mine, cwd) for mine in tasks]
+    ]
 
 
 @pytest.mark.parametrize("launcher", [under_torchrun, under_slurm])
 def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, environment, flags, tmp_path, train):
-    ended = launcher(environment, tmp_path, ["train", *flags({"steps": 2, "layout.dp_replicate": 2, "layout.dp_shard": 1})])
+    ended = launcher(
+        environment, tmp_path, ["train", *flags({"steps": 2, "layout.dp_replicate": 2, "layout.dp_shard": 1})]
+    )
     assert [one.status for one in ended] == [0] * len(ended), ended
     assert sum(one.out.count("done: 2 steps") for one in ended) == 1
     run = only_run(tmp_path / "runs")
@@ -193,7 +243,12 @@ def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, enviro
 
 @pytest.mark.parametrize(("limit", "taken"), [(3, 3), (0, 1)])
 def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
-    hopeless = {"optimizer.lr": 1e38, "optimizer.max_norm": 0, "optimizer.max_skipped_steps": limit, "schedule.kind": "constant"}
+    hopeless = {
+        "optimizer.lr": 1e38,
+        "optimizer.max_norm": 0,
+        "optimizer.max_skipped_steps": limit,
+        "schedule.kind": "constant",
+    }
     ranks = train(2, hopeless | {"steps": 20, "checkpoint.every": 1})
     problem = ranks[0].error
     assert isinstance(problem, MeshwrightError) and {str(rank.error) for rank in ranks} == {str(problem)}
@@ -204,7 +259,9 @@ def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     assert f"the last is step {len(rows)}" in str(problem) and f"from sample {8 * len(finite)} on" in str(problem)
 
 
-def test_tensorboard_that_is_asked_for_and_missing_is_refused_before_a_folder_is_made(flags, tmp_path, monkeypatch, capsys):
+def test_tensorboard_that_is_asked_for_and_missing_is_refused_before_a_folder_is_made(
+    flags, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", *flags({"logging.tensorboard": "on", "process.count": 1})]) == 2
     error = capsys.readouterr().err

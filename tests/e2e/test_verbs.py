@@ -17,8 +17,20 @@ from meshwright.training.views.report import ClosingReport
 @pytest.fixture(scope="module")
 def told(pool, corpus, cache, tmp_path_factory):
     """A run of two ranks and three steps, as rank 0 told it."""
-    small = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32, "steps": 3}
-    rest = {"batch.global_batch": 8, "sample.tokens": 30, "checkpoint.every": 2, "validation.every": 3, "logging.tensorboard": "off"}
+    small = {
+        "model.size": "debug",
+        "data.source": [str(corpus)],
+        "data.cache": str(cache),
+        "data.seq_len": 32,
+        "steps": 3,
+    }
+    rest = {
+        "batch.global_batch": 8,
+        "sample.tokens": 30,
+        "checkpoint.every": 2,
+        "validation.every": 3,
+        "logging.tensorboard": "off",
+    }
     return pool.run(Job(small | rest | {"out": str(tmp_path_factory.mktemp("out"))}), world=2, timeout=60)[0]
 
 
@@ -51,7 +63,10 @@ def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature
     report = ClosingReport(run, 3, 3, 1.0, sample=text()).text()
     assert report[report.index("\nsample\n") :] in told.out
     by_default = text("--tokens=20")
-    assert by_default.startswith("def ") and text("--tokens", "20", "--seed=0", "--temperature=0.8", "--step=3") == by_default
+    assert (
+        by_default.startswith("def ")
+        and text("--tokens", "20", "--seed=0", "--temperature=0.8", "--step=3") == by_default
+    )
     assert text("--tokens=20", "--seed=1") != by_default and text("--tokens=20", "--step=2") != by_default
     likeliest = text("--tokens=20", "--temperature=0")
     assert likeliest == text("--tokens=20", "--temperature=0", "--seed=5") and likeliest != by_default
@@ -77,7 +92,9 @@ def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature
 )
 def test_generate_refuses_what_it_cannot_do(ask, run, words, complaint):
     status, out, err = ask("generate", *(word.format(run=run) for word in words))
-    assert (status, out) == (2, "") and err.startswith("meshwright: ") and complaint in err and len(err.splitlines()) == 1
+    assert (
+        (status, out) == (2, "") and err.startswith("meshwright: ") and complaint in err and len(err.splitlines()) == 1
+    )
 
 
 def test_a_run_without_a_checkpoint_or_a_config_is_refused(ask, run):
@@ -94,7 +111,10 @@ def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     status, out, _ = ask("inspect", run)
     last = metrics(run)[-1]
     assert status == 0 and tree(run) == before
-    assert f"step 3 of 3, {last['tokens']} tokens, loss {last['loss']:.4f}, validation loss {last['validation_loss']:.4f}" in out
+    assert (
+        f"step 3 of 3, {last['tokens']} tokens, loss {last['loss']:.4f}, validation loss {last['validation_loss']:.4f}"
+        in out
+    )
     assert "step-00000002: 25 parameters and buffers" in out and out.count("(latest)") == 1
     assert str(Plan.from_json((run / "plan.json").read_text())) in out
 
@@ -103,7 +123,11 @@ def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     (run / "checkpoints/latest").write_text("step-00000099\n")
     status, out, _ = ask("inspect", run)
     assert status == 0 and "step-00000004.partial: an interrupted save, never used" in out
-    assert "step-00000002: " in out and "its writing was never finished" in out and "names step-00000099, which is gone" in out
+    assert (
+        "step-00000002: " in out
+        and "its writing was never finished" in out
+        and "names step-00000099, which is gone" in out
+    )
 
 
 def test_inspect_knows_the_sizes_and_nothing_else(ask):
@@ -115,8 +139,19 @@ def test_inspect_knows_the_sizes_and_nothing_else(ask):
 
 
 def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
-    words = ["plan", "--world", "64", "--model.size=8B", "--model.vocab_size=128256", "--data.seq_len=8192", "--data.source", "nowhere"]
-    status, out, err = ask(*words, "--batch.global_batch=64", "--layout.dp_replicate=8", "--layout.dp_shard=8", "--device=cuda")
+    words = [
+        "plan",
+        "--world",
+        "64",
+        "--model.size=8B",
+        "--model.vocab_size=128256",
+        "--data.seq_len=8192",
+        "--data.source",
+        "nowhere",
+    ]
+    status, out, err = ask(
+        *words, "--batch.global_batch=64", "--layout.dp_replicate=8", "--layout.dp_shard=8", "--device=cuda"
+    )
     assert (status, err) == (0, "") and not dist.is_initialized()
     assert "8.03B parameters on 64 ranks (cuda), mesh dp_replicate=8 × dp_shard=8" in out and "compute bfloat16" in out
 
@@ -125,8 +160,12 @@ def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     assert (status, err, made.world, dict(made.mesh)["dp_shard"]) == (0, "", 64, 64)
     assert json.loads(made.to_json()) == json.loads(out)
 
-    status, out, err = ask(*words, "--batch.global_batch=32")  # the plan holds for any batch: it is shown before this one is refused
-    assert status == 2 and "on 64 ranks" in out and "batch.global_batch = 32 rows do not divide over 64 data ranks" in err
+    status, out, err = ask(
+        *words, "--batch.global_batch=32"
+    )  # the plan holds for any batch: it is shown before this one is refused
+    assert (
+        status == 2 and "on 64 ranks" in out and "batch.global_batch = 32 rows do not divide over 64 data ranks" in err
+    )
 
 
 def test_plan_of_a_run_is_the_plan_that_the_run_wrote(ask, run):

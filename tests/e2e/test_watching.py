@@ -1,4 +1,6 @@
-"""A run that is watched: its profile speaks of modules and mesh axes, a slow rank is named and a healthy one is not, W&B goes on."""
+"""A run that is watched: its profile speaks of modules and mesh axes, a slow rank is named and a healthy one is not,
+W&B goes on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Slowed(Job):
     place: str = ""
 
     def __call__(self):
-        owner, name = {"data": (Loader, "__next__"), "forward": (Decoder, "forward")}.get(self.place, (Loader, "__next__"))
+        owner, name = {"data": (Loader, "__next__"), "forward": (Decoder, "forward")}.get(
+            self.place, (Loader, "__next__")
+        )
         was, bounds = getattr(owner, name), stragglers.WINDOW_STEPS
 
         def slow(module, *args, **named):
@@ -51,7 +55,10 @@ def test_a_slow_rank_is_named_with_the_place_where_it_is_slow(train, small, plac
     told = train(4, job=Slowed(small({"steps": 10, **layout}), place=place))
     assert [result.status for result in told] == [0] * 4
     where = "reading its data" if place == "data" else "computing, not reading its data"
-    sentence = rf"rank 3 \(host \S+\) takes (\S+) s of its own per step, the median of the others (\S+) s: .*difference {where}\."
+    sentence = (
+        rf"rank 3 \(host \S+\) takes (\S+) s of its own per step, the median of the others (\S+) s:"
+        rf" .*difference {where}\."
+    )
     found = re.search(sentence, told[0].out)
     assert found is not None and 0.08 < float(found[1]) - float(found[2]) < 0.5, told[0].out
     lines = read_metrics(told[0].folder / "metrics.jsonl")
@@ -70,9 +77,12 @@ def test_a_profile_of_a_healthy_run_speaks_of_modules_and_axes_and_nobody_is_nam
         events = json.loads(path.read_text())["traceEvents"]
         names = Counter(event["name"] for event in events if event.get("ph") == "X")
         assert {
-            names[f"{way} {module}"] for way in ("forward", "backward") for module in ("model", "layers.0", "layers.1.attention.wq")
+            names[f"{way} {module}"]
+            for way in ("forward", "backward")
+            for module in ("model", "layers.0", "layers.1.attention.wq")
         } == {2}
-        # of each step: the blocks are gathered in forward, and again in backward unless they are kept; reduced once, then over replicas
+        # of each step: the blocks are gathered in forward, and again in backward unless they are kept; reduced once,
+        # then over replicas
         assert (
             names["reduce_scatter dp_shard"] == 2 * 3
             and names["all_reduce dp_replicate"] >= 2 * 3
@@ -88,6 +98,9 @@ def test_a_continued_run_goes_on_in_its_wandb_run(train):
     known = json.loads((first.folder / "wandb.json").read_text())
     assert known["furthest"] == 2 and f"wandb sync --id {known['id']}" in first.out
     again = train(2, {"steps": 3}, folder=first.folder)[0]
-    assert again.status == 0 and json.loads((first.folder / "wandb.json").read_text()) == {"id": known["id"], "furthest": 3}
+    assert again.status == 0 and json.loads((first.folder / "wandb.json").read_text()) == {
+        "id": known["id"],
+        "furthest": 3,
+    }
     runs = [path.name for path in (first.folder / "wandb").glob("offline-run-*")]
     assert len(runs) == 2 and all(known["id"] in name for name in runs)

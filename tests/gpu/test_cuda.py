@@ -43,7 +43,9 @@ def job_oracle(steps=3):
     materialise(model, torch.device("cuda"), 0, {})
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3, fused=True
+    )
     out = []
     for _ in range(steps):
         batch = {key: value.cuda() for key, value in batch_of().items()}
@@ -88,7 +90,9 @@ def job_async_tensor(asynchronous):
     return [(float(model.forward_backward(batch_of())), model.optimizer_step(optimizer).grad_norm) for _ in range(2)]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="asynchronous tensor parallelism needs two GPUs joined by NVLink")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="asynchronous tensor parallelism needs two GPUs joined by NVLink"
+)
 def test_asynchronous_tensor_parallelism_gives_the_numbers_of_the_plain_form(spmd):
     found, expected = spmd(2, job_async_tensor, True)[0], spmd(2, job_async_tensor, False)[0]
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, expected, strict=True):
@@ -119,7 +123,10 @@ def test_a_checkpoint_comes_back_bitwise(spmd, tmp_path):
 
 
 def job_trace(folder, compute):
-    """A trace written on this machine, and a run that is compared with it; on the GPU, from weights drawn on the CPU."""
+    """A trace written on this machine, and a run that is compared with it.
+
+    On the GPU, from weights drawn on the CPU.
+    """
     import json
     from pathlib import Path
 

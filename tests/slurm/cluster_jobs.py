@@ -40,14 +40,18 @@ class Cluster:
     def submit(self, cwd: Path, *lines: str) -> str:
         """A batch script of those lines, on all nodes. Its output goes to ``job.out``. Returns the job's number."""
         script = cwd / "job.sh"
-        script.write_text("\n".join(["#!/bin/bash", f"#SBATCH {' '.join(NODES)} -o job.out --open-mode=append --requeue", *lines, ""]))
+        script.write_text(
+            "\n".join(["#!/bin/bash", f"#SBATCH {' '.join(NODES)} -o job.out --open-mode=append --requeue", *lines, ""])
+        )
         done = self.run(["sbatch", "--parsable", str(script)], cwd)
         assert done.status == 0, done
         return done.out.strip()
 
     def facts(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job: JobState, Restarts, ExitCode, ..."""
-        said = subprocess.run(["scontrol", "show", "job", job], env=dict(self.environment), capture_output=True, text=True).stdout
+        said = subprocess.run(
+            ["scontrol", "show", "job", job], env=dict(self.environment), capture_output=True, text=True
+        ).stdout
         return dict(re.findall(r"(\w+)=(\S*)", said))
 
     def wait_for(self, job: str, state: str, seconds: float = 90.0) -> dict[str, str]:

@@ -21,14 +21,20 @@ import slurm_cluster  # noqa: E402
 from cluster_jobs import Cluster, flags_of  # noqa: E402
 from e2e_runs import finish, only_run, start  # noqa: E402
 
-WORDS = "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum".split()
+WORDS = (
+    "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum"
+).split()
 
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """The tests' environment without a launcher's variables."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC_", "MESHWRIGHT_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "TORCHELASTIC_", "MESHWRIGHT_"))
+    }
     kept = {name: value for name, value in kept.items() if name not in ours}
     return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"}
 
@@ -50,7 +56,10 @@ def cluster(environment):
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory) -> Mapping[str, object]:
-    """Hybrid sharding by node, in fp64; the rate is the same at every step, so that runs of any length can be compared."""
+    """Hybrid sharding by node, in fp64.
+
+    The rate is the same at every step, so that runs of any length can be compared.
+    """
     corpus = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     for name, size in (("a.txt", 20_000), ("held.txt", 4_000)):

@@ -28,7 +28,9 @@ class Hosts:
         self.names = [f"meshwright-{os.getpid()}-h{number}" for number in (1, 2)]
         self.started: list[subprocess.Popen] = []
         self.file = place / "hosts"
-        self.file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} h{i}\n" for i, address in enumerate(ADDRESSES, start=1)))
+        self.file.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{address} h{i}\n" for i, address in enumerate(ADDRESSES, start=1))
+        )
 
     def __enter__(self) -> Hosts:
         try:
@@ -60,7 +62,19 @@ class Hosts:
 
     def on(self, host: int) -> list[str]:
         """What stands before a command that runs on this host, 1 or 2."""
-        inside = ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", AS_HOST, "sh", f"h{host}", str(self.file)]
+        inside = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            AS_HOST,
+            "sh",
+            f"h{host}",
+            str(self.file),
+        ]
         return ["ip", "netns", "exec", self.names[host - 1], *inside]
 
     def start(self, host: int, words: list[str], environment, cwd: Path) -> subprocess.Popen:
@@ -70,7 +84,9 @@ class Hosts:
     def sent(self, host: int) -> int:
         """Bytes that went out of this host."""
         counter = "/sys/class/net/cable/statistics/tx_bytes"
-        said = subprocess.run(["ip", "netns", "exec", self.names[host - 1], "cat", counter], check=True, capture_output=True, text=True)
+        said = subprocess.run(
+            ["ip", "netns", "exec", self.names[host - 1], "cat", counter], check=True, capture_output=True, text=True
+        )
         return int(said.stdout)
 
 
@@ -89,7 +105,13 @@ def hosts(tmp_path):
 
 
 def test_two_hosts_under_torchrun_shard_within_and_replicate_across(hosts, environment, config, on_one_host, tmp_path):
-    meet = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400", "--rdzv-id=pair"]
+    meet = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={ADDRESSES[0]}:29400",
+        "--rdzv-id=pair",
+    ]
     words = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "meshwright", "train", *flags_of(config)]
     running = [hosts.start(host, words, environment, tmp_path) for host in (1, 2)]
     ended = [finish(process, timeout=120) for process in running]
@@ -100,7 +122,8 @@ def test_two_hosts_under_torchrun_shard_within_and_replicate_across(hosts, envir
     plan = Plan.from_json((run / "plan.json").read_text())
     assert {axis: size for axis, size in plan.mesh if size > 1} == {"dp_replicate": 2, "dp_shard": 2}
     assert losses(run) == pytest.approx(losses(on_one_host), rel=1e-7)
-    # Of a gradient in fp64 each rank of a host sends its half of the shards' sum; nothing else of that size may cross the cable.
+    # Of a gradient in fp64 each rank of a host sends its half of the shards' sum; nothing else of that size may cross
+    # the cable.
     gradient = 8 * sum(row.count * math.prod(row.shape) for row in plan.parameters)
     for host in (1, 2):
         assert 1 <= hosts.sent(host) / (60 * gradient) < 1.1

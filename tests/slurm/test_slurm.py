@@ -62,7 +62,9 @@ def test_tasks_know_their_places_and_meet_at_the_first_node(cluster, tmp_path):
 
 def test_a_batch_script_is_one_process_and_may_not_leave_nodes_idle(cluster, tmp_path):
     code = "from meshwright.distributed import get_world_info; print('world', *get_world_info())"
-    job = cluster.submit(tmp_path, "env | grep ^SLURM_PROCID", f"python -c {shlex.quote(code)}", "meshwright train; echo status $?")
+    job = cluster.submit(
+        tmp_path, "env | grep ^SLURM_PROCID", f"python -c {shlex.quote(code)}", "meshwright train; echo status $?"
+    )
     cluster.wait_for(job, "COMPLETED")
     said = (tmp_path / "job.out").read_text()
     assert "SLURM_PROCID=0" in said, "the trap that this is about is gone"
@@ -102,13 +104,21 @@ def test_told_to_stop_and_requeued_a_job_continues_its_own_run(cluster, config, 
     facts = cluster.wait_for(job, "COMPLETED")
     said = (tmp_path / "job.out").read_text()
     assert facts["Restarts"] == "1" and only_run(tmp_path / "runs") == run
-    assert "stopped by SIGUSR1, saved" in said and f"(step {stopped_at}, sample {8 * stopped_at})" in said and "done: 60 steps" in said
+    assert (
+        "stopped by SIGUSR1, saved" in said
+        and f"(step {stopped_at}, sample {8 * stopped_at})" in said
+        and "done: 60 steps" in said
+    )
     assert saved_step(run) == 60
     assert losses(run) == pytest.approx(losses(undisturbed[0]), rel=1e-7)
 
 
-def test_a_preempted_job_saves_and_comes_back_and_a_cancelled_one_saves_and_stays_away(cluster, config, tmp_path, no_longer):
-    job = cluster.submit(tmp_path, shlex.join(["srun", "meshwright", "train", *flags_of({**config, **ENDLESS})]), *AGAIN)
+def test_a_preempted_job_saves_and_comes_back_and_a_cancelled_one_saves_and_stays_away(
+    cluster, config, tmp_path, no_longer
+):
+    job = cluster.submit(
+        tmp_path, shlex.join(["srun", "meshwright", "train", *flags_of({**config, **ENDLESS})]), *AGAIN
+    )
     no_longer(job)
     run = tmp_path / f"runs/demo-slurm{job}"
     steps_taken(run)
@@ -118,10 +128,15 @@ def test_a_preempted_job_saves_and_comes_back_and_a_cancelled_one_saves_and_stay
 
     steps_taken(run, preempted_at + 3)
     cluster.send(job)
-    wait_until(lambda: (tmp_path / "job.out").read_text().count("stopped by SIGTERM, saved. Continue with") == 2, 30)  # KillWait is 30 s
+    wait_until(
+        lambda: (tmp_path / "job.out").read_text().count("stopped by SIGTERM, saved. Continue with") == 2, 30
+    )  # KillWait is 30 s
     facts = cluster.wait_for(job, "CANCELLED")
     assert (facts["ExitCode"], facts["Restarts"]) == (f"0:{signal.SIGTERM}", "1") and only_run(tmp_path / "runs") == run
-    assert saved_step(run) > preempted_at and f"(step {preempted_at}, sample {8 * preempted_at})" in (tmp_path / "job.out").read_text()
+    assert (
+        saved_step(run) > preempted_at
+        and f"(step {preempted_at}, sample {8 * preempted_at})" in (tmp_path / "job.out").read_text()
+    )
 
 
 def test_launch_submits_and_requeues_at_the_time_limit_until_the_run_is_complete(cluster, config, tmp_path, no_longer):
@@ -134,7 +149,8 @@ def test_launch_submits_and_requeues_at_the_time_limit_until_the_run_is_complete
     no_longer(job)
     assert f"submitted job {job}: 2 nodes of 2, 4 processes in all" in done.out and str(run) in done.out
 
-    # Slurm looks at time limits every 30 s, so the signal strikes 50 to 80 s after the start: on a busy machine ranks take 30 s to start.
+    # Slurm looks at time limits every 30 s, so the signal strikes 50 to 80 s after the start: on a busy machine ranks
+    # take 30 s to start.
     # Ranks that are struck while they start die, and the job is requeued as well.
     def requeued() -> bool:
         return bool(list(run.glob("checkpoints/*/manifest.json"))) and cluster.facts(job)["JobState"] == "PENDING"

@@ -1,4 +1,6 @@
-"""Tiny models with adapters, in the wrapper of the library that makes them: hosts frozen, adapters' weights drawn, none of them zero."""
+"""Tiny models with adapters, in the wrapper of the library that makes them: hosts frozen, adapters' weights drawn,
+none of them zero.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,7 @@ def adapted(family: str, targets: str | list[str] = "all-linear", *, seed: int =
         torch.manual_seed(seed)
         if family == "gpt2":
             options.setdefault("fan_in_fan_out", True)
-        config = LoraConfig(r=options.pop("r", 4), target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+        config = LoraConfig(
+            r=options.pop("r", 4), target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **options
+        )
         return get_peft_model(made, config)  # type: ignore[return-value]

@@ -35,7 +35,13 @@ class Answers:
         """Layout, model, tensors, errors, bounds, and the command that runs the way alone."""
         lines = [f"{question}: {line}" for question, found in self.faults.items() for line in found[:6]]
         alone = f"pytest 'tests/distributed/test_ways.py::test_a_way_keeps_every_promise[{self.way}]'"
-        return "\n".join([f"layout {self.way.layout}, model {self.way.model}, techniques {self.way.techniques}", *lines, f"alone: {alone}"])
+        return "\n".join(
+            [
+                f"layout {self.way.layout}, model {self.way.model}, techniques {self.way.techniques}",
+                *lines,
+                f"alone: {alone}",
+            ]
+        )
 
 
 def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant: str = "") -> Answers:
@@ -52,15 +58,20 @@ def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant
         "equal": faults(outcomes, reference, EXACT if way.is_ours else UPCASTS),
         "bytes": [line for number, rank in enumerate(ranks) for line in _bytes(way, number, rank)],
         "memory": _memory(way, ranks),
-        "resume": [f"rank {n}: {name} is another after a resumed step" for n, rank in enumerate(ranks) for name in rank.went_on],
+        "resume": [
+            f"rank {n}: {name} is another after a resumed step" for n, rank in enumerate(ranks) for name in rank.went_on
+        ],
         "doors": [f"{name} is another in torch's state dict" for name in ranks[0].elsewhere],
     }
-    return Answers(way, {question: lines for question, lines in found.items() if lines}, worst(differences(outcomes[0], reference)))
+    return Answers(
+        way, {question: lines for question, lines in found.items() if lines}, worst(differences(outcomes[0], reference))
+    )
 
 
 def _bytes(way: Way, rank: int, found: Record) -> list[str]:
-    """The plan speaks for the first rank of the tensor axis, and of shards where a stage sends a tied weight: others have fewer rows
-    of the vocabulary, and send no more. How many rows travel to experts is the routers' affair."""
+    """The plan speaks for the first rank of the tensor axis, and of shards where a stage sends a tied weight: others
+    have fewer rows of the vocabulary, and send no more. How many rows travel to experts is the routers' affair.
+    """
     lines, layout = [], way.layout
     for key in found.planned.keys() | found.sent.keys():
         (calls, moved), (sent_calls, sent) = found.planned.get(key, (0, 0.0)), found.sent.get(key, (0, 0.0))
@@ -68,16 +79,27 @@ def _bytes(way: Way, rank: int, found: Record) -> list[str]:
         fits = abs(sent - moved) <= 1e-12 * moved if is_first else sent <= moved
         if (calls is not None and sent_calls != calls) or not (fits or key[0] == "all_to_all"):
             what = f"{key[0]} over {key[1]} ranks"
-            lines.append(f"rank {rank}: {what}: {sent_calls} calls and {sent:g} bytes were sent, {calls} and {moved:g} planned")
+            lines.append(
+                f"rank {rank}: {what}: {sent_calls} calls and {sent:g} bytes were sent, {calls} and {moved:g} planned"
+            )
     return lines
 
 
 def _memory(way: Way, ranks: list[Record]) -> list[str]:
-    """Of the rank that holds most; in a pipeline of that which needs most at its peak, whichever it is: the plan speaks for that one."""
-    held = [rank.held for rank in ranks] if way.pp == "2" else [{name: max(rank.held[name] for rank in ranks) for name in ranks[0].held}]
+    """Of the rank that holds most.
+
+    In a pipeline of that which needs most at its peak, whichever it is: the plan speaks for that one.
+    """
+    held = (
+        [rank.held for rank in ranks]
+        if way.pp == "2"
+        else [{name: max(rank.held[name] for rank in ranks) for name in ranks[0].held}]
+    )
     if any(all(_is_even(*pair) for pair in rank.values()) for rank in held):
         return []
-    return [f"{name}: {found} bytes are held, {planned} planned" for rank in held for name, (found, planned) in rank.items()]
+    return [
+        f"{name}: {found} bytes are held, {planned} planned" for rank in held for name, (found, planned) in rank.items()
+    ]
 
 
 def _is_even(found: int, planned: int) -> bool:

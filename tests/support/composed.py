@@ -1,4 +1,7 @@
-"""Compositions by somebody else, for verify's parallelize_fn: sound ones, and each with a fault met in the wild; and models for them."""
+"""Compositions by somebody else, for verify's parallelize_fn: sound ones, and each with a fault met in the wild.
+
+And models for them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
     """Attention by heads, the feed-forward by features; the gradient of the norms inside is summed over the ranks."""
     plan = _by_heads(model)
     for block in model.layers:
-        for name in ("q_norm", "k_norm"):  # dim 1 is the heads: the weight stays whole, and knows that its gradient is a summand
+        for name in (
+            "q_norm",
+            "k_norm",
+        ):  # dim 1 is the heads: the weight stays whole, and knows that its gradient is a summand
             plan[f"layers.{block}.attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     return parallelize_module(model, mesh["tp"], plan)
 

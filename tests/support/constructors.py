@@ -141,7 +141,10 @@ class Tables(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        place, rate = torch.arange(LENGTH).unsqueeze(1).float(), torch.exp(torch.arange(0, WIDTH, 2).float() * (-math.log(1e4) / WIDTH))
+        place, rate = (
+            torch.arange(LENGTH).unsqueeze(1).float(),
+            torch.exp(torch.arange(0, WIDTH, 2).float() * (-math.log(1e4) / WIDTH)),
+        )
         with torch.no_grad():
             self.places.weight[:, 0::2] = torch.sin(place * rate)
             self.places.weight[:, 1::2] = torch.cos(place * rate)
@@ -218,7 +221,22 @@ class Retried(Plain):
             nn.init.normal_(self.head.weight, 0, 0.06)
 
 
-RECORDED = (Plain, Applied, Tied, TiedBefore, Truncated, Orthogonal, ByData, Zeroed, Scaled, Tables, Copied, Halved, InFloat64, Permuted)
+RECORDED = (
+    Plain,
+    Applied,
+    Tied,
+    TiedBefore,
+    Truncated,
+    Orthogonal,
+    ByData,
+    Zeroed,
+    Scaled,
+    Tables,
+    Copied,
+    Halved,
+    InFloat64,
+    Permuted,
+)
 RUN_WHOLE = (Seeded, OwnGenerator, Retried)
 """What they do cannot be carried out later."""
 

@@ -10,13 +10,20 @@ T = TypeVar("T")
 
 
 def cheapest_cover(
-    candidates: Iterable[T], price: Callable[[T], float], things: Callable[[T], Collection[Any]], there: Set[Any] = frozenset()
+    candidates: Iterable[T],
+    price: Callable[[T], float],
+    things: Callable[[T], Collection[Any]],
+    there: Set[Any] = frozenset(),
 ) -> list[T]:
     """Candidates that have every thing that some candidate has, besides those that are ``there`` already.
 
-    Greedy: the cheapest for what it adds first (Chvátal 1979). Then those go, the dearest first, whose things others have too.
+    Greedy: the cheapest for what it adds first (Chvátal 1979). Then those go, the dearest first, whose things others
+        have too.
     """
-    offered = {number: (candidate, set(things(candidate)) - there, price(candidate)) for number, candidate in enumerate(candidates)}
+    offered = {
+        number: (candidate, set(things(candidate)) - there, price(candidate))
+        for number, candidate in enumerate(candidates)
+    }
     missing = set().union(*(adds for _, adds, _ in offered.values()))
     chosen: list[int] = []
     while missing:

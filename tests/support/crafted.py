@@ -1,4 +1,5 @@
-"""Folders as a stranger would craft them: each is a whole run, model or source with one thing in it that reaches for code or files outside.
+"""Folders as a stranger would craft them: each is a whole run, model or source with one thing in it that reaches for
+code or files outside.
 
 A craft is given a ``Place`` to write into and returns the words of the command that meets it.
 """
@@ -34,7 +35,10 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a craft works: two runs with a checkpoint, a model of Hugging Face and an empty folder; nothing of ``outside`` may be read."""
+    """Where a craft works: two runs with a checkpoint, a model of Hugging Face and an empty folder.
+
+    Nothing of ``outside`` may be read.
+    """
 
     root: Path
 
@@ -92,7 +96,9 @@ class Place:
         data = len(text).to_bytes(8, "little") + text + data[8 + length :]
         shard.write_bytes(data)
         if path is None:
-            self.edit_manifest(lambda said: said["files"].update({shard.name: {"bytes": len(data), "crc32": zlib.crc32(data)}}))
+            self.edit_manifest(
+                lambda said: said["files"].update({shard.name: {"bytes": len(data), "crc32": zlib.crc32(data)}})
+            )
 
     def edit_config(self, *lines: str, run: Path | None = None) -> None:
         """Change keys of a run's config: each line replaces the one of its key, in its section."""
@@ -147,7 +153,11 @@ def own_code(place: Place) -> Path:
 def own_function(place: Place) -> Path:
     """A run whose config names a function that lies beside it."""
     (place.run / "canary.py").write_text(CANARY + "def keep(*_): ...\n")
-    place.edit_config('techniques|activation_checkpointing = "selective_op"', 'techniques|checkpoint_keep = ["canary:keep"]', run=place.run)
+    place.edit_config(
+        'techniques|activation_checkpointing = "selective_op"',
+        'techniques|checkpoint_keep = ["canary:keep"]',
+        run=place.run,
+    )
     os.chdir(place.run)
     return place.run
 
@@ -168,7 +178,12 @@ several(
     train_a_run_with_code=lambda at: ["train", str(own_code(at)), "--process.count=1"],
     plan_a_run_with_code=lambda at: ["plan", str(own_code(at))],
     plan_the_config_of_a_run_with_code=lambda at: ["plan", str(own_code(at) / "config.toml")],
-    verify_the_config_of_a_run_with_code=lambda at: ["verify", str(own_code(at) / "config.toml"), "--layout", "dp_shard=1"],
+    verify_the_config_of_a_run_with_code=lambda at: [
+        "verify",
+        str(own_code(at) / "config.toml"),
+        "--layout",
+        "dp_shard=1",
+    ],
     convert_a_run_with_code=lambda at: ["convert", str(own_code(at)), "--to", "hf", str(at.data / "out")],
     launch_a_run_with_code=lambda at: ["launch", str(own_code(at)), "--dry-run"],
     train_a_run_with_a_function=lambda at: ["train", str(own_function(at)), "--process.count=1"],
@@ -178,7 +193,11 @@ several(
     verify_a_file_with_a_function=lambda at: ["verify", str(own_file(at, KEEP)), "--layout", "dp_shard=1"],
     inspect_the_data_of_a_file_with_a_function=lambda at: ["inspect", str(own_file(at, KEEP))],
     launch_a_file_with_shell=lambda at: ["launch", str(own_file(at, SETUP)), "--dry-run"],
-    launch_a_file_with_an_environment=lambda at: ["launch", str(own_file(at, '[slurm]\nextra = ["export=LD_PRELOAD=x"]\n')), "--dry-run"],
+    launch_a_file_with_an_environment=lambda at: [
+        "launch",
+        str(own_file(at, '[slurm]\nextra = ["export=LD_PRELOAD=x"]\n')),
+        "--dry-run",
+    ],
 )
 
 
@@ -214,11 +233,17 @@ several(
 several(
     "names code to be fetched",
     a_kernel_to_be_fetched=lambda at: ["plan", f"--model.hf={with_code(at, attn_implementation='who/kernel')}"],
-    a_kernel_of_an_inner_config=lambda at: ["inspect", with_code(at, vision={"_attn_implementation": {"text": "who/kernel"}})],
+    a_kernel_of_an_inner_config=lambda at: [
+        "inspect",
+        with_code(at, vision={"_attn_implementation": {"text": "who/kernel"}}),
+    ],
 )
 several(
     "names other files for itself",
-    other_config_files=lambda at: ["inspect", with_code(at, configuration_files=["config.4.0.0.json", "../../outside/config.json"])],
+    other_config_files=lambda at: [
+        "inspect",
+        with_code(at, configuration_files=["config.4.0.0.json", "../../outside/config.json"]),
+    ],
 )
 several(
     "a text and a table were expected",
@@ -300,17 +325,22 @@ several(
 several(
     "is no whole safetensors file",
     a_tensor_that_is_a_number=lambda at: weights(at, lambda said: said.update({"lm_head.weight": 7})),
-    a_pickle_of_that_name=lambda at: done((at.hf / "model.safetensors").write_bytes(pickle.dumps(Bomb())), "inspect", at.hf),
+    a_pickle_of_that_name=lambda at: done(
+        (at.hf / "model.safetensors").write_bytes(pickle.dumps(Bomb())), "inspect", at.hf
+    ),
 )
 several(
     "pickled weights are not read",
     pickled_weights=lambda at: done(
-        [at.move_out(at.hf / "model.safetensors"), (at.hf / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))], "inspect", at.hf
+        [at.move_out(at.hf / "model.safetensors"), (at.hf / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))],
+        "inspect",
+        at.hf,
     ),
 )
 several("is no JSON", a_deep_config=lambda at: done((at.hf / "config.json").write_text(DEEP), "inspect", at.hf))
 several(
-    "not the keys of a model's config", a_config_that_is_a_list=lambda at: done((at.hf / "config.json").write_text("[]"), "inspect", at.hf)
+    "not the keys of a model's config",
+    a_config_that_is_a_list=lambda at: done((at.hf / "config.json").write_text("[]"), "inspect", at.hf),
 )
 
 
@@ -323,8 +353,12 @@ class Bomb:
 
 
 def chat(at: Place, **files: Any) -> list[str]:
-    """Look at conversations with the model's tokenizer, with files of it changed: keys of tokenizer_config.json, or whole files."""
-    (at.data / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    """Look at conversations with the model's tokenizer, with files of it changed: keys of tokenizer_config.json, or
+    whole files.
+    """
+    (at.data / "talk.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    )
     if files:
         at.edit_json(at.hf / "tokenizer_config.json", **files)
     return ["inspect", str(at.data / "talk.jsonl"), f"--data.tokenizer={at.hf}"]
@@ -334,9 +368,15 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 several(
     "is a link to",
     a_tokenizer_that_is_a_link=lambda at: done(at.link_out(at.hf / "tokenizer.json"), *chat(at)),
-    settings_of_a_tokenizer_that_are_a_link=lambda at: done([chat(at), at.link_out(at.hf / "tokenizer_config.json")], *chat(at)),
+    settings_of_a_tokenizer_that_are_a_link=lambda at: done(
+        [chat(at), at.link_out(at.hf / "tokenizer_config.json")], *chat(at)
+    ),
     a_template_that_is_a_link=lambda at: done(
-        [(at.outside / "secret").write_text("SECRET"), (at.hf / "chat_template.jinja").symlink_to(at.outside / "secret")], *chat(at)
+        [
+            (at.outside / "secret").write_text("SECRET"),
+            (at.hf / "chat_template.jinja").symlink_to(at.outside / "secret"),
+        ],
+        *chat(at),
     ),
     a_kept_file_that_is_a_link=lambda at: done(
         [(at.outside / "id_rsa").write_text("SECRET"), (at.hf / "x.json").symlink_to(at.outside / "id_rsa")],
@@ -345,7 +385,9 @@ several(
 )
 several(
     "the chat template refuses it",
-    a_template_that_climbs=lambda at: chat(at, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}" + TEMPLATE),
+    a_template_that_climbs=lambda at: chat(
+        at, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}" + TEMPLATE
+    ),
     a_template_that_imports=lambda at: chat(
         at, chat_template="{{ cycler.__init__.__globals__.os.popen('touch $CANARY').read() }}" + TEMPLATE
     ),
@@ -354,10 +396,17 @@ several(
 several("chat_template that is a int", a_template_that_is_a_number=lambda at: chat(at, chat_template=7))
 several(
     "settings by name were expected",
-    settings_of_a_tokenizer_that_are_a_list=lambda at: done((at.hf / "tokenizer_config.json").write_text("[1]"), *chat(at)),
+    settings_of_a_tokenizer_that_are_a_list=lambda at: done(
+        (at.hf / "tokenizer_config.json").write_text("[1]"), *chat(at)
+    ),
 )
-several("is no JSON", settings_that_are_deep=lambda at: done((at.hf / "tokenizer_config.json").write_text(DEEP), *chat(at)))
-several("is not a tokenizer.json", a_tokenizer_that_is_none=lambda at: done((at.hf / "tokenizer.json").write_text("{}"), *chat(at)))
+several(
+    "is no JSON", settings_that_are_deep=lambda at: done((at.hf / "tokenizer_config.json").write_text(DEEP), *chat(at))
+)
+several(
+    "is not a tokenizer.json",
+    a_tokenizer_that_is_none=lambda at: done((at.hf / "tokenizer.json").write_text("{}"), *chat(at)),
+)
 several(
     "has eos_token = '<no>', which tokenizer.json lacks",
     an_end_that_is_not_there=lambda at: chat(at, chat_template=TEMPLATE, eos_token="<no>"),
@@ -401,7 +450,9 @@ several(
 )
 several(
     "no checkpoint's name",
-    a_pointer_that_goes_up=lambda at: generate(at, (at.run / "checkpoints/latest").write_text("../../../outside/step-00000001")),
+    a_pointer_that_goes_up=lambda at: generate(
+        at, (at.run / "checkpoints/latest").write_text("../../../outside/step-00000001")
+    ),
 )
 
 
@@ -439,9 +490,14 @@ def a_shard_with_another_dtype(at: Place) -> list[str]:
 
 several(
     "could not be read",
-    offsets_that_are_no_json=lambda at: generate(at, at.edit_header(lambda said: said["__metadata__"].update(DCP_SHARDING_INFO=DEEP))),
+    offsets_that_are_no_json=lambda at: generate(
+        at, at.edit_header(lambda said: said["__metadata__"].update(DCP_SHARDING_INFO=DEEP))
+    ),
     bytes_of_two_tensors=lambda at: generate(
-        at, at.edit_header(lambda said: said["model.norm.weight"].update(data_offsets=[0, 4 * said["model.norm.weight"]["shape"][0]]))
+        at,
+        at.edit_header(
+            lambda said: said["model.norm.weight"].update(data_offsets=[0, 4 * said["model.norm.weight"]["shape"][0]])
+        ),
     ),
 )
 
@@ -466,7 +522,14 @@ several("is a checkpoint of another model", a_shape_that_is_huge=lambda at: entr
 # --- the other files of a run
 
 SMALL = (
-    *("--process.count=1", "--steps=2", "--data.seq_len=16", "--batch.global_batch=2", "--validation.every=0", "--sample.tokens=0"),
+    *(
+        "--process.count=1",
+        "--steps=2",
+        "--data.seq_len=16",
+        "--batch.global_batch=2",
+        "--validation.every=0",
+        "--sample.tokens=0",
+    ),
     *("--logging.tensorboard=off",),
 )
 
@@ -479,7 +542,9 @@ several(
     "is a link to",
     a_config_of_a_run_that_is_a_link=lambda at: generate(at, at.link_out(at.run / "config.toml")),
     metrics_that_are_a_link=lambda at: again(at, at.link_out(at.run / "metrics.jsonl")),
-    metrics_that_are_a_link_on_a_page=lambda at: done(at.link_out(at.run / "metrics.jsonl"), "inspect", at.run, "--html"),
+    metrics_that_are_a_link_on_a_page=lambda at: done(
+        at.link_out(at.run / "metrics.jsonl"), "inspect", at.run, "--html"
+    ),
     an_identity_that_is_a_link=lambda at: again(at, at.link_out(at.run / "identity.json")),
     a_plan_that_is_a_link=lambda at: done(at.link_out(at.run / "plan.json"), "inspect", at.run),
     a_tokenizer_of_a_run_that_is_a_link=lambda at: done(at.link_out(at.hf_run / "tokenizer"), "generate", at.hf_run),
@@ -487,7 +552,10 @@ several(
         at.link_out(at.hf_run / "model/config.json"), "convert", at.hf_run, "--to", "hf", at.data / "x"
     ),
     a_small_file_of_a_model_that_is_a_link=lambda at: done(
-        [(at.outside / "id_rsa").write_text("SECRET"), (at.hf_run / "model/vocab.txt").symlink_to(at.outside / "id_rsa")],
+        [
+            (at.outside / "id_rsa").write_text("SECRET"),
+            (at.hf_run / "model/vocab.txt").symlink_to(at.outside / "id_rsa"),
+        ],
         *("convert", at.hf_run, "--to", "hf", at.data / "x"),
     ),
     a_run_that_is_only_named=lambda at: done(
@@ -503,9 +571,13 @@ several(
 several(
     "is not its own",
     a_model_that_a_run_does_not_keep=lambda at: done(
-        [shutil.rmtree(at.hf_run / "model"), at.edit_config(f'model|hf = "{at.outside}"', run=at.hf_run)], "generate", at.hf_run
+        [shutil.rmtree(at.hf_run / "model"), at.edit_config(f'model|hf = "{at.outside}"', run=at.hf_run)],
+        "generate",
+        at.hf_run,
     ),
-    a_tokenizer_that_a_run_does_not_keep=lambda at: done(at.edit_config(f'data|tokenizer = "{at.outside}"'), "generate", at.run),
+    a_tokenizer_that_a_run_does_not_keep=lambda at: done(
+        at.edit_config(f'data|tokenizer = "{at.outside}"'), "generate", at.run
+    ),
 )
 several(
     "too deep in each other",
@@ -523,7 +595,9 @@ several(
 )
 several(
     "one JSON object",
-    metrics_that_are_none=lambda at: done((at.run / "metrics.jsonl").write_text('{"loss": "x"}\n[1]\n'), "inspect", at.run),
+    metrics_that_are_none=lambda at: done(
+        (at.run / "metrics.jsonl").write_text('{"loss": "x"}\n[1]\n'), "inspect", at.run
+    ),
 )
 several(
     "does not say how far",
@@ -532,12 +606,17 @@ several(
 )
 several(
     "holds no times",
-    times_that_are_none=lambda at: done((at.run / "schedule_times.json").write_text('{"ranks": [7]}'), "inspect", "--schedule", at.run),
+    times_that_are_none=lambda at: done(
+        (at.run / "schedule_times.json").write_text('{"ranks": [7]}'), "inspect", "--schedule", at.run
+    ),
 )
 several(
     "neither a word nor an operator",
     an_operator_that_is_none=lambda at: done(
-        at.edit_config('techniques|activation_checkpointing = "selective_op"', 'techniques|checkpoint_keep = ["loaded_libraries.add"]'),
+        at.edit_config(
+            'techniques|activation_checkpointing = "selective_op"',
+            'techniques|checkpoint_keep = ["loaded_libraries.add"]',
+        ),
         *("plan", at.run),
     ),
 )
@@ -562,7 +641,11 @@ def secret(at: Place, name: str) -> Path:
 
 def megatron(at: Place, lengths: list[int], documents: list[int], ids: int = 8) -> None:
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(documents))
-    body = np.array(lengths, "<i4").tobytes() + np.zeros(len(lengths), "<i8").tobytes() + np.array(documents, "<i8").tobytes()
+    body = (
+        np.array(lengths, "<i4").tobytes()
+        + np.zeros(len(lengths), "<i8").tobytes()
+        + np.array(documents, "<i8").tobytes()
+    )
     write(at, "a.idx", header + body)
     write(at, "a.bin", np.zeros(ids, "<u2").tobytes())
 
@@ -573,7 +656,9 @@ def dataset(at: Place, **columns: Any) -> Path:
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(str(at.data))
     if columns:
         shutil.rmtree(at.data)
-        datasets.Dataset.from_dict({"text": ["a"], **columns["rows"]}, features=columns["features"]).save_to_disk(str(at.data))
+        datasets.Dataset.from_dict({"text": ["a"], **columns["rows"]}, features=columns["features"]).save_to_disk(
+            str(at.data)
+        )
     return at.data
 
 
@@ -586,12 +671,17 @@ def moved_table(at: Place) -> list[str]:
 
 several(
     "is a link to",
-    a_text_that_is_a_link=lambda at: look(at, [write(at, "a.txt"), (at.data / "b.txt").symlink_to(secret(at, "b.txt"))]),
+    a_text_that_is_a_link=lambda at: look(
+        at, [write(at, "a.txt"), (at.data / "b.txt").symlink_to(secret(at, "b.txt"))]
+    ),
     a_folder_of_texts_that_is_a_link=lambda at: look(
         at, [write(at, "a.txt"), secret(at, "b.txt"), (at.data / "sub").symlink_to(at.outside)]
     ),
     ids_beside_an_index_that_are_a_link=lambda at: done(
-        [megatron(at, [8], [0, 1]), at.link_out(at.data / "a.bin")], "inspect", at.data / "a.idx", "--data.tokenizer=bytes"
+        [megatron(at, [8], [0, 1]), at.link_out(at.data / "a.bin")],
+        "inspect",
+        at.data / "a.idx",
+        "--data.tokenizer=bytes",
     ),
     a_dataset_with_a_link=lambda at: look(at, [dataset(at), [at.link_out(path) for path in at.data.glob("*.arrow")]]),
 )
@@ -611,7 +701,9 @@ def saved(at: Place, save: Callable[..., object], array: Any) -> list[str]:
 
 several(
     "is no .npy file",
-    pickled_objects=lambda at: saved(at, lambda file, array: np.save(file, array, allow_pickle=True), np.array([Bomb()], dtype=object)),
+    pickled_objects=lambda at: saved(
+        at, lambda file, array: np.save(file, array, allow_pickle=True), np.array([Bomb()], dtype=object)
+    ),
     an_archive_of_that_name=lambda at: saved(at, np.savez, np.arange(3)),
     a_pickle_instead_of_an_array=lambda at: look(at, write(at, "a.npy", pickle.dumps(Bomb()))),
     an_array_larger_than_its_file=lambda at: look(
@@ -640,7 +732,9 @@ several(
 several(
     "cannot read",
     a_dataset_without_a_state=lambda at: look(at, [dataset(at), (at.data / "state.json").write_text("[]")]),
-    a_dataset_of_no_table=lambda at: look(at, [dataset(at), [path.write_bytes(b"x") for path in at.data.glob("*.arrow")]]),
+    a_dataset_of_no_table=lambda at: look(
+        at, [dataset(at), [path.write_bytes(b"x") for path in at.data.glob("*.arrow")]]
+    ),
 )
 
 
@@ -660,6 +754,14 @@ several(
     a_trace_that_is_a_list=lambda at: trace(at, [1]),
     a_trace_without_steps=lambda at: trace(at, {"format": FORMAT}),
     a_trace_of_no_shapes=lambda at: trace(
-        at, {"format": FORMAT, "facts": {}, "drawn_on": "cpu", "shapes": 7, "floors": {}, "steps": [{"names": {"parameter": ["a"]}}]}
+        at,
+        {
+            "format": FORMAT,
+            "facts": {},
+            "drawn_on": "cpu",
+            "shapes": 7,
+            "floors": {},
+            "steps": [{"names": {"parameter": ["a"]}}],
+        },
     ),
 )

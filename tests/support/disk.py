@@ -14,9 +14,12 @@ CHANGES = "write fsync rename replace mkdir"
 
 @contextmanager
 def failing_disk(fail_at: int, error: Callable[[], BaseException], kinds: str = CHANGES) -> Iterator[list[str]]:
-    """In here the ``fail_at``-th change to the disk by this process, on any of its threads, raises ``error()``; 0: none does.
+    """In here the ``fail_at``-th change to the disk by this process, on any of its threads, raises ``error()``.
 
-    What is yielded lists the changes so far: writes to files that were opened for writing or appending, and calls of os.
+    0: none does.
+
+    What is yielded lists the changes so far: writes to files that were opened for writing or appending, and calls of
+        os.
     """
     seen: list[str] = []
 
@@ -57,7 +60,10 @@ def failing_disk(fail_at: int, error: Callable[[], BaseException], kinds: str = 
 
         return call
 
-    places = [(os, name) for name in ("write", "fsync", "rename", "replace", "mkdir")] + [(pathlib.Path, "open"), (builtins, "open")]
+    places = [(os, name) for name in ("write", "fsync", "rename", "replace", "mkdir")] + [
+        (pathlib.Path, "open"),
+        (builtins, "open"),
+    ]
     kept = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, function in kept:
         setattr(place, name, opened(function) if name == "open" else counted(name, function))

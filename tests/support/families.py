@@ -84,7 +84,14 @@ LATENT = {
 SPARSE: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT | EXPERTS,
-    "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 4, "pad_token_id": 0, "topk_group": 1, **EXPERTS},
+    "glm4_moe": {
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "pad_token_id": 0,
+        "topk_group": 1,
+        **EXPERTS,
+    },
     "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "hunyuan_v1_moe": {"num_experts": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -97,7 +104,9 @@ SPARSE: dict[str, dict[str, Any]] = {
 def config_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    sizes = {key: value for key, value in (SIZES | (OWN | MORE | SPARSE)[family] | changes).items() if value is not None}
+    sizes = {
+        key: value for key, value in (SIZES | (OWN | MORE | SPARSE)[family] | changes).items() if value is not None
+    }
     config = AutoConfig.for_model(sizes.pop("of", family)).__class__(**sizes)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= VOCABULARY:
@@ -118,7 +127,9 @@ def on_cpu(config: Any, seed: int = 1) -> nn.Module:
 
 
 def tied() -> nn.Module:
-    """A factory: two names of one weight, packed projections, and an initialiser of the whole that writes into its parts."""
+    """A factory: two names of one weight, packed projections, and an initialiser of the whole that writes into its
+    parts.
+    """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config_of("gpt2"))

@@ -1,4 +1,5 @@
-"""More faults met in the wild, for verify: in the optimizer, in accumulation, in recomputation, at one rank or one step only.
+"""More faults met in the wild, for verify: in the optimizer, in accumulation, in recomputation, at one rank or one
+step only.
 
 Each is a context manager of a few lines, as in support/mutants.
 """
@@ -63,7 +64,9 @@ def _before_steps(change):
 
 @contextmanager
 def stale_weights_after_a_step():
-    """The next step's weights are gathered before the optimizer has changed them, and the step begins with what it finds gathered."""
+    """The next step's weights are gathered before the optimizer has changed them, and the step begins with what it
+    finds gathered.
+    """
 
     def gather_early(model, optimizer, number):
         if number == 1:
@@ -206,7 +209,10 @@ def replicas_counted_in_the_norm():
 
     @contextmanager
     def both():
-        with patch.object(ParallelModel, "__init__", note), patch("meshwright.distributed.parallel_model.local_gradients", over_all):
+        with (
+            patch.object(ParallelModel, "__init__", note),
+            patch("meshwright.distributed.parallel_model.local_gradients", over_all),
+        ):
             yield
 
     return both()

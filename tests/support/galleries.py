@@ -10,8 +10,10 @@ from . import mutants
 from .ways import Way
 
 FILE = Path(__file__).resolve().parents[1] / "mutants.txt"
-HEAD = """# Written by scripts/mutants.py: mutant | questions that catch it | way. The first of each is what make test runs.
-"""
+HEAD = (
+    "# Written by scripts/mutants.py: mutant | questions that catch it | way."
+    " The first of each is what make test runs.\n"
+)
 HELPERS = {"unaudited"}
 DISTURBED = {"context_not_restored", "stale_after_evaluation", "skip_not_agreed", "never_skips", "bf16_reduction"}
 """They show where something else happens in a step, or in bfloat16: test_mutants says where."""

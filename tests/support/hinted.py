@@ -86,7 +86,9 @@ class Remixed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        angles = torch.arange(tokens.shape[1], device=x.device, dtype=x.dtype)[:, None] / torch.arange(1, WIDTH + 1, device=x.device)
+        angles = torch.arange(tokens.shape[1], device=x.device, dtype=x.dtype)[:, None] / torch.arange(
+            1, WIDTH + 1, device=x.device
+        )
         places = angles.sin().expand(*tokens.shape, WIDTH)
         for layer in self.layers:
             x = layer(places, x)

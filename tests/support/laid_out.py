@@ -57,7 +57,9 @@ def assert_estimated(planned: Figures, sent: Figures) -> None:
 def held(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Held:
     """All that a checkpoint keeps of them, whole, on rank 0."""
     differ = model.plan.pipeline is not None
-    moments = {f"{name} {key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+    moments = {
+        f"{name} {key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()
+    }
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     return whole_on_first(weights, differ=differ), whole_on_first(moments, differ=differ)
 

@@ -1,4 +1,5 @@
-"""Meshwright, deliberately broken: each mutant is a fault that has been met in the wild, as a context manager of a few lines.
+"""Meshwright, deliberately broken: each mutant is a fault that has been met in the wild, as a context manager of a
+few lines.
 
 The parity tests are only as good as what they catch; test_mutants runs them against this gallery.
 """
@@ -62,7 +63,9 @@ def same_batch_on_every_rank():
 
 
 def averaged_gradients():
-    """Gradients of a loss that is divided by the global token count already are divided by the number of ranks once more."""
+    """Gradients of a loss that is divided by the global token count already are divided by the number of ranks once
+    more.
+    """
     made = parallelize.make_plan
 
     def averaging(*args, **kwargs):
@@ -86,7 +89,9 @@ def ddp_hook_without_sum():
 
 def divide_factor_on_the_root_only():
     """The sum is switched on for the root; the blocks still average."""
-    return patch.object(fully_sharded, "sharded_modules", lambda model: [model] if isinstance(model, FSDPModule) else [])
+    return patch.object(
+        fully_sharded, "sharded_modules", lambda model: [model] if isinstance(model, FSDPModule) else []
+    )
 
 
 @contextmanager
@@ -190,7 +195,11 @@ def shards_lost_between_microbatches():
     context = accumulation.context
 
     def forgetting(module, plan, is_last):
-        for group in [group for sharded in fully_sharded.sharded_modules(module) for group in fully_sharded.groups_of_parameters(sharded)]:
+        for group in [
+            group
+            for sharded in fully_sharded.sharded_modules(module)
+            for group in fully_sharded.groups_of_parameters(sharded)
+        ]:
             for parameter in group.fsdp_params:
                 parameter.sharded_param.grad = None
         return context(module, plan, is_last)
@@ -247,7 +256,9 @@ def tensor_sums_over_all_ranks():
 
 def optimizer_state_lost_on_load():
     """A checkpoint's optimizer state is read, and reaches no optimizer."""
-    return patch.object(importlib.import_module("meshwright.checkpoint.load"), "put_optimizer_tensors", lambda *args: None)
+    return patch.object(
+        importlib.import_module("meshwright.checkpoint.load"), "put_optimizer_tensors", lambda *args: None
+    )
 
 
 def moments_exchanged_on_load():

@@ -78,11 +78,16 @@ class Odd(nn.Module):
 
 def odd(layout: str, *, seed: int = 0, freeze: tuple[str, ...] = (), **shape) -> ParallelModel:
     """The model on a layout, from its own initialiser."""
-    return parallelize(lambda: Odd(**shape), LAYOUTS[layout][1], seed=seed, techniques={"freeze": freeze} if freeze else None)
+    return parallelize(
+        lambda: Odd(**shape), LAYOUTS[layout][1], seed=seed, techniques={"freeze": freeze} if freeze else None
+    )
 
 
 def own_rows(model: ParallelModel, step: int) -> dict[str, Tensor]:
-    """This rank's rows of a step's batch; the step's whole batch is the same on every layout. Some labels are ignored."""
+    """This rank's rows of a step's batch; the step's whole batch is the same on every layout.
+
+    Some labels are ignored.
+    """
     from meshwright.distributed.mesh import data_position
 
     rank, ranks = data_position(model.mesh)

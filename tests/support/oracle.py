@@ -1,4 +1,7 @@
-"""The oracle: one process, plain torch, no code of ours but the model and its initial weights. And the one measure of equality."""
+"""The oracle: one process, plain torch, no code of ours but the model and its initial weights.
+
+And the one measure of equality.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ Named = dict[str, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """What a run came to: per step losses and gradient norms; by name the initial weights, first gradients, final weights."""
+    """What a run came to: per step losses and gradient norms.
+
+    By name the initial weights, first gradients, final weights.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -30,7 +36,10 @@ class Outcome:
 
 
 def relative_errors(found: Named, reference: Named) -> dict[str, float]:
-    """Per tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · global norm of the reference); infinite where one is missing."""
+    """Per tensor: ‖found − reference‖₂ / max(‖reference‖₂, 1e-6 · global norm of the reference).
+
+    Infinite where one is missing.
+    """
     whole = torch.stack([r.double().norm() for r in reference.values()]).norm().item()
     errors = dict.fromkeys(found.keys() ^ reference.keys(), math.inf)
     for name in found.keys() & reference.keys():
@@ -46,7 +55,10 @@ Errors = dict[str, dict[str, float]]
 
 def differences(found: Outcome, reference: Outcome) -> Errors:
     """The relative error of everything that an outcome holds."""
-    errors = {what: relative_errors(getattr(found, what), getattr(reference, what)) for what in ("initial", "gradients", "parameters")}
+    errors = {
+        what: relative_errors(getattr(found, what), getattr(reference, what))
+        for what in ("initial", "gradients", "parameters")
+    }
     for what in ("losses", "norms"):
         pairs = zip(getattr(found, what), getattr(reference, what), strict=True)
         relative = {f"step {n}": abs(a - b) / abs(b) for n, (a, b) in enumerate(pairs)}
@@ -59,7 +71,10 @@ def worst(errors: Errors) -> dict[str, float]:
 
 
 def excesses(errors: Errors, bound: float, floors: Errors | None = None) -> list[str]:
-    """One line for each error above max(``bound``, 4 × its floor), the worst first; initial weights must be equal bit by bit."""
+    """One line for each error above max(``bound``, 4 × its floor), the worst first.
+
+    Initial weights must be equal bit by bit.
+    """
     found = []
     for what, by_name in errors.items():
         for name, error in by_name.items():
@@ -70,8 +85,14 @@ def excesses(errors: Errors, bound: float, floors: Errors | None = None) -> list
 
 
 def faults(runs: list[Outcome], reference: Outcome, bound: float, floors: Errors | None = None) -> list[str]:
-    """What is wrong with the outcomes of all ranks, worst first: they must report the same, and rank 0's must be the reference's."""
-    disagree = [f"rank {rank} reports other losses or norms than rank 0" for rank, run in enumerate(runs) if said(run) != said(runs[0])]
+    """What is wrong with the outcomes of all ranks, worst first: they must report the same, and rank 0's must be the
+    reference's.
+    """
+    disagree = [
+        f"rank {rank} reports other losses or norms than rank 0"
+        for rank, run in enumerate(runs)
+        if said(run) != said(runs[0])
+    ]
     return excesses(differences(runs[0], reference), bound, floors) + disagree
 
 
@@ -103,7 +124,10 @@ def loss_sum(model: nn.Module, piece: Named, problem: Problem) -> torch.Tensor:
     labels = piece["labels"].where(piece["loss_mask"], -100)
     logits = logits.flatten(0, 1)
     return F.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), ignore_index=-100, reduction="sum"
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        labels.flatten(),
+        ignore_index=-100,
+        reduction="sum",
     )
 
 
@@ -116,7 +140,10 @@ def values(model: nn.Module) -> Named:
 
 
 def oracle(problem: Problem, order: Any = ()) -> Outcome:
-    """Train in one process. ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last."""
+    """Train in one process.
+
+    ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last.
+    """
     model = build(problem).train()
     routers = [module for module in model.modules() if isinstance(module, Router)]
     optimizer = make_optimizer(problem.optimizer, model.parameters())
@@ -127,7 +154,10 @@ def oracle(problem: Problem, order: Any = ()) -> Outcome:
         losses = []
         for piece in pieces(batch, () if order == "backwards" else order):
             loss = loss_sum(model, piece, problem) / real_tokens(batch)
-            (loss + sum(router.auxiliary for router in routers if router.auxiliary is not None) / batch["tokens"].numel()).backward()
+            (
+                loss
+                + sum(router.auxiliary for router in routers if router.auxiliary is not None) / batch["tokens"].numel()
+            ).backward()
             losses.append(loss.item())
         outcome.losses.append(sum(losses))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -144,7 +174,9 @@ def oracle(problem: Problem, order: Any = ()) -> Outcome:
 
 
 def floors(problem: Problem) -> Errors:
-    """What rounding alone does: for everything compared, the worst error that comes from reordering one process's own sums."""
+    """What rounding alone does: for everything compared, the worst error that comes from reordering one process's own
+    sums.
+    """
     base, rows = oracle(problem), problem.data.rows
     orders = (range(1, rows), range(2, rows, 2), (rows // 2,), (1, 3, rows - 2), "backwards")
     found = [differences(oracle(problem, order), base) for order in orders]
@@ -152,8 +184,9 @@ def floors(problem: Problem) -> Errors:
 
 
 def bf16_gradients(problem: Problem, way: Way) -> Named:
-    """The first step's gradients with parameters and activations in bf16: plain torch on a cast copy, in the microbatches of
-    the way, summed over them in fp32."""
+    """The first step's gradients with parameters and activations in bf16: plain torch on a cast copy, in the
+    microbatches of the way, summed over them in fp32.
+    """
     model = copy.deepcopy(build(problem)).to(torch.bfloat16).train()
     batch = problem.data.step(0)
     total: Named = {}

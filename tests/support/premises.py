@@ -1,4 +1,6 @@
-"""Small language models that each do one thing beyond giving a row's tokens their logits, and sound ones that look as if they did."""
+"""Small language models that each do one thing beyond giving a row's tokens their logits, and sound ones that look as
+if they did.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from meshwright.models.decoder_config import DecoderConfig
 
 SEED = 11
 
-# Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv head
+# Nothing divides: 257 tokens, 10 features, 7 hidden ones; heads of 2 features, so that the q/k norms and the one kv
+# head
 # have fewer rows than four ranks. Three layers: a first, a middle and a last block are treated differently.
 UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -52,15 +53,29 @@ class Data:
         labels[:, -1] = -100
         for row in range(self.rows):  # from nearly all tokens to very few, so that no mean of means is the mean
             labels[row, : (row * 5 + number) % (self.seq - 1)] = -100
-        labels[self.rows // 2] = -100  # and one row with none at all: as a microbatch of its own it has nothing to average
+        labels[
+            self.rows // 2
+        ] = -100  # and one row with none at all: as a microbatch of its own it has nothing to average
         loss_mask = torch.rand(shape, generator=g) < 0.8
         starts = (torch.rand(shape, generator=g) < 0.25).long()
         document_ids = starts.cumsum(1)
         begin = torch.where(starts.bool(), torch.arange(self.seq), 0).cummax(1).values
         place = torch.arange(self.seq) - begin
-        positions = place + 3 * (place > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)  # a gap, or rotary ones would not matter
-        whole = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions, "document_ids": document_ids}
-        return {key: value for key, value in whole.items() if key in ("tokens", "labels", "loss_mask", *dict(self.arguments))}
+        positions = (
+            place + 3 * (place > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)
+        )  # a gap, or rotary ones would not matter
+        whole = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "positions": positions,
+            "document_ids": document_ids,
+        }
+        return {
+            key: value
+            for key, value in whole.items()
+            if key in ("tokens", "labels", "loss_mask", *dict(self.arguments))
+        }
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Way:
-    """How a problem is computed. ``techniques``: (name, value) pairs beside dtype and freezing, which belong to the problem.
+    """How a problem is computed.
+
+    ``techniques``: (name, value) pairs beside dtype and freezing, which belong to the problem.
 
     ``microbatches``: "one" forward per step; a "list" of uneven ones; or one dict that is cut by "rows".
     """
@@ -116,7 +133,10 @@ def everybodys(batch: dict[str, torch.Tensor], way: Way) -> list[dict[str, torch
     for rank in range(way.layout.world):
         mine = as_brought(share(batch, rank, way.layout.world), way)
         if isinstance(mine, dict):
-            mine = pieces(mine, range(way.microbatch_rows, len(mine["tokens"]), way.microbatch_rows) if way.microbatch_rows else ())
+            mine = pieces(
+                mine,
+                range(way.microbatch_rows, len(mine["tokens"]), way.microbatch_rows) if way.microbatch_rows else (),
+            )
         found += mine
     return found
 

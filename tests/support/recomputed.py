@@ -1,4 +1,6 @@
-"""A decoder in this process under a mode of activation checkpointing: its gradients, what it computes, and what it keeps."""
+"""A decoder in this process under a mode of activation checkpointing: its gradients, what it computes, and what it
+keeps.
+"""
 
 from __future__ import annotations
 

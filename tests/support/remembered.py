@@ -1,7 +1,9 @@
-"""Values that many tests need and one computation gives: one process's results, how a model can be cut, which plans were proven.
+"""Values that many tests need and one computation gives: one process's results, how a model can be cut, which plans
+were proven.
 
-They lie on disk by content: a value's name is a digest of what was asked, of the sources that answer, and of the versions of Python and the
-packages below. So the two halves of a run share them, and so does the next run, as long as nothing changes that they depend on.
+They lie on disk by content: a value's name is a digest of what was asked, of the sources that answer, and of the
+versions of Python and the packages below. So the two halves of a run share them, and so does the next run, as long as
+nothing changes that they depend on.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def digest_of_sources(folders: Iterable[str], house: Path = ROOT) -> str:
 
 
 class Store:
-    """A folder of pickled values that were computed from the same sources. Several processes may ask at once: one computes, others wait.
+    """A folder of pickled values that were computed from the same sources.
+
+    Several processes may ask at once: one computes, others wait.
 
     Args:
         sources: a digest of all that the values depend on besides what is asked.
@@ -179,14 +183,25 @@ def remember() -> None:
 
 
 def identity(model: nn.Module) -> bytes | None:
-    """Equal for models whose modules, parameters and configs are; None for one that has no config or was changed: it may hold anything."""
+    """Equal for models whose modules, parameters and configs are.
+
+    None for one that has no config or was changed: it may hold anything.
+    """
     config, types = getattr(model, "config", None), {type(module) for module in model.modules()}
-    if config is None or any("<locals>" in t.__qualname__ for t in types) or any("forward" in vars(m) for m in model.modules()):
+    if (
+        config is None
+        or any("<locals>" in t.__qualname__ for t in types)
+        or any("forward" in vars(m) for m in model.modules())
+    ):
         return None
     modules = [(path, f"{type(m).__module__}.{type(m).__qualname__}") for path, m in model.named_modules()]
-    parameters = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)]
+    parameters = [
+        (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)
+    ]
     ties = [name for name, _ in model.named_parameters()]
-    return b"\0".join([repr((modules, parameters, ties, str(config))).encode(), *_own_sources({t.__module__ for t in types})])
+    return b"\0".join(
+        [repr((modules, parameters, ties, str(config))).encode(), *_own_sources({t.__module__ for t in types})]
+    )
 
 
 def _remembered(kind: str, folders: tuple[str, ...], model: nn.Module, more: Any, compute: Callable[[], Any]) -> Any:
@@ -204,7 +219,9 @@ _KNOWN: dict[tuple[str, bytes], Any] = {}
 
 
 def _measured_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
-    return _remembered("measured", SMALL_COPIES, model, (sorted(arguments.items()), ranks), lambda: measured(model, arguments, ranks))
+    return _remembered(
+        "measured", SMALL_COPIES, model, (sorted(arguments.items()), ranks), lambda: measured(model, arguments, ranks)
+    )
 
 
 def _played_once(model: nn.Module) -> Premises:
@@ -213,7 +230,13 @@ def _played_once(model: nn.Module) -> Premises:
 
 
 def _stacks_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
-    return _remembered("stacks", SMALL_COPIES, model, (sorted(arguments.items()), ranks), lambda: measure_stacks(model, arguments, ranks))
+    return _remembered(
+        "stacks",
+        SMALL_COPIES,
+        model,
+        (sorted(arguments.items()), ranks),
+        lambda: measure_stacks(model, arguments, ranks),
+    )
 
 
 def _rehearsed_once(

@@ -1,4 +1,6 @@
-"""Mixtures of experts: one whose tokens have pairs of experts that are as good as each other, and others that have no such."""
+"""Mixtures of experts: one whose tokens have pairs of experts that are as good as each other, and others that have no
+such.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 VOCABULARY = 61
 CONFIG = DecoderConfig(
-    VOCABULARY, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, moe=MoEConfig(n_experts=8, top_k=3, hidden_dim=12)
+    VOCABULARY,
+    16,
+    2,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=20,
+    max_seq_len=20,
+    moe=MoEConfig(n_experts=8, top_k=3, hidden_dim=12),
 )
 
 

@@ -55,13 +55,17 @@ def bits(tensor: Tensor) -> list[Tensor]:
 def laid_out(layout: str, techniques: dict[str, Any], seed: int = 3) -> ParallelModel:
     """With a ZeRO stage gradients accumulate, over microbatches of one row."""
     _, mesh, model = LAYOUTS[layout]
-    return parallelize(model, mesh, techniques=techniques, seed=seed, microbatch_rows=1 if "zero_stage" in techniques else 0)
+    return parallelize(
+        model, mesh, techniques=techniques, seed=seed, microbatch_rows=1 if "zero_stage" in techniques else 0
+    )
 
 
 def adamw(model: ParallelModel, *, lr: float = 1e-2, seed: int = 0) -> torch.optim.Optimizer:
     groups = model.make_parameter_groups(weight_decay=0.1, overrides=[("norm", {"lr_scale": 0.5})])
     named = list(model.named_parameters())
-    return make_optimizer(groups, lr=lr, eps=1e-5, plan=model.plan.optimizer, named_parameters=named, seed=seed).optimizer
+    return make_optimizer(
+        groups, lr=lr, eps=1e-5, plan=model.plan.optimizer, named_parameters=named, seed=seed
+    ).optimizer
 
 
 def train(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range, max_norm: float = 0.05) -> list[float]:
@@ -114,9 +118,16 @@ class _Shadow:
         import torchao.optim
 
         self.ours = optimizer
-        self.copies = {p: torch.nn.Parameter(local(p.detach()).clone()) for group in optimizer.param_groups for p in group["params"]}
+        self.copies = {
+            p: torch.nn.Parameter(local(p.detach()).clone())
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         groups = [
-            {"params": [self.copies[p] for p in group["params"] if local(p).numel()], "weight_decay": group["weight_decay"]}
+            {
+                "params": [self.copies[p] for p in group["params"] if local(p).numel()],
+                "weight_decay": group["weight_decay"],
+            }
             for group in optimizer.param_groups
         ]
         kind = {"8bit": torchao.optim.AdamW8bit, "4bit": torchao.optim.AdamW4bit}[word]
@@ -161,7 +172,10 @@ class Held:
 
 
 def held(model: ParallelModel, optimizer: torch.optim.Optimizer, losses: list[float]) -> Held:
-    """This rank's weights and state; of a moment in few bits what it stands for, whatever scale that is written with."""
+    """This rank's weights and state.
+
+    Of a moment in few bits what it stands for, whatever scale that is written with.
+    """
     tensors = {}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         tensors[f"{number} {name}"] = bits(parameter)

@@ -20,12 +20,21 @@ import pytest
 from .covering import cheapest_cover
 
 FILE = Path(__file__).resolve().parents[1] / "costs.txt"
-"""Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name. Written by `make test-all`."""
+"""Of each test that takes ``LISTED_SEC`` or more: CPU seconds, whether `make test` has it, and its name.
+
+Written by `make test-all`.
+"""
 LISTED_SEC, CHEAP_SEC = 0.2, 0.02
 SHARE_SEC, ALONE_SEC = 0.5, 1.5
-"""CPU seconds that the cases of one test function may take in `make test`; and the first of them, where it alone takes more."""
+"""CPU seconds that the cases of one test function may take in `make test`.
+
+And the first of them, where it alone takes more.
+"""
 NAMES = FILE.parents[1] / ".cache" / "names.json"
-"""The names of all tests by file, as they were when all were collected; scripts/run_tests.py chooses files for ``-k`` by them."""
+"""The names of all tests by file, as they were when all were collected.
+
+Scripts/run_tests.py chooses files for ``-k`` by them.
+"""
 SLOWEST = 10
 KILLS, COVERS, EVERY_CASE = "kills", "covers", "every_case"
 IN_TEST, IN_ALL = "test", "all"
@@ -33,8 +42,10 @@ IN_TEST, IN_ALL = "test", "all"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a test costs (``Meter``); what it covers: a mutant, or what its marker says; and whether `make test` has every case of its
-    function."""
+    """What a test costs (``Meter``).
+
+    What it covers: a mutant, or what its marker says; and whether `make test` has every case of its function.
+    """
 
     test: str
     seconds: float
@@ -45,9 +56,9 @@ class Cost:
 def left_to_all(costs: Iterable[Cost]) -> set[str]:
     """The tests that `make test` leaves to `make test-all`.
 
-    `make test` keeps the cheapest cases of each test function, as far as ``SHARE_SEC`` reaches, one at least if that takes no more than
-    ``ALONE_SEC``; every case where the function asks for that; of the others a cheapest cover of what is covered by any test; and tests
-    that have no recorded cost.
+    `make test` keeps the cheapest cases of each test function, as far as ``SHARE_SEC`` reaches, one at least if that
+    takes no more than ``ALONE_SEC``; every case where the function asks for that; of the others a cheapest cover of
+    what is covered by any test; and tests that have no recorded cost.
     """
     left: dict[str, Cost] = {}
     functions: dict[str, list[Cost]] = defaultdict(list)
@@ -61,7 +72,9 @@ def left_to_all(costs: Iterable[Cost]) -> set[str]:
             if not fits and not cost.is_kept:
                 left[cost.test] = cost
     there = {thing for cases in functions.values() for cost in cases if cost.test not in left for thing in cost.covers}
-    for cost in cheapest_cover(sorted(left.values(), key=_price), lambda cost: cost.seconds, lambda cost: cost.covers, there):
+    for cost in cheapest_cover(
+        sorted(left.values(), key=_price), lambda cost: cost.seconds, lambda cost: cost.covers, there
+    ):
         del left[cost.test]
     return set(left)
 
@@ -124,7 +137,10 @@ def keep_names(items: Iterable[pytest.Item]) -> None:
 
 
 def files_with(expression: str) -> list[str]:
-    """The test files in which ``-k`` may find something; none where that is not known, since tests changed or nothing was collected."""
+    """The test files in which ``-k`` may find something.
+
+    None where that is not known, since tests changed or nothing was collected.
+    """
     try:
         known = json.loads(NAMES.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,7 +149,11 @@ def files_with(expression: str) -> list[str]:
     if known["tests"] != digest_of_tests() or "not" in words:
         return []
     words -= {"and", "or"}
-    return [file for file, names in known["files"].items() if any(word in name.lower() for name in (file, *names) for word in words)]
+    return [
+        file
+        for file, names in known["files"].items()
+        if any(word in name.lower() for name in (file, *names) for word in words)
+    ]
 
 
 def digest_of_tests() -> str:
@@ -145,7 +165,8 @@ def digest_of_tests() -> str:
 
 
 class Suite:
-    """Chooses tests, and closes a run with the mutants that died, the slowest tests, the sum of every folder, and how busy the cores were.
+    """Chooses tests, and closes a run with the mutants that died, the slowest tests, the sum of every folder, and how
+    busy the cores were.
 
     Args:
         costs: a file to which each test adds its ``Cost``, as a line of JSON; None: costs are not measured.
@@ -208,13 +229,15 @@ class Suite:
             folders[test.partition("::")[0].rpartition("/")[0]].append(seconds)
         for folder, spent in sorted(folders.items()):
             terminalreporter.write_line(f"{sum(spent):7.1f} s  {folder}, {len(spent)} tests")
-        terminalreporter.write_line(f"{busy(self.begin, psutil.cpu_times()):7.0%}    of {psutil.cpu_count()} cores were busy")
+        terminalreporter.write_line(
+            f"{busy(self.begin, psutil.cpu_times()):7.0%}    of {psutil.cpu_count()} cores were busy"
+        )
 
 
 class Meter:
-    """Adds to a file what each test costs: its CPU seconds, or half of its duration where that is more (a test holds one of two
-    processes, and CPU of children that were killed is in nobody's account). A module's fixtures count for every test that asks for them,
-    a session's for none.
+    """Adds to a file what each test costs: its CPU seconds, or half of its duration where that is more (a test holds
+    one of two processes, and CPU of children that were killed is in nobody's account). A module's fixtures count for
+    every test that asks for them, a session's for none.
     """
 
     def __init__(self, path: Path) -> None:

@@ -46,7 +46,9 @@ class Loss:
 
 def lay_out(problem: Problem, way: Way, **options: Any) -> ParallelModel:
     techniques = {"precision": {"master": problem.dtype}, "freeze": problem.freeze, **dict(way.techniques)}
-    return parallelize(problem.model, way.layout, techniques=techniques, seed=SEED, microbatch_rows=way.microbatch_rows, **options)
+    return parallelize(
+        problem.model, way.layout, techniques=techniques, seed=SEED, microbatch_rows=way.microbatch_rows, **options
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,11 +70,18 @@ def gradients(model: ParallelModel) -> Named:
 
 
 def collect(tensors: Named) -> Named:
-    """The whole tensors on rank 0, nothing elsewhere. One collective for all, where ``full_tensor`` would take one for each."""
+    """The whole tensors on rank 0, nothing elsewhere.
+
+    One collective for all, where ``full_tensor`` would take one for each.
+    """
     if not dist.is_initialized():
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
     first = dist.get_rank() == 0
-    mine = [(name, tensor.shape, *_placed(tensor)) for name, tensor in tensors.items() if first or isinstance(tensor, DTensor)]
+    mine = [
+        (name, tensor.shape, *_placed(tensor))
+        for name, tensor in tensors.items()
+        if first or isinstance(tensor, DTensor)
+    ]
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everybodys if first else None)
     found: Named = {}
@@ -100,14 +109,17 @@ def mutated(name: str) -> AbstractContextManager:
 DISTURBANCES = ("raise", "raise in backward", "infinite", "evaluate")
 """What may happen in the second step of a run without changing its outcome.
 
-"raise" and "raise in backward": a first attempt breaks off in the loss, or in the middle of the backward, of the first of several
-microbatches. "infinite": an extra step whose loss, not its gradients, is infinite on one rank. "evaluate": evaluation and
-generation before the optimizer step, and evaluation after it.
+"raise" and "raise in backward": a first attempt breaks off in the loss, or in the middle of the backward, of the
+first of several microbatches. "infinite": an extra step whose loss, not its gradients, is infinite on one rank.
+"evaluate": evaluation and generation before the optimizer step, and evaluation after it.
 """
 
 
 def train(problem: Problem, way: Way, disturbances: tuple[str, ...] = (), mutant: str = "") -> Outcome:
-    """The outcome on this rank (tensors on rank 0 only); replicas are audited at the end. ``mutant``: a name in support.mutants."""
+    """The outcome on this rank (tensors on rank 0 only); replicas are audited at the end.
+
+    ``mutant``: a name in support.mutants.
+    """
     with mutated(mutant):
         return _train(problem, way, disturbances)
 
@@ -145,7 +157,9 @@ def _train(problem: Problem, way: Way, disturbances: tuple[str, ...]) -> Outcome
     return outcome
 
 
-def disturb(model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+def disturb(
+    model: ParallelModel, loss_fn: Loss, disturbance: str, batch: Any, optimizer: torch.optim.Optimizer
+) -> None:
     loss_fn.disturbance = disturbance
     trap = model.parts[0].get_submodule("layers.1").register_forward_hook(_raise_in_backward)
     if disturbance != "raise in backward":

@@ -118,7 +118,9 @@ class FixedSlopes(Attention):
     def forward(self, x: Tensor) -> Tensor:
         place = torch.arange(x.shape[1], dtype=x.dtype)
         slopes = torch.tensor([2.0**-head for head in range(HEADS)], dtype=x.dtype)
-        return self.wo(attended(*self.queries_keys_values(x), slopes.view(-1, 1, 1) * (place - place.unsqueeze(1)).clamp(max=0)))
+        return self.wo(
+            attended(*self.queries_keys_values(x), slopes.view(-1, 1, 1) * (place - place.unsqueeze(1)).clamp(max=0))
+        )
 
 
 class TalkingHeads(Attention):
@@ -145,7 +147,10 @@ class OneKeyForAll(Attention):
 
 
 class Latent(Attention):
-    """Keys and values of all heads come from a few features, the queries do not; a part of the key is every head's (arXiv 2405.04434)."""
+    """Keys and values of all heads come from a few features, the queries do not.
+
+    A part of the key is every head's (arXiv 2405.04434).
+    """
 
     def __init__(self):
         super().__init__()
@@ -156,7 +161,12 @@ class Latent(Attention):
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         few, everybodys = self.squeezed(x).split([6, HEAD // 2], dim=-1)
-        own, v = self.to_heads(self.norm(few)).unflatten(-1, (-1, HEAD // 2 + HEAD)).transpose(1, 2).split([HEAD // 2, HEAD], dim=-1)
+        own, v = (
+            self.to_heads(self.norm(few))
+            .unflatten(-1, (-1, HEAD // 2 + HEAD))
+            .transpose(1, 2)
+            .split([HEAD // 2, HEAD], dim=-1)
+        )
         return by_heads(self.wq(x)), torch.cat([own, everybodys.unsqueeze(1).expand_as(own)], dim=-1), v
 
 
@@ -166,7 +176,9 @@ class LatentAndInput(Latent):
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         few, everybodys = self.squeezed(x).split([6, HEAD // 2], dim=-1)
         few = self.norm(few) * torch.sigmoid(x[..., :6])
-        own, v = self.to_heads(few).unflatten(-1, (-1, HEAD // 2 + HEAD)).transpose(1, 2).split([HEAD // 2, HEAD], dim=-1)
+        own, v = (
+            self.to_heads(few).unflatten(-1, (-1, HEAD // 2 + HEAD)).transpose(1, 2).split([HEAD // 2, HEAD], dim=-1)
+        )
         return by_heads(self.wq(x)), torch.cat([own, everybodys.unsqueeze(1).expand_as(own)], dim=-1), v
 
 
@@ -216,7 +228,9 @@ class LowRank(nn.Module):
 
 
 class NormedHidden(nn.Module):
-    """A norm over the hidden features, with parameters of its own, before the last layer (as in NormFormer, arXiv 2110.09456)."""
+    """A norm over the hidden features, with parameters of its own, before the last layer (as in NormFormer, arXiv
+    2110.09456).
+    """
 
     def __init__(self):
         super().__init__()
@@ -227,7 +241,9 @@ class NormedHidden(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention: Callable[[], nn.Module] = Attention, feed_forward: Callable[[], nn.Module] = FeedForward):
+    def __init__(
+        self, attention: Callable[[], nn.Module] = Attention, feed_forward: Callable[[], nn.Module] = FeedForward
+    ):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(DIM), nn.RMSNorm(DIM)
         self.attention, self.feed_forward = attention(), feed_forward()
@@ -539,7 +555,9 @@ class Pooled(User):
         return super().logits(x + x.mean(1, keepdim=True))
 
 
-def of(attention: Callable[[], nn.Module] = Attention, feed_forward: Callable[[], nn.Module] = FeedForward) -> Callable[[], nn.Module]:
+def of(
+    attention: Callable[[], nn.Module] = Attention, feed_forward: Callable[[], nn.Module] = FeedForward
+) -> Callable[[], nn.Module]:
     return lambda: User(lambda: Block(attention, feed_forward))
 
 

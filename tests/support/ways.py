@@ -41,13 +41,24 @@ from .problems import SEED, Data, Problem, make_optimizer
 from .train import local, mutated
 
 FILE = Path(__file__).resolve().parents[1] / "ways.txt"
-"""A line for each way of the array: written by scripts/ways.py, which covers every pair of values that the rules allow."""
+"""A line for each way of the array: written by scripts/ways.py, which covers every pair of values that the rules
+allow.
+"""
 
 # Heads for two ranks; 257 tokens divide by nothing.
 UNTIED = DecoderConfig(257, 24, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, qk_norm=True)
 SOFTMAX = MoEConfig(n_experts=4, hidden_dim=12, sequence_loss=0.05, z_loss=0.01)
 SIGMOID = MoEConfig(
-    n_experts=4, top_k=2, hidden_dim=6, n_shared=1, first_dense=1, router="sigmoid", n_groups=2, top_groups=1, scale=2.5, bias_rate=0.01
+    n_experts=4,
+    top_k=2,
+    hidden_dim=6,
+    n_shared=1,
+    first_dense=1,
+    router="sigmoid",
+    n_groups=2,
+    top_groups=1,
+    scale=2.5,
+    bias_rate=0.01,
 )
 OURS: dict[str, DecoderConfig] = {
     "untied": UNTIED,
@@ -65,8 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 0.7},
     "deepseek_v3": {"first_k_dense_replace": 1},
 }
-"""One of each structure: separate projections; fused ones in Conv1D; packed ones; a parallel residual; a cap behind the head; latent
-attention with experts."""
+"""One of each structure: separate projections.
+
+Fused ones in Conv1D; packed ones; a parallel residual; a cap behind the head; latent attention with experts.
+"""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "dp": ("one", "ddp", "fsdp", "hsdp"),
@@ -153,7 +166,9 @@ class Way:
 
     @property
     def meetings(self) -> list[str]:
-        """Values of tp, pp and ep with values of anything: `make test` has each in some way, and `make test-all` all other pairs too."""
+        """Values of tp, pp and ep with values of anything: `make test` has each in some way, and `make test-all` all
+        other pairs too.
+        """
         said = [(name, value) for name, value in asdict(self).items() if value != "-"]
         own = said if self.is_ours else [pair for pair in said if pair[0] in ("dp", *AXES)]
         return [f"{a}={x} {b}={y}" for (a, x), (b, y) in combinations(own, 2) if a in AXES[:3] or b in AXES[:3]]
@@ -166,7 +181,9 @@ class Way:
 
     @property
     def problem(self) -> Problem:
-        """Families compute norms in float32 inside: AdamW would amplify that rounding without bound, so they have SGD."""
+        """Families compute norms in float32 inside: AdamW would amplify that rounding without bound, so they have
+        SGD.
+        """
         common: dict[str, Any] = {"max_norm": 0.03 if self.clip == "yes" else None, "steps": self.steps}
         if self.is_ours:
             frozen = ("embedding", r"layers\.0") if self.freeze == "start" else ()
@@ -177,7 +194,11 @@ class Way:
 
     @property
     def techniques(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"precision": {"master": "float64"}, "freeze": self.problem.freeze, **SHARDS[self.shards]}
+        found: dict[str, Any] = {
+            "precision": {"master": "float64"},
+            "freeze": self.problem.freeze,
+            **SHARDS[self.shards],
+        }
         if self.schedule != "-":
             found["pipeline_schedule"] = self.schedule
         if self.sequence in ("whole", "kept"):
@@ -207,14 +228,23 @@ class Way:
             return "said of our own decoder"
         batch = Batch(self.problem.data.rows, self.problem.data.seq, self.rows)
         try:
-            plan(facts_of(self.model, self.pp == "2"), layout, batch=batch, cluster=Cluster(layout.world), techniques=self.techniques)
+            plan(
+                facts_of(self.model, self.pp == "2"),
+                layout,
+                batch=batch,
+                cluster=Cluster(layout.world),
+                techniques=self.techniques,
+            )
         except MeshwrightError as error:
             return str(error).splitlines()[0].split(". ")[0]
         return ""
 
 
 def family(name: str) -> nn.Module:
-    """On the CPU with random weights, norms and biases too; experts one by one, since grouped products know no float64."""
+    """On the CPU with random weights, norms and biases too.
+
+    Experts one by one, since grouped products know no float64.
+    """
     config = families.config_of(name, use_cache=False, **FAMILIES[name])
     config._experts_implementation = "eager"
     with torch.device("cpu"):
@@ -241,7 +271,8 @@ class Record:
         outcome: losses, norms, and the whole tensors.
         planned, sent: what the plan says that this rank sends in a step, and what the last step sent.
         held: bytes held at rest: name -> (found, planned).
-        went_on: names of what is not the same, bit by bit, when the last step is taken from a checkpoint by a model laid out anew.
+        went_on: names of what is not the same, bit by bit, when the last step is taken from a checkpoint by a model
+            laid out anew.
         elsewhere: names of parameters that torch's own state dict gives otherwise.
     """
 
@@ -310,7 +341,10 @@ def _held(way: Way, model: ParallelModel, optimizer: torch.optim.Optimizer) -> d
     state = [value for state in optimizer.state.values() for value in state.values()]
     planned = plan_memory(model.plan, state_tensors_per_parameter=2 if way.problem.optimizer == "adamw" else 1)
     found = {"parameters": model.parameters(), "optimizer": state}
-    return {name: (sum(stored(tensors_in(tuple(tensors))).values()), getattr(planned, name)) for name, tensors in found.items()}
+    return {
+        name: (sum(stored(tensors_in(tuple(tensors))).values()), getattr(planned, name))
+        for name, tensors in found.items()
+    }
 
 
 def _went_on(way: Way, folder: str, trained: ParallelModel) -> list[str]:
@@ -326,13 +360,19 @@ def _went_on(way: Way, folder: str, trained: ParallelModel) -> list[str]:
 
 
 def _elsewhere(way: Way, model: ParallelModel, whole: Mapping[str, Tensor]) -> list[str]:
-    """Asked of our own decoder, none of whose weights is fused: torch's state dict is known to give fused ones permuted under tp."""
+    """Asked of our own decoder, none of whose weights is fused: torch's state dict is known to give fused ones
+    permuted under tp.
+    """
     if not way.is_ours:
         return []
     found, options = [], StateDictOptions(full_state_dict=True)
     for part in model.parts:
         state = {clean(name): tensor for name, tensor in get_model_state_dict(part, options=options).items()}
         assert {clean(name) for name, _ in part.named_parameters()} <= state.keys()
-        if get_world_info()[0] == 0:  # a tied weight has one name in the whole model, and two on the stages of a pipeline
-            found += [name for name in whole.keys() & state.keys() if not torch.equal(state[name].cpu(), whole[name].cpu())]
+        if (
+            get_world_info()[0] == 0
+        ):  # a tied weight has one name in the whole model, and two on the stages of a pipeline
+            found += [
+                name for name in whole.keys() & state.keys() if not torch.equal(state[name].cpu(), whole[name].cpu())
+            ]
     return found

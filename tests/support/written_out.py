@@ -1,4 +1,6 @@
-"""A GPT as people write it out by hand: modules in an ``nn.ModuleDict``, a tied table, one linear layer for queries, keys and values."""
+"""A GPT as people write it out by hand: modules in an ``nn.ModuleDict``, a tied table, one linear layer for queries,
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``config.returns``: "tensor", "tuple" (logits and no loss), "dict", or "two" tensors, of which nobody knows which are the logits."""
+    """``config.returns``: "tensor", "tuple" (logits and no loss), "dict", or "two" tensors, of which nobody knows
+    which are the logits.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()

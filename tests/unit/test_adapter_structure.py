@@ -1,4 +1,6 @@
-"""Adapters beside linear layers: found by what they compute, rehearsed in every family, what is broken or strange is refused."""
+"""Adapters beside linear layers: found by what they compute, rehearsed in every family, what is broken or strange is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,14 @@ def test_an_adapter_lies_as_its_host_does():
     host = plan.cut_of(f"{qkv}.base_layer.weight", (64, 32))
     assert host is not None and len(host[1]) == 3
     assert plan.cut_of(f"{qkv}.lora_B.default.weight", (64, 4)) == host
-    assert plan.cut_of(f"{qkv}.lora_A.default.weight", (4, 32)) is None and plan.is_summed(f"{qkv}.lora_A.default.weight")
+    assert plan.cut_of(f"{qkv}.lora_A.default.weight", (4, 32)) is None and plan.is_summed(
+        f"{qkv}.lora_A.default.weight"
+    )
     ends = plan.cut_of(f"{out}.base_layer.weight", (32, 32))
     assert ends is not None and ends[0] == 1 and plan.cut_of(f"{out}.lora_A.default.weight", (4, 32)) == ends
-    assert plan.cut_of(f"{out}.lora_B.default.weight", (32, 4)) is None and plan.is_summed(f"{out}.lora_B.default.weight")
+    assert plan.cut_of(f"{out}.lora_B.default.weight", (32, 4)) is None and plan.is_summed(
+        f"{out}.lora_B.default.weight"
+    )
     assert not [note for note in notes if "own plan" in note and "proj" in note]
 
 
@@ -109,7 +115,9 @@ def summands_not_reduced(plan: TensorPlan) -> Any:
 
 @pytest.mark.kills("plans", "fault")
 @pytest.mark.parametrize(
-    "fault", [first_matrix_not_summed, second_matrix_not_summed, input_gradient_not_summed, summands_not_reduced], ids=lambda f: f.__name__
+    "fault",
+    [first_matrix_not_summed, second_matrix_not_summed, input_gradient_not_summed, summands_not_reduced],
+    ids=lambda f: f.__name__,
 )
 def test_broken_sums_are_refused(fault: Callable[[TensorPlan], Any]):
     facts = model_facts(adapted("llama", ["q_proj", "down_proj"]))
@@ -137,7 +145,9 @@ def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
 
 def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
     facts = model_facts(adapted("llama", ["q_proj", "down_proj"], use_dora=True))
-    with pytest.raises(UnsupportedError, match=r"self_attn\.q_proj has .*lora_magnitude_vector.* beside base_layer") as refused:
+    with pytest.raises(
+        UnsupportedError, match=r"self_attn\.q_proj has .*lora_magnitude_vector.* beside base_layer"
+    ) as refused:
         cut(facts)
     assert "mlp.down_proj has" in str(refused.value)
 

@@ -57,7 +57,9 @@ def test_every_verb_has_its_module(name):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-@pytest.mark.parametrize(("error", "status"), [(ConfigError("no"), 2), (UnsupportedError("no"), 3), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("no"), 2), (UnsupportedError("no"), 3), (KeyboardInterrupt(), 130)]
+)
 def test_errors_become_a_sentence_and_a_status(verb, capsys, monkeypatch, error, status):
     def fail(argv):
         raise error
@@ -128,7 +130,10 @@ def test_the_words_behind_torchruns_two_dashes(capsys):
         get_args_parser().parse_args(["-m", "meshwright", "train", "--run=R"])
     assert "ambiguous option: --run=R" in capsys.readouterr().err
     read_by_torchrun = get_args_parser().parse_args(["-m", "meshwright", "--", "train", "--run=R"])
-    assert read_by_torchrun.training_script == "meshwright" and read_by_torchrun.training_script_args[-2:] == ["train", "--run=R"]
+    assert read_by_torchrun.training_script == "meshwright" and read_by_torchrun.training_script_args[-2:] == [
+        "train",
+        "--run=R",
+    ]
     assert cli.main(["--", "--version"]) == 0 and capsys.readouterr().out.startswith("meshwright ")
 
 
@@ -136,7 +141,9 @@ def test_the_words_behind_torchruns_two_dashes(capsys):
 def test_a_reader_that_has_seen_enough_is_no_error(words):
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "meshwright", *words.split()], stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words.split()], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 

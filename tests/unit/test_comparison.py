@@ -29,7 +29,10 @@ def test_sketches_of_rows_keep_distances_and_rows_apart(shape, dtype):
         x, y = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
         found = sketch_rows(x)
         assert found.shape == (4, 8) and found.dtype == torch.float64
-        assert torch.equal(sketch_rows(x[1:2]), found[1:2]) or (found[1] - sketch_rows(x[1:2])[0]).norm() < 1e-2 * found[1].norm()
+        assert (
+            torch.equal(sketch_rows(x[1:2]), found[1:2])
+            or (found[1] - sketch_rows(x[1:2])[0]).norm() < 1e-2 * found[1].norm()
+        )
         off = (sketch_rows(x) - sketch_rows(y)).norm() / (x.double() - y.double()).norm()
         ratios.append(off.item())
         moved = x.clone()
@@ -53,7 +56,9 @@ def test_sketches_of_parts_add_up_to_that_of_the_whole(case):
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     total = torch.zeros(TENSOR_WIDTH, dtype=torch.float64)
     ranges = [list(zip([0, *cut], [*cut, n], strict=True)) for cut, n in zip(cuts, shape, strict=True)]
-    for place in torch.cartesian_prod(*[torch.arange(len(r)) for r in ranges]).view(-1, len(ranges)).tolist() if ranges else [[]]:
+    for place in (
+        torch.cartesian_prod(*[torch.arange(len(r)) for r in ranges]).view(-1, len(ranges)).tolist() if ranges else [[]]
+    ):
         parts = [ranges[dim][i] for dim, i in enumerate(place)]
         part = whole[tuple(slice(*p) for p in parts)]
         total += sketch_part(part, tuple(p[0] for p in parts), shape)
@@ -92,7 +97,10 @@ def test_a_vector_has_as_many_directions_as_a_matrix():
 
 
 def test_signs_are_the_same_everywhere():
-    assert sketch._signs(2, 5, "last", torch.float32, torch.device("cpu")).tolist() == [[1, -1, -1, -1, -1], [-1, -1, 1, -1, -1]]
+    assert sketch._signs(2, 5, "last", torch.float32, torch.device("cpu")).tolist() == [
+        [1, -1, -1, -1, -1],
+        [-1, -1, 1, -1, -1],
+    ]
 
 
 def test_a_fingerprint_knows_every_value_of_its_row():
@@ -128,22 +136,34 @@ def test_a_module_that_hands_on_a_tensor_is_observed_as_it_returns_it(in_place):
         model(x).sum().backward()
     forward, backward = observed.rows()
     inner = model.inner(x)
-    assert torch.allclose(forward["inner"], sketch_rows(inner)) and torch.allclose(forward[""], sketch_rows(inner * (1 + in_place)))
+    assert torch.allclose(forward["inner"], sketch_rows(inner)) and torch.allclose(
+        forward[""], sketch_rows(inner * (1 + in_place))
+    )
     assert torch.allclose(backward[""], sketch_rows(torch.ones(3, 6, 4)))
-    assert in_place or torch.allclose(backward["inner"], sketch_rows(torch.ones(3, 6, 4)))  # torch drops hooks on what is changed in place
+    assert in_place or torch.allclose(
+        backward["inner"], sketch_rows(torch.ones(3, 6, 4))
+    )  # torch drops hooks on what is changed in place
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_bounds():
-    assert traced_bound("float32", 1e-9) == 1e-6 and traced_bound("bfloat16", 0.01) == 0.04 and traced_bound("float64", 0.0) == 1e-10
+    assert (
+        traced_bound("float32", 1e-9) == 1e-6
+        and traced_bound("bfloat16", 0.01) == 0.04
+        and traced_bound("float64", 0.0) == 1e-10
+    )
     parts = torch.tensor([1.0, 2.0, 3.0])
-    assert sum_floor(parts + 0.5, parts) == pytest.approx(2 * 0.5 * 3**0.5 / 6)  # the summands' own, where the sum may be luck
+    assert sum_floor(parts + 0.5, parts) == pytest.approx(
+        2 * 0.5 * 3**0.5 / 6
+    )  # the summands' own, where the sum may be luck
     assert sum_floor(parts + torch.tensor([0.5, -0.5, 0.0]), parts) == pytest.approx(2 * 0.5**0.5 / 6)
 
 
 def test_a_factor_is_told_where_rounding_blurs_it_and_only_there():
     def found(ratios, bound):
-        return Comparison("bfloat16", tuple(Difference("gradient", str(i), 0.5, bound, r) for i, r in enumerate(ratios)))
+        return Comparison(
+            "bfloat16", tuple(Difference("gradient", str(i), 0.5, bound, r) for i, r in enumerate(ratios))
+        )
 
     assert found([0.5, 0.505, 0.495], 0.02).factor == 0.5 and found([0.5, 0.505, 0.495], 1e-6).factor is None
     assert found([1.01, 0.99], 0.02).factor is None and found([0.5, 0.9], 0.05).factor is None
@@ -155,7 +175,14 @@ def made(rows: int = 4) -> Trace:
     sketches |= {stage: Sketches(["w"], torch.randn(1, 16, generator=g)) for stage in ("gradient", "parameter")}
     floors = [{"forward": {"b": 1e-7, "a": 2e-7}, "loss": {"": 3e-7}}]
     step = TracedStep(torch.arange(rows), 1.5, 2.5, sketches)
-    return Trace({"seed": 0}, "cpu", Sketches(["w"], torch.randn(1, 16, generator=g)), [step], {"a": (4,), "b": (4,)}, {"float32": floors})
+    return Trace(
+        {"seed": 0},
+        "cpu",
+        Sketches(["w"], torch.randn(1, 16, generator=g)),
+        [step],
+        {"a": (4,), "b": (4,)},
+        {"float32": floors},
+    )
 
 
 def test_a_trace_is_read_as_it_was_written_and_by_rows(tmp_path):
@@ -163,7 +190,11 @@ def test_a_trace_is_read_as_it_was_written_and_by_rows(tmp_path):
     trace.write(tmp_path / "t")
     file = TraceFile(tmp_path / "t")
     assert (file.facts, file.drawn_on, file.n_steps, file.dtypes) == ({"seed": 0}, "cpu", 1, ("float32",))
-    assert file.shapes == trace.shapes and file.floors("float32", 1) == trace.floors["float32"][0] and file.initial.names == ["w"]
+    assert (
+        file.shapes == trace.shapes
+        and file.floors("float32", 1) == trace.floors["float32"][0]
+        and file.initial.names == ["w"]
+    )
     step = file.step(1, slice(1, 3))
     assert (step.loss, step.norm, step.batch.tolist()) == (1.5, 2.5, [1, 2])
     assert step.sketches["forward"].names == ["b", "a"]

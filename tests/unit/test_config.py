@@ -1,4 +1,7 @@
-"""Strict configuration: whatever is legal survives every form it can be written in; whatever is not is refused, and mended, by name."""
+"""Strict configuration: whatever is legal survives every form it can be written in.
+
+Whatever is not is refused, and mended, by name.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,13 @@ def values(annotation: Any, text: st.SearchStrategy) -> st.SearchStrategy:
         return st.dictionaries(text, st.one_of(st.integers(), text, st.booleans()), max_size=3)
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return st.sampled_from(annotation)
-    scalars = {bool: st.booleans(), int: st.integers(), float: st.floats(min_value=-1e300), str: text, type(None): st.none()}
+    scalars = {
+        bool: st.booleans(),
+        int: st.integers(),
+        float: st.floats(min_value=-1e300),
+        str: text,
+        type(None): st.none(),
+    }
     return scalars[annotation]
 
 
@@ -130,7 +139,8 @@ def test_none_that_toml_cannot_say_is_refused():
         to_toml(Bad(None))
 
 
-# What is refused, and in what words --------------------------------------------------------------------------------------------------
+# What is refused, and in what words
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,11 @@ def test_a_number_too_large_for_a_float_is_refused():
         ({"optimizer": {"warmup_step": 1}}, "optimizer.warmup_step", "Did you mean 'schedule.warmup_steps'?"),
         ({"optimiser": {}}, "optimiser", "Did you mean 'optimizer'?"),
         ({"techniques": {"steps": 3}}, "techniques.steps", "It belongs elsewhere: steps."),
-        ({"model": {"rope_scaling": {"fator": 3}}}, "model.rope_scaling.fator", "Did you mean 'model.rope_scaling.factor'?"),
+        (
+            {"model": {"rope_scaling": {"fator": 3}}},
+            "model.rope_scaling.fator",
+            "Did you mean 'model.rope_scaling.factor'?",
+        ),
     ],
 )
 def test_unknown_key_names_itself_its_right_place_and_its_neighbours(data, key, repair):
@@ -199,7 +213,9 @@ def test_unknown_key_names_itself_its_right_place_and_its_neighbours(data, key, 
     text = str(caught.value)
     assert f"unknown key '{key}'" in text and repair in text
     section = key.rpartition(".")[0]
-    neighbours = [name.removeprefix(f"{section}.") for name in public_keys(Config) if section and name.startswith(f"{section}.")]
+    neighbours = [
+        name.removeprefix(f"{section}.") for name in public_keys(Config) if section and name.startswith(f"{section}.")
+    ]
     assert all(name.partition(".")[0].partition("[")[0] in text for name in neighbours)
 
 
@@ -213,7 +229,8 @@ def test_layout_text_is_read_strictly():
         Layout.parse("dp_shrad=2")
 
 
-# Files -------------------------------------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------------------
 
 FILE = '''# a comment with steps = 3
 steps = 5
@@ -290,7 +307,8 @@ def test_a_byte_order_mark_does_no_harm(tmp_path):
     assert load_toml(Tree, path).steps == 3
 
 
-# Flags -------------------------------------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------------------
 
 
 def flags_of(config: Any, prefix: str = "") -> list[str]:
@@ -325,7 +343,9 @@ def test_every_key_is_a_flag_that_means_what_toml_means(config):
 def test_flags_change_only_what_they_name():
     start = from_dict(Config, {"steps": 7, "layout": {"tp": 2}, "model": {"rope_scaling": {"factor": 2}, "dim": 64}})
     changed = parse_flags(Config, ["--layout.pp=2", "--model.dim=none"], default=start, prog="p", description="d")
-    assert changed == dataclasses.replace(start, layout=Layout(tp=2, pp=2), model=dataclasses.replace(start.model, dim=None))
+    assert changed == dataclasses.replace(
+        start, layout=Layout(tp=2, pp=2), model=dataclasses.replace(start.model, dim=None)
+    )
 
 
 @pytest.mark.parametrize(

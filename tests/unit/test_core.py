@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.dtypes import canonical_dtype, dtype_bytes, torch_dtype
-from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError, NonFiniteError, UnsupportedError
+from meshwright.core.errors import (
+    ConfigError,
+    IntegrityError,
+    MeshwrightError,
+    MissingExtraError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from meshwright.core.units import bytes_text, count_text, duration_text
 
 
@@ -33,7 +40,16 @@ def test_bytes(n, text):
 
 
 @pytest.mark.parametrize(
-    ("n", "text"), [(0, "0"), (999, "999"), (1500, "1.5K"), (999_999, "1M"), (135_000_000, "135M"), (1_240_000_000, "1.24B"), (7e13, "70T")]
+    ("n", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1500, "1.5K"),
+        (999_999, "1M"),
+        (135_000_000, "135M"),
+        (1_240_000_000, "1.24B"),
+        (7e13, "70T"),
+    ],
 )
 def test_counts(n, text):
     assert count_text(n) == text
@@ -115,7 +131,13 @@ def test_a_missing_extra_says_how_to_install_it():
 
 @pytest.mark.parametrize(
     "error",
-    [ConfigError("a"), UnsupportedError("b"), IntegrityError("c"), MeshwrightError("d"), MissingExtraError("BPE", "tokenizers", "hf")],
+    [
+        ConfigError("a"),
+        UnsupportedError("b"),
+        IntegrityError("c"),
+        MeshwrightError("d"),
+        MissingExtraError("BPE", "tokenizers", "hf"),
+    ],
 )
 def test_every_error_travels_between_processes_as_what_it_is(error):
     found = pickle.loads(pickle.dumps(error))

@@ -1,4 +1,6 @@
-"""Folders of strangers: whatever lies in a run, a model or a source, none of its code runs and no byte outside it is read."""
+"""Folders of strangers: whatever lies in a run, a model or a source, none of its code runs and no byte outside it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,27 @@ def folders(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("folders")
     (folder / "a.txt").write_text("def f(x): return x\n" * 200)
     (folder / "data").mkdir()
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(folder / "hf")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(["</s>"])
     made.save(str(folder / "hf/tokenizer.json"))
     (folder / "hf/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    small = ["--process.count=1", "--steps=1", "--data.seq_len=16", "--batch.global_batch=2", "--validation.every=0", "--sample.tokens=0"]
+    small = [
+        "--process.count=1",
+        "--steps=1",
+        "--data.seq_len=16",
+        "--batch.global_batch=2",
+        "--validation.every=0",
+        "--sample.tokens=0",
+    ]
     small += [f"--data.source={folder / 'a.txt'}", f"--data.cache={folder / 'cache'}", "--logging.tensorboard=off"]
     assert main(["train", f"--run={folder / 'run'}", "--model.size=debug", *small]) == 0
     assert main(["train", f"--run={folder / 'hf_run'}", f"--model.hf={folder / 'hf'}", *small]) == 0
@@ -135,7 +150,11 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
         for verb in ("plan", "generate", "train")
     ),
     ({"meshwright.cli.arguments.refuse_code": lambda *_, **__: None}, "plan_a_run_with_a_function", "ran"),
-    ({"meshwright.cli.arguments.refuse_links_out": lambda *_, **__: None}, "metrics_that_are_a_link_on_a_page", "was read"),
+    (
+        {"meshwright.cli.arguments.refuse_links_out": lambda *_, **__: None},
+        "metrics_that_are_a_link_on_a_page",
+        "was read",
+    ),
     (NO_FILE_IS_REFUSED, "an_index_that_goes_up", "was read"),
     (NO_FILE_IS_REFUSED, "weights_that_are_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_config_that_is_a_link", "was read"),
@@ -146,7 +165,9 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("guards", "name", "said"), MUTANTS, ids=[f"{name}-{next(iter(guards))}" for guards, name, _ in MUTANTS])
+@pytest.mark.parametrize(
+    ("guards", "name", "said"), MUTANTS, ids=[f"{name}-{next(iter(guards))}" for guards, name, _ in MUTANTS]
+)
 def test_without_its_guard_a_crafted_folder_reaches_something(guards, name, said, place, capfd, monkeypatch):
     for guard, broken in guards.items():
         monkeypatch.setattr(guard, broken)
@@ -219,7 +240,9 @@ def test_the_boxes_that_are_read_cover_a_tensor():
 def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch):
     datasets = pytest.importorskip("datasets")
     (place.outside / "secret.png").write_bytes(b"SECRET")
-    rows = datasets.Dataset.from_dict({"text": ["a b"], "image": [{"path": str(place.outside / "secret.png"), "bytes": None}]})
+    rows = datasets.Dataset.from_dict(
+        {"text": ["a b"], "image": [{"path": str(place.outside / "secret.png"), "bytes": None}]}
+    )
     rows.cast_column("image", datasets.Image()).save_to_disk(str(place.data))
     assert met(place, ["inspect", str(place.data), "--data.tokenizer=bytes"]) == (0, [], False)
     monkeypatch.setattr("meshwright.data.sources.formats._opens_files", lambda *_: False)
@@ -229,7 +252,9 @@ def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch)
 
 def test_a_page_shows_names_as_text(place):
     with open(place.run / "metrics.jsonl", "a") as file:
-        file.write('{"event": "<script>alert(1)</script>", "step": 1, "time": 0.0, "what": "<img src=x onerror=alert(1)>"}\n')
+        file.write(
+            '{"event": "<script>alert(1)</script>", "step": 1, "time": 0.0, "what": "<img src=x onerror=alert(1)>"}\n'
+        )
     assert met(place, ["inspect", str(place.run), "--html"]) == (0, [], False)
     page = (place.run / "report.html").read_text()
     assert "<script>alert" not in page and "<img src=x" not in page
@@ -275,7 +300,13 @@ def test_a_run_with_code_of_its_own_asks_for_trust_each_time(place, capsys):
     (place.hf / "config.json").write_text(json.dumps({"model_type": "own", "vocab_size": 64, "auto_map": AUTO_MAP}))
     (place.data / "a.txt").write_text("a b " * 400)
     run, canary = place.root / "folder/new", place.root / "canary"
-    small = [f"--data.source={place.data / 'a.txt'}", "--steps=1", "--data.seq_len=16", "--batch.global_batch=2", "--validation.every=0"]
+    small = [
+        f"--data.source={place.data / 'a.txt'}",
+        "--steps=1",
+        "--data.seq_len=16",
+        "--batch.global_batch=2",
+        "--validation.every=0",
+    ]
     small += ["--sample.tokens=0", "--logging.tensorboard=off", "--process.count=1", f"--run={run}"]
     assert main(["train", f"--model.hf={place.hf}", "--model.trust_remote_code=true", *small]) == 0 and canary.exists()
     for words in (
@@ -308,5 +339,7 @@ def test_processes_import_nothing_from_the_current_folder(guard, tmp_path):
         (tmp_path / f"here/{name}.py").write_text(CANARY + "raise SystemExit\n")
     (tmp_path / "pool.py").write_text(POOL.format(guard))
     environment = {**os.environ, "CANARY": str(tmp_path / "canary")}
-    done = subprocess.run([sys.executable, str(tmp_path / "pool.py")], cwd=tmp_path / "here", env=environment, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "pool.py")], cwd=tmp_path / "here", env=environment, capture_output=True
+    )
     assert ((tmp_path / "canary").exists(), done.returncode != 0) == (bool(guard), bool(guard)), done.stderr.decode()

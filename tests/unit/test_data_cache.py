@@ -36,7 +36,9 @@ def texts(tmp_path) -> Path:
 def documents_of(split) -> list[str]:
     ends = split.offsets[1:]
     assert (split.tokens[ends - 1] == 256).all()
-    return [ByteTokenizer().decode(split.tokens[begin:end]) for begin, end in zip(split.offsets[:-1], ends, strict=True)]
+    return [
+        ByteTokenizer().decode(split.tokens[begin:end]) for begin, end in zip(split.offsets[:-1], ends, strict=True)
+    ]
 
 
 class Words:
@@ -61,7 +63,11 @@ def test_every_document_is_there_once_in_one_split_or_the_other(texts, tmp_path)
     training, validation = documents_of(corpus.training), documents_of(corpus.validation)
     assert sorted(training + validation) == sorted(TEXTS.values()) and training == sorted(training)
     assert len(validation) == 2 and corpus.training.tokens.dtype == np.uint16
-    assert corpus.meta.n_tokens == corpus.training.n_tokens + corpus.validation.n_tokens == sum(map(len, TEXTS.values())) + 10
+    assert (
+        corpus.meta.n_tokens
+        == corpus.training.n_tokens + corpus.validation.n_tokens
+        == sum(map(len, TEXTS.values())) + 10
+    )
     assert said[0] == "sources: 10 documents, 245 bytes" and "tokenising 10 documents with ByteTokenizer()" in said[1]
 
 
@@ -264,7 +270,9 @@ def test_who_waits_for_another_says_so_and_for_which_file(texts, tmp_path):
     said: list[str] = []
     with open(lock, "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        other = threading.Thread(target=prepare, args=(str(texts), ByteTokenizer(), 0.25, tmp_path / "cache", said.append))
+        other = threading.Thread(
+            target=prepare, args=(str(texts), ByteTokenizer(), 0.25, tmp_path / "cache", said.append)
+        )
         other.start()
         end = time.monotonic() + 10
         while len(said) < 2 and time.monotonic() < end:

@@ -60,12 +60,17 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     corpus = open_corpus(prepare(str(path), ByteTokenizer(), 0.2, tmp_path / "cache").folder)
     assert sorted(texts(corpus.training) + texts(corpus.validation)) == sorted(row["text"] for row in ROWS)
     assert corpus.validation.n_documents == 8
-    assert texts(corpus.training) == [row["text"] for row in ROWS if row["text"] in texts(corpus.training)], "the order of the file"
+    assert texts(corpus.training) == [row["text"] for row in ROWS if row["text"] in texts(corpus.training)], (
+        "the order of the file"
+    )
 
 
 def test_which_rows_are_held_out_depends_on_the_file_alone(tmp_path):
     path = jsonl(tmp_path / "a.jsonl")
-    held = [texts(open_corpus(prepare(str(path), ByteTokenizer(), 0.1, tmp_path / cache).folder).validation) for cache in "ab"]
+    held = [
+        texts(open_corpus(prepare(str(path), ByteTokenizer(), 0.1, tmp_path / cache).folder).validation)
+        for cache in "ab"
+    ]
     assert held[0] == held[1] and len(held[0]) == 4
 
 
@@ -73,7 +78,10 @@ def test_a_folder_of_one_format_is_read_and_one_of_several_must_be_told(tmp_path
     jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
     (tmp_path / "notes.dat").write_text("x")
     scan = scan_sources(str(tmp_path))
-    assert (scan.format, str(scan)) == ("jsonl", f"80 rows in 2 jsonl files, {scan.n_bytes} bytes (passed over: 1 not jsonl)")
+    assert (scan.format, str(scan)) == (
+        "jsonl",
+        f"80 rows in 2 jsonl files, {scan.n_bytes} bytes (passed over: 1 not jsonl)",
+    )
     (tmp_path / "README.md").write_text("about")
     with pytest.raises(ConfigError, match=r"several formats \(2 jsonl, 1 text\): say which with data.format"):
         scan_sources(str(tmp_path))
@@ -82,9 +90,11 @@ def test_a_folder_of_one_format_is_read_and_one_of_several_must_be_told(tmp_path
 
 
 BAD = {
-    '{"text": "cut': r"a.jsonl, line 3 is no JSON \(Unterminated string.*: '\{\"text\": \"cut'. In JSON lines each line is one object",
+    '{"text": "cut': r"a.jsonl, line 3 is no JSON \(Unterminated string.*: '\{\"text\": \"cut'. In JSON lines each"
+    r" line is one object",
     '["a"]': r"a.jsonl, line 3 is a JSON list, not an object",
-    '{"txet": "x", "label": 1}': r"row 3: the column 'text' is missing. Did you mean 'txet'\? Columns with a value: 'txet', 'label'",
+    '{"txet": "x", "label": 1}': r"row 3: the column 'text' is missing. Did you mean 'txet'\? Columns with a value:"
+    r" 'txet', 'label'",
     '{"text": null, "body": "x"}': r"row 3: the column 'text' is empty. .*Columns with a value: 'body'",
     '{"text": 5}': r"row 3: the column 'text' must hold text, and holds int 5",
 }
@@ -190,14 +200,20 @@ def test_what_changed_a_moment_ago_is_not_remembered(tmp_path):
 def test_progress_is_told_to_the_end(tmp_path):
     told: list[tuple[int, int]] = []
     prepare(
-        str(jsonl(tmp_path / "a.jsonl")), ByteTokenizer(), 0, tmp_path / "cache", progress=lambda done, total: told.append((done, total))
+        str(jsonl(tmp_path / "a.jsonl")),
+        ByteTokenizer(),
+        0,
+        tmp_path / "cache",
+        progress=lambda done, total: told.append((done, total)),
     )
     assert told[-1] == (40, 40)
 
 
 def test_a_row_that_is_held_out_is_never_trained_on(tmp_path):
     rows = [{"text": chr(97 + i)} for i in range(20)]
-    corpus = open_corpus(prepare(str(jsonl(tmp_path / "a.jsonl", rows)), ByteTokenizer(), 0.3, tmp_path / "cache").folder)
+    corpus = open_corpus(
+        prepare(str(jsonl(tmp_path / "a.jsonl", rows)), ByteTokenizer(), 0.3, tmp_path / "cache").folder
+    )
     training, validation = set(texts(corpus.training)), set(texts(corpus.validation))
     assert len(training) == 14 and len(validation) == 6 and not training & validation
     assert isinstance(corpus.training.tokens, np.ndarray)
@@ -222,5 +238,8 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_named(tmp_path, content):
 
 def test_a_tokenizer_belongs_to_the_text_as_it_was_read(tmp_path):
     path = jsonl(tmp_path / "a.jsonl")
-    made = [trained_bpe("bpe:270", [SourceOptions((str(path),), format=format)], tmp_path / "c", print) for format in ("jsonl", "text")]
+    made = [
+        trained_bpe("bpe:270", [SourceOptions((str(path),), format=format)], tmp_path / "c", print)
+        for format in ("jsonl", "text")
+    ]
     assert made[0].path != made[1].path

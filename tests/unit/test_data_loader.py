@@ -20,13 +20,18 @@ from meshwright.data.loader import Loader, validation_batches
 from meshwright.data.mixture import Samples
 
 SEQ = 4
-SPLIT = Stream("training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401]))  # 20 documents, 100 samples
+SPLIT = Stream(
+    "training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401])
+)  # 20 documents, 100 samples
 SAMPLES = Samples.of([SPLIT], SEQ, seed=3)
 ORDER = SAMPLES.orders[0]
 
 
 def global_batches(consumed: int, steps: int, batch: int, world: int, workers: int) -> tuple[list[list[int]], int]:
-    """First tokens (they name the sample) of each global batch, put together from all ranks; and the state afterwards."""
+    """First tokens (they name the sample) of each global batch, put together from all ranks.
+
+    And the state afterwards.
+    """
     loaders = [Loader(SAMPLES, batch, rank, world, workers) for rank in range(world)]
     for loader in loaders:
         loader.seek(consumed)
@@ -158,7 +163,10 @@ def test_a_read_that_never_returns_keeps_neither_close_nor_the_process():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"global_batch": 10, "world": 4}, r"global_batch = 10 .* 4 data ranks .*a multiple of 4, like 8 or 12; or .* divides 10"),
+        (
+            {"global_batch": 10, "world": 4},
+            r"global_batch = 10 .* 4 data ranks .*a multiple of 4, like 8 or 12; or .* divides 10",
+        ),
         ({"global_batch": 3, "world": 4}, "like 4 or 8"),
         ({"global_batch": 0}, "global_batch = 0"),
         ({"workers": -1}, "data.workers = -1"),

@@ -182,7 +182,8 @@ REFUSALS = {
     two_dimensional: r"shape \(2, 3\) and dtype uint16; it must be 1-D, of whole numbers",
     floats: "dtype float64; it must be 1-D, of whole numbers",
     pickled: "a.npy is no .npy file that numpy reads",
-    no_dtype: "does not say of which dtype its ids are, and data.dtype is empty. Legal: uint8, uint16, uint32, int32, int64",
+    no_dtype: "does not say of which dtype its ids are, and data.dtype is empty. Legal: uint8, uint16, uint32, int32,"
+    " int64",
     wrong_dtype: "data.dtype = 'uint61' is none of them. Did you mean 'uint16'",
     odd_size: "has 3 bytes, which are no whole number of ids of data.dtype = 'uint16'",
     cut_short: "a.bin has 70 bytes, and a.idx tells of 40 ids of 2 bytes: one of the two was cut short",
@@ -210,7 +211,9 @@ def test_text_tokenizers_see_their_ends(tmp_path):
 def test_the_index_belongs_to_the_format_and_to_the_documents_that_were_told(tmp_path):
     options = megatron(tmp_path)
     first = prepare(options, TOKENIZER, 0, tmp_path / "cache")
-    flat_view = prepare(SourceOptions(options.source, format="bin", dtype="uint16"), IdTokenizer(100, 99), 0, tmp_path / "cache")
+    flat_view = prepare(
+        SourceOptions(options.source, format="bin", dtype="uint16"), IdTokenizer(100, 99), 0, tmp_path / "cache"
+    )
     assert (first.meta.n_documents, flat_view.meta.n_documents) == (8, 1) and first.key != flat_view.key
     status = (tmp_path / "a.bin").stat()
     megatron(tmp_path, lengths=[20, 20])  # the same ids, told otherwise
@@ -223,4 +226,6 @@ def test_an_empty_file_among_others_is_no_trouble(tmp_path):
     (tmp_path / "ids").mkdir()
     npy(tmp_path / "ids", [], "a")
     npy(tmp_path / "ids", IDS, "b")
-    assert open_corpus(prepare(str(tmp_path / "ids"), TOKENIZER, 0, tmp_path / "cache").folder).training.n_samples(6) == 6
+    assert (
+        open_corpus(prepare(str(tmp_path / "ids"), TOKENIZER, 0, tmp_path / "cache").folder).training.n_samples(6) == 6
+    )

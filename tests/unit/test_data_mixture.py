@@ -1,4 +1,6 @@
-"""Mixtures: each source gets its share of every stretch, each of its samples once per epoch, and any index costs the same."""
+"""Mixtures: each source gets its share of every stretch, each of its samples once per epoch, and any index costs the
+same.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_another_source_does_not_change_the_order_of_the_others():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_deal_the_mixture_among_them(world):
-    samples = Samples.of([stream(30, 0), stream(10, 1000)], 2, 1, ["a", "b"], Interleave([Stage(0, (2.0, 1.0)), Stage(24, (0.0, 1.0))]))
+    samples = Samples.of(
+        [stream(30, 0), stream(10, 1000)], 2, 1, ["a", "b"], Interleave([Stage(0, (2.0, 1.0)), Stage(24, (0.0, 1.0))])
+    )
     loaders = [Loader(samples, 8, rank, world) for rank in range(world)]
     for loader in loaders:
         loader.seek(16)
@@ -94,7 +98,10 @@ def test_a_far_index_is_as_quick_as_a_near_one():
         ([Stage(0, (0.0, 0.0))], "not all 0"),
         ([Stage(0, (1.0, -1.0))], "0 or more"),
         ([Stage(0, (1.0, float("nan")))], "0 or more"),
-        ([Stage(0, (1.0,)), Stage(9, (1.0,)), Stage(9, (1.0,))], r"begin at samples \[0, 9, 9\]: each must begin after the one before"),
+        (
+            [Stage(0, (1.0,)), Stage(9, (1.0,)), Stage(9, (1.0,))],
+            r"begin at samples \[0, 9, 9\]: each must begin after the one before",
+        ),
     ],
 )
 def test_refusals_teach(stages, words):

@@ -59,7 +59,13 @@ def test_every_sample_comes_about_equally_often_at_every_place(n):
 def test_the_order_never_changes_from_one_release_to_the_next():
     # Whoever changes these numbers changes the data order of every run that is resumed.
     assert Order(1000, seed=42).take(np.array([0, 1, 2, 999, 1000, 10**9])).tolist() == [812, 731, 376, 266, 132, 296]
-    assert Order(93_735, seed=0).take(np.array([0, 1, 2, 93_735, 10**12])).tolist() == [22172, 37414, 47428, 51679, 56169]
+    assert Order(93_735, seed=0).take(np.array([0, 1, 2, 93_735, 10**12])).tolist() == [
+        22172,
+        37414,
+        47428,
+        51679,
+        56169,
+    ]
 
 
 def test_seeking_far_costs_what_seeking_near_costs():

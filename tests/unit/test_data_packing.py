@@ -48,7 +48,9 @@ def test_rows_are_those_of_a_plain_loop(lengths, seq_len, data):
 
 
 def test_a_small_case_in_full():
-    tokens, labels, positions, document_ids = (array[0] for array in make_split([3, 2, 4]).rows(np.array([0]), 7).values())
+    tokens, labels, positions, document_ids = (
+        array[0] for array in make_split([3, 2, 4]).rows(np.array([0]), 7).values()
+    )
     assert tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert labels.tolist() == [1, 2, -100, 4, -100, 6, 7]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1]
@@ -56,9 +58,13 @@ def test_a_small_case_in_full():
 
 
 def test_too_long_a_sequence_is_refused_with_numbers():
-    with pytest.raises(ConfigError, match=r"training split has 9 tokens in 3 documents.*seq_len = 10. Legal here: seq_len from 1 to 9"):
+    with pytest.raises(
+        ConfigError, match=r"training split has 9 tokens in 3 documents.*seq_len = 10. Legal here: seq_len from 1 to 9"
+    ):
         make_split([3, 2, 4]).n_samples(10)
-    with pytest.raises(ConfigError, match=r"validation split has 0 tokens.*It is empty.*raise data.validation_fraction"):
+    with pytest.raises(
+        ConfigError, match=r"validation split has 0 tokens.*It is empty.*raise data.validation_fraction"
+    ):
         make_split([], "validation").n_samples(4)
     with pytest.raises(ConfigError, match="seq_len = 0: a sample has at least 1 token"):
         make_split([3]).n_samples(0)

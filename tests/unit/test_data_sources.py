@@ -25,7 +25,15 @@ def names(scan) -> list[str]:
 
 
 def test_a_folder_is_read_in_sorted_order_and_says_what_it_passed_over(tmp_path):
-    write(tmp_path, b_dot_txt="b", a__z_dot_py="z", a__B_dot_MD="B", a__empty_dot_txt="", a__picture_dot_png="p", _dot_git__x_dot_txt="x")
+    write(
+        tmp_path,
+        b_dot_txt="b",
+        a__z_dot_py="z",
+        a__B_dot_MD="B",
+        a__empty_dot_txt="",
+        a__picture_dot_png="p",
+        _dot_git__x_dot_txt="x",
+    )
     scan = scan_sources(str(tmp_path))
     assert names(scan) == ["a/B.MD", "a/z.py", "b.txt"]
     assert str(scan) == "3 documents, 3 bytes (passed over: 1 empty, 1 not text)"
@@ -64,7 +72,9 @@ def test_stdlib_counts_what_is_not_utf8(tmp_path, monkeypatch):
 
 def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"a caf\xe9 there")
-    with pytest.raises(ConfigError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 5 .*iconv -f latin1 -t utf-8 latin\.txt"):
+    with pytest.raises(
+        ConfigError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 5 .*iconv -f latin1 -t utf-8 latin\.txt"
+    ):
         scan_sources(str(tmp_path))
 
 
@@ -92,7 +102,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(sources.Path, "read_bytes", refuse)
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.txt: Permission denied. Make it readable, or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read .*a\.txt: Permission denied. Make it readable, or leave it out"
+    ):
         scan_sources(str(tmp_path))
 
 

@@ -24,7 +24,9 @@ TEXTS = ["".join(chr(97 + (i + j) % 26) for j in range(3 + 7 * i % 29)) for i in
 
 def streamed(path: Path, say=print, **options) -> StreamedSamples:
     options = SourceOptions((str(path),), streaming=True, **options)
-    return StreamedSamples(TokenisingRecipe(list_sources(options.source, options.format), options, ByteTokenizer(), 0.0), SEQ, say)
+    return StreamedSamples(
+        TokenisingRecipe(list_sources(options.source, options.format), options, ByteTokenizer(), 0.0), SEQ, say
+    )
 
 
 @pytest.fixture
@@ -37,7 +39,11 @@ def lines(tmp_path) -> Path:
 @pytest.fixture
 def talks(tmp_path) -> Path:
     path = tmp_path / "b.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "?" * (1 + i % 3), "completion": str(i % 7) * (1 + i % 4)}) + "\n" for i in range(100)))
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": "?" * (1 + i % 3), "completion": str(i % 7) * (1 + i % 4)}) + "\n" for i in range(100)
+        )
+    )
     return path
 
 
@@ -62,7 +68,10 @@ def test_a_stream_goes_back_and_far_ahead_and_says_what_it_passes_over(lines):
     said: list[str] = []
     samples = streamed(lines, said.append)
     ahead = samples.rows(np.array([2000]))
-    assert said[0] == "the source is streamed and cannot seek: passing over 2000 samples" and "passed over 2000 samples in" in said[1]
+    assert (
+        said[0] == "the source is streamed and cannot seek: passing over 2000 samples"
+        and "passed over 2000 samples in" in said[1]
+    )
     first = samples.rows(np.array([3, 0]))
     expected = endless(2001 * SEQ).rows(np.array([2000, 3, 0]), SEQ)
     for key, values in expected.items():

@@ -51,7 +51,9 @@ def chat_folder(tmp_path_factory) -> Path:
     )
     made.train_from_iterator([json.dumps(TALK)] * 3, trainer)
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": {"content": "<|im_end|>"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML, "eos_token": {"content": "<|im_end|>"}})
+    )
     return folder
 
 
@@ -67,18 +69,25 @@ def learnt(split: Whole, tokenizer) -> list[list[str]]:
     for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
         is_learnt = split.is_learnt[begin:end].astype(bool)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_learnt, [False]]).astype(int)))
-        found.append([tokenizer.decode(split.tokens[begin:end][a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)])
+        found.append(
+            [tokenizer.decode(split.tokens[begin:end][a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        )
     return found
 
 
 def test_a_completion_is_learnt_with_its_end_and_the_prompt_is_not(tmp_path):
-    split = built(tmp_path, [{"prompt": "é? ", "completion": "oui"}, {"prompt": "", "completion": "x"}], ByteTokenizer())
+    split = built(
+        tmp_path, [{"prompt": "é? ", "completion": "oui"}, {"prompt": "", "completion": "x"}], ByteTokenizer()
+    )
     assert learnt(split, ByteTokenizer()) == [["oui"], ["x"]]
     assert split.tokens[split.offsets[1:] - 1].tolist() == [256, 256] and split.is_learnt[split.offsets[1:] - 1].all()
 
 
 def test_alpaca_columns_become_its_prompt(tmp_path):
-    rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Greet.", "input": "", "output": "Hi"}]
+    rows = [
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        {"instruction": "Greet.", "input": "", "output": "Hi"},
+    ]
     split = built(tmp_path, rows, ByteTokenizer())
     assert learnt(split, ByteTokenizer()) == [["4"], ["Hi"]]
     text = ByteTokenizer().decode(split.tokens)
@@ -91,8 +100,12 @@ def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path,
     split = built(tmp_path, [{"messages": TALK}], tokenizer)
     assert learnt(split, tokenizer) == [["Four, I say.\n", "Five.\n"]]
     end = tokenizer._with_special.token_to_id("<|im_end|>")
-    assert int((split.tokens[split.is_learnt.astype(bool)] == end).sum()) == 2, "special tokens of the template are tokens"
-    assert tokenizer._with_special.decode(split.tokens, skip_special_tokens=False).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert int((split.tokens[split.is_learnt.astype(bool)] == end).sum()) == 2, (
+        "special tokens of the template are tokens"
+    )
+    assert tokenizer._with_special.decode(split.tokens, skip_special_tokens=False).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+    )
     transcript = tokenizer._with_special.decode(split.tokens, skip_special_tokens=False)
     assert transcript.endswith("Five.<|im_end|>\n"), "what follows the last answer teaches nothing"
 
@@ -111,29 +124,62 @@ def test_an_answer_that_later_turns_rewrite_becomes_an_example_of_its_own(tmp_pa
     talk = [{**m, "thought": "hm"} if m["role"] == "assistant" else m for m in TALK]
     split = built(tmp_path, [{"messages": talk}], ByteTokenizer(), template=str(tmp_path / "t.jinja"))
     assert learnt(split, ByteTokenizer()) == [["(hm)Four, I say.;"], ["(hm)Five.;"]]
-    texts = [ByteTokenizer().decode(split.tokens[a:b]) for a, b in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
+    texts = [
+        ByteTokenizer().decode(split.tokens[a:b]) for a, b in zip(split.offsets[:-1], split.offsets[1:], strict=True)
+    ]
     assert texts[1].count("(hm)") == 1, "the earlier answer stands as the model will see it"
 
 
 @pytest.mark.parametrize(
     ("row", "options", "words"),
     [
-        ({"messages": TALK}, {}, r"this tokenizer has no chat template .*data.template, or choose a tokenizer made for chat"),
+        (
+            {"messages": TALK},
+            {},
+            r"this tokenizer has no chat template .*data.template, or choose a tokenizer made for chat",
+        ),
         ({"messages": TALK}, {"template": "none.jinja"}, "data.template = 'none.jinja' does not exist"),
-        ({"messages": "hello"}, {"task": "chat", "template": "{root}/t.jinja"}, r"row 1: 'messages' must be a list of messages"),
-        ({"messages": TALK[:2]}, {"template": "{root}/t.jinja"}, r"row 1: the conversation has no turn of the role 'assistant'"),
-        ({"messages": TALK}, {"template": "{root}/bad.jinja"}, r"row 1: the chat template refuses it \(.*no system turn"),
-        ({"messages": TALK}, {"template": "{root}/odd.jinja"}, r"row 1: the chat template writes an answer differently from how it asks"),
-        ({"prompt": "a", "answer": "b"}, {"task": "completion"}, r"row 1: the column 'completion' is missing.*'prompt', 'answer'"),
+        (
+            {"messages": "hello"},
+            {"task": "chat", "template": "{root}/t.jinja"},
+            r"row 1: 'messages' must be a list of messages",
+        ),
+        (
+            {"messages": TALK[:2]},
+            {"template": "{root}/t.jinja"},
+            r"row 1: the conversation has no turn of the role 'assistant'",
+        ),
+        (
+            {"messages": TALK},
+            {"template": "{root}/bad.jinja"},
+            r"row 1: the chat template refuses it \(.*no system turn",
+        ),
+        (
+            {"messages": TALK},
+            {"template": "{root}/odd.jinja"},
+            r"row 1: the chat template writes an answer differently from how it asks",
+        ),
+        (
+            {"prompt": "a", "answer": "b"},
+            {"task": "completion"},
+            r"row 1: the column 'completion' is missing.*'prompt', 'answer'",
+        ),
         ({"prompt": "a", "completion": "b"}, {"template": "x"}, "data.template is set, and the task is 'completion'"),
     ],
 )
 def test_refusals_teach(tmp_path, row, options, words):
     (tmp_path / "t.jinja").write_text(CHATML)
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('no system turn') }}")
-    (tmp_path / "odd.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}")
+    (tmp_path / "odd.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+    )
     with pytest.raises(ConfigError, match=words):
-        built(tmp_path, [row], ByteTokenizer(), **{key: value.replace("{root}", str(tmp_path)) for key, value in options.items()})
+        built(
+            tmp_path,
+            [row],
+            ByteTokenizer(),
+            **{key: value.replace("{root}", str(tmp_path)) for key, value in options.items()},
+        )
 
 
 def test_text_files_have_no_records(tmp_path):
@@ -147,7 +193,9 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_is_refused(tmp_path)
         vocab_size, end_of_document, fingerprint = 257, 256, "bare"
         encode, decode = ByteTokenizer().encode, ByteTokenizer().decode
 
-    with pytest.raises(ConfigError, match="the task 'completion' must know which text each id stands for.*has no encode_aligned"):
+    with pytest.raises(
+        ConfigError, match="the task 'completion' must know which text each id stands for.*has no encode_aligned"
+    ):
         built(tmp_path, [{"prompt": "a", "completion": "b"}], Bare())
 
 
@@ -156,7 +204,8 @@ def test_too_long_a_conversation_meets_the_policy(tmp_path):
     split = built(tmp_path, rows, ByteTokenizer())
     with pytest.raises(
         ConfigError,
-        match=r"1 of the 3 conversations .* longer than data.seq_len = 8 \(the longest has 41.*data.too_long = 'truncate' or 'skip'",
+        match=r"1 of the 3 conversations .* longer than data.seq_len = 8 \(the longest has 41.*data.too_long ="
+        r" 'truncate' or 'skip'",
     ):
         split.n_samples(8)
     cut = Whole("training", split.tokens, split.offsets, split.is_learnt, "truncate")
@@ -172,11 +221,15 @@ def test_best_fit_fills_bins_and_loses_nothing():
 
 
 def test_padding_is_a_document_of_its_own_without_labels():
-    split = Whole("training", np.array([1, 2, 3, 4, 5]), np.array([0, 3, 5]), np.array([0, 1, 1, 0, 1], dtype=np.uint8), padding=9)
+    split = Whole(
+        "training", np.array([1, 2, 3, 4, 5]), np.array([0, 3, 5]), np.array([0, 1, 1, 0, 1], dtype=np.uint8), padding=9
+    )
     rows = split.rows(np.array([0]), 7)
     assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 9, 9]]
     assert rows["labels"].tolist() == [[2, 3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
-    assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1]] and rows["document_ids"].tolist() == [
+        [0, 0, 0, 1, 1, -1, -1]
+    ]
 
 
 def test_a_special_token_of_the_template_decides_the_corpus(tmp_path, chat_folder):
@@ -190,7 +243,9 @@ def test_a_special_token_of_the_template_decides_the_corpus(tmp_path, chat_folde
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": token}))
         tokenizer = FileTokenizer(folder)
         ends[token] = tokenizer.spell_out(built(tmp_path, [{"messages": TALK[1:3]}], tokenizer).tokens)
-    assert ends["<|endoftext|>"].endswith("Four, I say.<|endoftext|>") and ends["</turn>"].endswith("Four, I say.</turn>")
+    assert ends["<|endoftext|>"].endswith("Four, I say.<|endoftext|>") and ends["</turn>"].endswith(
+        "Four, I say.</turn>"
+    )
 
 
 CALLS = (
@@ -203,7 +258,12 @@ CALLS = (
 def test_a_call_of_a_tool_without_content_is_written_as_the_template_says(tmp_path, kind):
     (tmp_path / "t.jinja").write_text(CALLS + "{% if add_generation_prompt %}<assistant>{% endif %}")
     rows = [
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "call": {"city": "Rome"}}]},
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": None, "call": {"city": "Rome"}},
+            ]
+        },
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "call": {"n": 3}}]},
     ]
     if kind == "jsonl":
@@ -215,12 +275,16 @@ def test_a_call_of_a_tool_without_content_is_written_as_the_template_says(tmp_pa
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
         options = SourceOptions((str(tmp_path / "a.parquet"),), template=str(tmp_path / "t.jinja"))
         split = open_corpus(prepare(options, ByteTokenizer(), 0, tmp_path / "cache").folder).training
-    assert learnt(split, ByteTokenizer()) == [['CALL {"city": "Rome"};'], ['CALL {"n": 3};']], "keys of other rows are not filled in"
+    assert learnt(split, ByteTokenizer()) == [['CALL {"city": "Rome"};'], ['CALL {"n": 3};']], (
+        "keys of other rows are not filled in"
+    )
 
 
 def test_no_part_of_an_answer_is_lost_where_a_prompt_ends_in_a_blank(tmp_path):
     (tmp_path / "text.txt").write_text("The answer: yes. The answer: no. " * 50)
-    tokenizer = trained_bpe("bpe:300", [SourceOptions((str(tmp_path / "text.txt"),))], tmp_path / "bpe", lambda line: None)
+    tokenizer = trained_bpe(
+        "bpe:300", [SourceOptions((str(tmp_path / "text.txt"),))], tmp_path / "bpe", lambda line: None
+    )
     split = built(tmp_path, [{"prompt": "The answer: ", "completion": "yes"}], tokenizer)
     assert "yes" in "".join(learnt(split, tokenizer)[0]) and not split.is_learnt[0]
 

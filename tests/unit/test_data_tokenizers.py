@@ -100,7 +100,9 @@ def test_an_end_that_is_an_ordinary_word_becomes_special(tmp_path):
     assert tokenizer.end_of_document == 1 and tokenizer.vocab_size == 3 and tokenizer.decode([0, 1]) == "a"
 
 
-@pytest.mark.parametrize(("name", "said"), [("tokenizer_config.json", {"eos_token": "<no>"}), ("config.json", {"eos_token_id": 99})])
+@pytest.mark.parametrize(
+    ("name", "said"), [("tokenizer_config.json", {"eos_token": "<no>"}), ("config.json", {"eos_token_id": 99})]
+)
 def test_an_end_that_the_tokenizer_lacks_is_refused(name, said, tmp_path):
     save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
     (tmp_path / name).write_text(json.dumps(said))
@@ -131,7 +133,9 @@ def test_alpaca_rows_end_as_the_model_ends(tmp_path):
 
 def test_no_token_that_ends_a_document_is_refused_with_those_there_are(tmp_path):
     path = save_tokenizer(tmp_path / "tokenizer.json", "<pad>")
-    with pytest.raises(ConfigError, match=r"no special token that ends a document .*its special tokens: <pad>.*end_of_document='...'"):
+    with pytest.raises(
+        ConfigError, match=r"no special token that ends a document .*its special tokens: <pad>.*end_of_document='...'"
+    ):
         FileTokenizer(path)
     with pytest.raises(ConfigError, match=r"no special token '<pat>'\. Did you mean '<pad>'"):
         FileTokenizer(path, end_of_document="<pat>")
@@ -147,7 +151,9 @@ def test_the_fingerprint_is_of_contents(tmp_path):
 
 def test_load_tokenizer_knows_bytes_and_paths_and_downloads_nothing(tmp_path):
     assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
-    with pytest.raises(ConfigError, match=r"'gpt2' is not 'bytes' and no file or folder.*from_pretrained\('gpt2'\).save_pretrained"):
+    with pytest.raises(
+        ConfigError, match=r"'gpt2' is not 'bytes' and no file or folder.*from_pretrained\('gpt2'\).save_pretrained"
+    ):
         load_tokenizer("gpt2")
     with pytest.raises(ConfigError, match="Did you mean 'bytes'"):
         load_tokenizer("byte")

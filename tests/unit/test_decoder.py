@@ -34,7 +34,9 @@ def tokens(rows: int = 2, seq: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SMALL.vocab_size, (rows, seq), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, moe=MoEConfig(n_experts=4, hidden_dim=8))], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, moe=MoEConfig(n_experts=4, hidden_dim=8))], ids=["dense", "experts"]
+)
 def test_a_decoder_on_a_real_device_begins_by_its_law(config):
     torch.manual_seed(3)
     model = Decoder(config)
@@ -61,7 +63,9 @@ def test_sizes_have_the_published_number_of_parameters(size):
 
 
 def rotated_by_complex_numbers(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """x: (rows, heads, seq, head), pairs (i, i + head / 2) as real and imaginary part, turned by position · theta^(-2i / head)."""
+    """x: (rows, heads, seq, head), pairs (i, i + head / 2) as real and imaginary part, turned by position ·
+    theta^(-2i / head).
+    """
     half = x.shape[-1] // 2
     frequency = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
     turn = torch.polar(torch.ones(()).double(), (positions.double().unsqueeze(-1) * frequency).unsqueeze(1))
@@ -104,16 +108,22 @@ def by_loops(model: Decoder, ids: torch.Tensor, positions: torch.Tensor, documen
     return norm(x, w["norm.weight"]) @ head.T
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, qk_norm=False, tied_embeddings=True, n_kv_heads=6, rope_theta=100.0)])
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, qk_norm=False, tied_embeddings=True, n_kv_heads=6, rope_theta=100.0)]
+)
 def test_the_decoder_equals_a_second_implementation(config):
     model, ids = decoder(config), tokens(2, 9)
     positions = torch.randint(0, 30, ids.shape, generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 3, 3, 5]])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, positions, documents), by_loops(model, ids, positions, documents), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            model(ids, positions, documents), by_loops(model, ids, positions, documents), rtol=1e-12, atol=1e-12
+        )
 
 
-@given(half=st.integers(1, 8), theta=st.floats(10, 1e6), positions=st.lists(st.integers(0, 5000), min_size=1, max_size=6))
+@given(
+    half=st.integers(1, 8), theta=st.floats(10, 1e6), positions=st.lists(st.integers(0, 5000), min_size=1, max_size=6)
+)
 @settings(max_examples=40, derandomize=True, database=None, deadline=None)
 def test_rotation_is_a_product_of_complex_numbers(half, theta, positions):
     config = replace(SMALL, dim=2 * half, n_heads=1, n_kv_heads=1, rope_theta=theta)
@@ -124,7 +134,9 @@ def test_rotation_is_a_product_of_complex_numbers(half, theta, positions):
 
 
 def test_scaled_frequencies_follow_the_three_bands_of_llama_3():
-    """Wave lengths below original / high stay, above original / low are divided by the factor, in between they are mixed."""
+    """Wave lengths below original / high stay, above original / low are divided by the factor, in between they are
+    mixed.
+    """
     scaling = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
     config = replace(SIZES["1B"], rope_scaling=scaling)
     found = rotary_frequencies(config, torch.device("cpu"), torch.float64)
@@ -153,10 +165,17 @@ def test_frequencies_are_those_of_transformers(size):
     ours = SIZES[size]
     parameters = {"rope_type": "default", "rope_theta": ours.rope_theta}
     if (s := ours.rope_scaling) is not None:
-        parameters |= {"rope_type": "llama3", "factor": s.factor, "original_max_position_embeddings": s.original_max_seq_len}
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "original_max_position_embeddings": s.original_max_seq_len,
+        }
         parameters |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
     config = LlamaConfig(
-        hidden_size=ours.dim, num_attention_heads=ours.n_heads, max_position_embeddings=ours.max_seq_len, rope_parameters=parameters
+        hidden_size=ours.dim,
+        num_attention_heads=ours.n_heads,
+        max_position_embeddings=ours.max_seq_len,
+        rope_parameters=parameters,
     )
     if s is None:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -232,7 +251,9 @@ def test_fp64_stays_fp64():
             changes.append(model(ids) - before)
     assert before.dtype == torch.float64
     assert changes[0].norm() > 0
-    torch.testing.assert_close(changes[1].norm() / changes[0].norm(), torch.tensor(2.0, dtype=torch.float64), rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        changes[1].norm() / changes[0].norm(), torch.tensor(2.0, dtype=torch.float64), rtol=0.05, atol=0
+    )
 
 
 def test_bf16_computes_its_norms_in_fp32():

@@ -44,9 +44,9 @@ def test_links_between_documents_lead_somewhere():
 
 
 def test_the_list_of_rooms_is_that_of_the_house():
-    assert subprocess.run([sys.executable, str(ROOT / "scripts" / "house_map.py"), "--check"], check=False).returncode == 0, (
-        "write docs/house.md anew: python scripts/house_map.py"
-    )
+    assert (
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "house_map.py"), "--check"], check=False).returncode == 0
+    ), "write docs/house.md anew: python scripts/house_map.py"
 
 
 def test_the_reference_has_every_public_name():
@@ -62,7 +62,13 @@ def test_the_reference_has_every_public_name():
 KEMPNERFORGE = {
     "expert_parallel": ("apply_expert_parallel",),
     "parallel": ("apply_ac", "apply_float8", "apply_fsdp2", "build_parallel_model", "default_mp_policy", "get_dp_mesh"),
-    "pipeline_parallel": ("PipelineStageModule", "build_pipeline_schedule", "build_pipeline_stage", "build_stage_module", "get_pp_mesh"),
+    "pipeline_parallel": (
+        "PipelineStageModule",
+        "build_pipeline_schedule",
+        "build_pipeline_stage",
+        "build_stage_module",
+        "get_pp_mesh",
+    ),
     "setup": ("destroy_distributed", "get_dp_mesh", "get_world_info", "init_distributed", "is_rank_zero"),
     "tensor_parallel": ("apply_tensor_parallel", "get_tp_mesh"),
     "utils": ("clip_grad_norm_",),
@@ -70,5 +76,9 @@ KEMPNERFORGE = {
 
 
 def test_names_stand_where_kempnerforge_has_them():
-    places = [(import_module(f"meshwright.distributed.{module}"), name) for module, names in KEMPNERFORGE.items() for name in names]
+    places = [
+        (import_module(f"meshwright.distributed.{module}"), name)
+        for module, names in KEMPNERFORGE.items()
+        for name in names
+    ]
     assert [f"{module.__name__}.{name}" for module, name in places if not callable(getattr(module, name, None))] == []

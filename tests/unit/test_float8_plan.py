@@ -30,7 +30,9 @@ FEED_FORWARD = {f"layers.{i}.feed_forward.{name}" for i in (0, 1) for name in ("
 
 
 def planned(model, device: str = "cpu", layout: Layout = ONE, **techniques) -> Plan:
-    return plan(model, layout, cluster=Cluster(layout.world, device=device), techniques={"float8": "rowwise", **techniques})
+    return plan(
+        model, layout, cluster=Cluster(layout.world, device=device), techniques={"float8": "rowwise", **techniques}
+    )
 
 
 def converted(made: MadePlan) -> set[str]:
@@ -41,7 +43,10 @@ def converted(made: MadePlan) -> set[str]:
 def test_the_linear_layers_of_the_blocks_are_converted_and_named():
     made = planned(DENSE)
     assert converted(made) == ATTENTION | FEED_FORWARD
-    assert "  float8          rowwise, emulated, 14 linear layers: layers.*.attention.wq, layers.*.attention.wk," in str(made)
+    assert (
+        "  float8          rowwise, emulated, 14 linear layers: layers.*.attention.wq, layers.*.attention.wk,"
+        in str(made)
+    )
     assert "float8: the head, embeddings and norms stay in high precision" in made.notes
     assert "emulated" not in str(planned(DENSE, "cuda")) and MadePlan.from_json(made.to_json()) == made
 
@@ -58,15 +63,22 @@ def test_weights_that_are_gathered_in_float8_travel_as_bytes():
     assert (before.dtype, after.dtype) == ("bfloat16", "uint8")
     assert before.elements * 2 - after.elements == weights
     scales = sent[True]["all_reduce", "float8 scales of weights"]
-    assert (scales.elements, scales.dtype, scales.per) == (14, "float32", "microbatch") and len(sent[True]) == len(sent[False]) + 1
+    assert (scales.elements, scales.dtype, scales.per) == (14, "float32", "microbatch") and len(sent[True]) == len(
+        sent[False]
+    ) + 1
     assert plan_memory(made[False]).gathered - plan_memory(made[True]).gathered == 2 * weights
     assert "tensorwise, emulated, gathered in float8, 14 linear layers" in str(made[True])
 
 
 def test_a_filter_leaves_layers_out():
     made = planned(DENSE, float8_filter=["w_down", r"layers\.0\.attention"])
-    assert converted(made) == {name for name in ATTENTION | FEED_FORWARD if "w_down" not in name and "layers.0.attention" not in name}
-    assert "float8: layers.*.feed_forward.w_down stays in high precision (2 of them): by techniques.float8_filter" in made.notes
+    assert converted(made) == {
+        name for name in ATTENTION | FEED_FORWARD if "w_down" not in name and "layers.0.attention" not in name
+    }
+    assert (
+        "float8: layers.*.feed_forward.w_down stays in high precision (2 of them): by techniques.float8_filter"
+        in made.notes
+    )
     with pytest.raises(ConfigError, match=r"float8_filter: 'w_dwn' matches no linear layer of its blocks of the model"):
         planned(DENSE, float8_filter=["w_dwn"])
 
@@ -74,8 +86,13 @@ def test_a_filter_leaves_layers_out():
 def test_layers_that_do_not_divide_stay_and_are_named():
     made = planned(replace(DENSE, hidden_dim=40))
     assert converted(made) == ATTENTION
-    assert "float8: layers.*.feed_forward.w_up stays in high precision (2 of them): 40×32 does not divide by 16" in made.notes
-    with pytest.raises(ConfigError, match=r"no linear layer in the blocks of Decoder can be converted: layers.\*.attention.wq stays in"):
+    assert (
+        "float8: layers.*.feed_forward.w_up stays in high precision (2 of them): 40×32 does not divide by 16"
+        in made.notes
+    )
+    with pytest.raises(
+        ConfigError, match=r"no linear layer in the blocks of Decoder can be converted: layers.\*.attention.wq stays in"
+    ):
         planned(replace(DENSE, dim=24, hidden_dim=40))
 
 
@@ -83,7 +100,9 @@ def test_experts_and_routers_stay():
     made = planned(SPARSE)
     shared = {name for name in converted(made) if name not in ATTENTION}
     assert len(shared) == 6 and all("shared" in name for name in shared)
-    assert any(note.startswith("float8: the experts of layers.*") and "stay in high precision" in note for note in made.notes)
+    assert any(
+        note.startswith("float8: the experts of layers.*") and "stay in high precision" in note for note in made.notes
+    )
 
 
 class Experts(nn.Module):
@@ -130,13 +149,18 @@ class Model(nn.Module):
 def test_a_class_of_its_own_is_no_linear_layer():
     made = planned(Model)
     assert converted(made) == {"blocks.0.attention", "blocks.1.attention"}
-    assert any("blocks.*.special stays in high precision (2 of them): its class Special may" in note for note in made.notes)
+    assert any(
+        "blocks.*.special stays in high precision (2 of them): its class Special may" in note for note in made.notes
+    )
 
 
 def test_parts_on_the_tensor_axis_must_divide_too():
     wide = replace(DENSE, dim=64, hidden_dim=96)
     assert len(converted(planned(wide, layout=Layout(dp_shard=1, tp=2)))) == 14
-    words = r"layout.tp = 2 has a part that does not divide by 16: layers.\*.attention.wk 8×32, layers.\*.attention.wv 8×32,"
+    words = (
+        r"layout.tp = 2 has a part that does not divide by 16: layers.\*.attention.wk 8×32,"
+        r" layers.\*.attention.wv 8×32,"
+    )
     with pytest.raises(ConfigError, match=words + r'.*float8_filter = \["wk", "wv", "w_gate", "w_up", "w_down"\]'):
         planned(DENSE, layout=Layout(dp_shard=1, tp=2))
 
@@ -152,7 +176,9 @@ def test_without_torchao_its_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name == "torchao" or name.startswith("torchao.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(MissingExtraError, match=r"techniques.float8 = 'rowwise' needs the package 'torchao'.*meshwright\[float8\]"):
+    with pytest.raises(
+        MissingExtraError, match=r"techniques.float8 = 'rowwise' needs the package 'torchao'.*meshwright\[float8\]"
+    ):
         parallelize(DENSE, Layout(dp_shard=1), techniques={"float8": "rowwise"})
 
 
@@ -160,13 +186,17 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
     pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
-    with pytest.raises(UnsupportedError, match=r"needs a GPU of compute capability 8.9 or newer, and an old one has 8.0"):
+    with pytest.raises(
+        UnsupportedError, match=r"needs a GPU of compute capability 8.9 or newer, and an old one has 8.0"
+    ):
         refuse_absent(planned(DENSE, "cuda"))
 
 
 def test_a_run_in_float8_is_not_checked_against_a_trace():
     config = Config.from_dict({"check_trace": "some.trace", "techniques": {"float8": "rowwise"}})
-    with pytest.raises(UnsupportedError, match=r"techniques.float8 = rowwise rounds further than a trace \(check_trace\) allows"):
+    with pytest.raises(
+        UnsupportedError, match=r"techniques.float8 = rowwise rounds further than a trace \(check_trace\) allows"
+    ):
         open_trace(config)
 
 
@@ -185,7 +215,9 @@ def test_verify_computes_around_float8_in_what_the_config_does(techniques, dtype
 def test_verify_refuses_what_it_cannot_see():
     """Rounding with the scales of other rows moves tokens to other experts, inside compiled blocks."""
     hidden = Problem(SPARSE, RandomBatches(61), techniques={"float8": "tensorwise", "compile": True})
-    with pytest.raises(UnsupportedError, match=r"routing inside compiled blocks is not seen. Verify it with techniques.compile = false"):
+    with pytest.raises(
+        UnsupportedError, match=r"routing inside compiled blocks is not seen. Verify it with techniques.compile = false"
+    ):
         refuse_unseen(hidden)
     for seen in (replace(hidden, model=DENSE), replace(hidden, techniques={"float8": "tensorwise"})):
         refuse_unseen(seen)

@@ -23,7 +23,9 @@ NOW = time.time()
 HERE = socket.gethostname()
 
 
-def rank(number: int, name: str = "", group: str = "dp_shard", ranks=(0, 1, 2, 3), since: float = 9.0, **known) -> Record:
+def rank(
+    number: int, name: str = "", group: str = "dp_shard", ranks=(0, 1, 2, 3), since: float = 9.0, **known
+) -> Record:
     """A rank elsewhere that was heard of just now, and waits where a name is given."""
     waits = {"name": name, "group": group, "number": 40, "ranks": list(ranks), "since": NOW - since} if name else None
     at = Record(number, "n2", 100 + number, step=12, phase="forward", looked_at_step=12, time=NOW, collective=waits)
@@ -42,22 +44,32 @@ def test_the_one_that_does_not_come_is_named_with_collective_group_and_module():
     found = stall(*(rank(n, "all_gather", module="layers.1") for n in (0, 1, 3)), rank(2))
     assert found is not None and [record.rank for record in found.culprits] == [2]
     assert found.sentence == (
-        "ranks 0, 1 and 3 have waited for 9 s in all_gather number 40 of group dp_shard (ranks 0 to 3), at step 12, in forward of layers.1,"
+        "ranks 0, 1 and 3 have waited for 9 s in all_gather number 40 of group dp_shard (ranks 0 to 3), at step 12,"
+        " in forward of layers.1,"
         " for rank 2 (host n2, pid 102), which runs but does not come, last seen at step 12, in forward"
     )
 
 
 def test_behind_a_chain_of_waiting_ranks_stands_the_silent_one():
-    pairs = [rank(0, "all_reduce", "tp", (0, 1)), rank(1, "all_gather", ranks=(1, 3), since=12), rank(2, "all_reduce", "tp", (2, 3))]
+    pairs = [
+        rank(0, "all_reduce", "tp", (0, 1)),
+        rank(1, "all_gather", ranks=(1, 3), since=12),
+        rank(2, "all_reduce", "tp", (2, 3)),
+    ]
     found = stall(*pairs, rank(3, "all_reduce", "tp", (2, 3), time=NOW - 30))
     assert found is not None and [record.rank for record in found.culprits] == [3]
-    assert "rank 3 (host n2, pid 103), not heard of for 30 s" in found.sentence and found.sentence.startswith("ranks 0 to 2 have waited")
+    assert "rank 3 (host n2, pid 103), not heard of for 30 s" in found.sentence and found.sentence.startswith(
+        "ranks 0 to 2 have waited"
+    )
 
 
 def test_ranks_in_different_collectives_wait_for_each_other():
     found = stall(rank(0, "all_gather", ranks=(0, 1)), rank(1, "all_reduce", ranks=(0, 1)))
     assert found is not None and not found.culprits
-    assert "the ranks wait for each other (rank 0 in all_gather of dp_shard; rank 1 in all_reduce of dp_shard)" in found.sentence
+    assert (
+        "the ranks wait for each other (rank 0 in all_gather of dp_shard; rank 1 in all_reduce of dp_shard)"
+        in found.sentence
+    )
 
 
 def test_the_state_of_a_process_on_this_host_is_looked_up():
@@ -69,7 +81,9 @@ def test_the_state_of_a_process_on_this_host_is_looked_up():
         while "stopped" not in condition(mine, NOW) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert condition(mine, NOW) == "whose process is stopped (state T: a SIGSTOP, or a debugger)"
-        assert condition(replace(mine, started=NOW - 3600), NOW) == "whose process is gone", "another process has its number"
+        assert condition(replace(mine, started=NOW - 3600), NOW) == "whose process is gone", (
+            "another process has its number"
+        )
         process.kill()
         process.wait()
         assert condition(mine, NOW) == "whose process is gone"

@@ -1,4 +1,6 @@
-"""Hints come before measurement: what they name is taken, what they name wrongly is refused, and no copy of a model loses them."""
+"""Hints come before measurement: what they name is taken, what they name wrongly is refused, and no copy of a model
+loses them.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,15 @@ def test_modules_that_stay_whole():
 def test_regions_are_a_tensor_plan_that_the_users_own_replaces():
     regions = {"layer_*.feed_forward.up": "colwise", "layer_*.feed_forward.down": "rowwise"}
     module = as_module(Unrolled, hints=Hints(blocks=("layer_*",), regions=regions))
-    attention = [{"pattern": f"layer_*.attention.{name}", "style": "rowwise" if name == "o" else "colwise"} for name in "qkvo"]
+    attention = [
+        {"pattern": f"layer_*.attention.{name}", "style": "rowwise" if name == "o" else "colwise"} for name in "qkvo"
+    ]
     hinted, given = plan(module, TP).tensor, plan(module, TP, techniques={"tensor_plan": attention}).tensor
-    assert hinted is not None and hinted.source == "given" and [r.region.kind for r in hinted.kinds[0].regions] == ["feed_forward"]
+    assert (
+        hinted is not None
+        and hinted.source == "given"
+        and [r.region.kind for r in hinted.kinds[0].regions] == ["feed_forward"]
+    )
     assert given is not None and [r.region.kind for r in given.kinds[0].regions] == ["attention"]
 
 
@@ -77,7 +85,9 @@ def test_hints_that_name_nothing_are_refused(words):
 
 
 def test_an_argument_that_blocks_do_not_take_is_refused():
-    with pytest.raises(ConfigError, match=r"^hints: residual = 'x': the blocks \(Conditioned\) .* their forward takes places, stream"):
+    with pytest.raises(
+        ConfigError, match=r"^hints: residual = 'x': the blocks \(Conditioned\) .* their forward takes places, stream"
+    ):
         plan(Remixed, Layout(dp_shard=1, pp=2), hints=Hints(residual="x"))
 
 

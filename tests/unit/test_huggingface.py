@@ -48,13 +48,18 @@ def folder(plain, tmp_path) -> Path:
 
 def test_a_folder_its_file_and_its_config_are_the_same_model(plain):
     of_folder, of_file = read_causal_lm(plain), read_causal_lm(plain / "config.json")
-    assert model_facts(as_module(of_folder)) == model_facts(as_module(of_file)) == model_facts(as_module(of_folder.config))
+    assert (
+        model_facts(as_module(of_folder)) == model_facts(as_module(of_file)) == model_facts(as_module(of_folder.config))
+    )
     assert all(p.is_meta for p in as_module(of_folder.config).parameters())
 
 
 def test_what_a_model_is_does_not_change_with_the_version_that_reads_it(plain):
     said = json.loads((plain / "config.json").read_text())
-    assert read_causal_lm(plain).facts.items() <= said.items() and "transformers_version" not in read_causal_lm(plain).facts
+    assert (
+        read_causal_lm(plain).facts.items() <= said.items()
+        and "transformers_version" not in read_causal_lm(plain).facts
+    )
 
 
 def test_sizes_are_found_in_the_part_of_a_config_that_is_about_text():
@@ -93,7 +98,9 @@ def test_configs_that_are_none(folder, changes, error, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "is no JSON"), ("[1]", "holds a list, not the keys of a model's config")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "is no JSON"), ("[1]", "holds a list, not the keys of a model's config")]
+)
 def test_files_that_are_no_config(folder, text, says):
     (folder / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -102,7 +109,9 @@ def test_files_that_are_no_config(folder, text, says):
 
 def test_names_that_are_no_files_are_refused_without_a_network(folder, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("went to the network"))
-    with pytest.raises(ConfigError, match="Models are not downloaded: fetch this one with 'hf download some/model --local-dir FOLDER'"):
+    with pytest.raises(
+        ConfigError, match="Models are not downloaded: fetch this one with 'hf download some/model --local-dir FOLDER'"
+    ):
         read_causal_lm("some/model")
     with pytest.raises(ConfigError, match="Did you mean 'model'?"):
         read_causal_lm(folder.with_name("modl"))
@@ -172,7 +181,9 @@ def test_initial_weights_are_spread_as_the_model_itself_spreads_them(family):
 
 
 class Odd(nn.Module):
-    """Like a pretrained model: initialised from outside, with a plain tensor, a table, and a parameter that only its constructor knows."""
+    """Like a pretrained model: initialised from outside, with a plain tensor, a table, and a parameter that only its
+    constructor knows.
+    """
 
     def __init__(self, config: object):
         super().__init__()
@@ -306,9 +317,18 @@ def _without(*names):
     [
         (_without("model.norm.weight"), ["they lack model.norm.weight"]),
         (lambda t: t | {"model.extra": torch.ones(2)}, ["they hold model.extra, which the model lacks"]),
-        (lambda t: t | {"model.norm.weight": torch.ones(31)}, ["model.norm.weight is [31] there and [32] in the model"]),
-        (lambda t: t | {"model.norm.weight": torch.ones(32, dtype=torch.int64)}, ["model.norm.weight is int64 there and float32"]),
-        (lambda t: {f"x{i}": torch.ones(1) for i in range(9)}, ["they lack model.embed_tokens.weight", "(and 26 more)"]),
+        (
+            lambda t: t | {"model.norm.weight": torch.ones(31)},
+            ["model.norm.weight is [31] there and [32] in the model"],
+        ),
+        (
+            lambda t: t | {"model.norm.weight": torch.ones(32, dtype=torch.int64)},
+            ["model.norm.weight is int64 there and float32"],
+        ),
+        (
+            lambda t: {f"x{i}": torch.ones(1) for i in range(9)},
+            ["they lack model.embed_tokens.weight", "(and 26 more)"],
+        ),
         (
             lambda t: _without("model.norm.weight")(t) | {"norms": torch.ones(2), "lm_head.weight": torch.ones(2, 2)},
             ["they lack model.norm.weight", "they hold norms", "lm_head.weight is [2, 2] there"],
@@ -377,7 +397,9 @@ def test_a_conversion_that_slices_cannot_do_is_refused(tmp_path, monkeypatch):
     saved(tmp_path)
     rows = [WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1)])]
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: rows)
-    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight is made of .* by Transpose"):
+    with pytest.raises(
+        UnsupportedError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight is made of .* by Transpose"
+    ):
         loaded(tmp_path)
 
 
@@ -391,7 +413,9 @@ def test_experts_in_float64_are_computed_one_by_one():
 
 
 def test_weights_that_are_not_all_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"weights= wrote no model\.embed_tokens\.weight, .* \(21 parameters in all\)"):
+    with pytest.raises(
+        ConfigError, match=r"weights= wrote no model\.embed_tokens\.weight, .* \(21 parameters in all\)"
+    ):
         parallelize(read_causal_lm(folder), ONE, weights=lambda model: set())
 
 
@@ -432,7 +456,9 @@ def test_code_beside_a_config_runs_when_it_is_trusted(tmp_path, monkeypatch):
 
 PLAIN = DecoderConfig(64, 32, 3, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=64, moe=MoEConfig(hidden_dim=20))
 NORMED = replace(PLAIN, qk_norm=True)
-GROUPED = MoEConfig(8, 3, 20, n_shared=2, first_dense=1, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, bias_rate=0.01)
+GROUPED = MoEConfig(
+    8, 3, 20, n_shared=2, first_dense=1, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, bias_rate=0.01
+)
 
 
 def with_moe(config: DecoderConfig, moe: MoEConfig | None = None, **changes) -> DecoderConfig:
@@ -441,7 +467,16 @@ def with_moe(config: DecoderConfig, moe: MoEConfig | None = None, **changes) -> 
     return replace(config, moe=replace(moe, **changes))
 
 
-LARGE = DecoderConfig(150_000, 5120, 92, n_heads=80, n_kv_heads=8, hidden_dim=12_288, max_seq_len=4096, moe=replace(GROUPED, n_experts=160))
+LARGE = DecoderConfig(
+    150_000,
+    5120,
+    92,
+    n_heads=80,
+    n_kv_heads=8,
+    hidden_dim=12_288,
+    max_seq_len=4096,
+    moe=replace(GROUPED, n_experts=160),
+)
 
 
 @pytest.mark.parametrize(
@@ -491,13 +526,29 @@ def test_the_proof_sees_every_part_of_the_routing(monkeypatch, change):
     ("config", "kind", "complaint"),
     [
         (with_moe(PLAIN, normalise=False), "mixtral", r"is rounding; its config has no key for model.moe.normalise"),
-        (with_moe(PLAIN, first_dense=1), "mixtral", r"\(layers.0.feed_forward.w_gate.weight, .*has no key for model.moe.first_dense"),
+        (
+            with_moe(PLAIN, first_dense=1),
+            "mixtral",
+            r"\(layers.0.feed_forward.w_gate.weight, .*has no key for model.moe.first_dense",
+        ),
         (PLAIN, "llama", "its config has no key for a number of experts"),
         (PLAIN, "olmoe", r"have no counterpart \(model.layers.0.self_attn.q_norm.weight"),
         (PLAIN, "qwen2_moe", r"have no counterpart \(.*shared_expert_gate.weight"),
-        (with_moe(PLAIN, GROUPED), "deepseek_v3", r"of the run's parameters have no counterpart \(layers.0.attention.wq.weight"),
-        (with_moe(PLAIN, GROUPED, n_groups=8, top_groups=4), "glm4_moe", "cannot compute in the sizes of the run's model"),
-        (with_moe(PLAIN, GROUPED), "exaone_moe", "its config does not take the sizes of the run's model: .*sliding_window"),
+        (
+            with_moe(PLAIN, GROUPED),
+            "deepseek_v3",
+            r"of the run's parameters have no counterpart \(layers.0.attention.wq.weight",
+        ),
+        (
+            with_moe(PLAIN, GROUPED, n_groups=8, top_groups=4),
+            "glm4_moe",
+            "cannot compute in the sizes of the run's model",
+        ),
+        (
+            with_moe(PLAIN, GROUPED),
+            "exaone_moe",
+            "its config does not take the sizes of the run's model: .*sliding_window",
+        ),
         (NORMED, "mellum", "transformers builds no such model in the sizes of the run's"),
     ],
 )

@@ -17,10 +17,22 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
 FAMILIES = {
-    "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "head_dim": 128},
+    "llama": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "head_dim": 128,
+    },
     "gpt2": {"n_embd": 1600, "hidden_size": 1600, "n_head": 25, "num_attention_heads": 25},
     "gptj": {"n_embd": 4096, "hidden_size": 4096, "n_head": 16, "num_attention_heads": 16, "rotary_dim": 64},
-    "phi3": {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 17920, "head_dim": 128},
+    "phi3": {
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "intermediate_size": 17920,
+        "head_dim": 128,
+    },
     "bloom": {"hidden_size": 4096, "n_head": 32, "num_attention_heads": 32},
 }
 
@@ -90,7 +102,9 @@ class Wide(nn.Module):
 
 def test_a_large_model_without_a_config_is_refused():
     facts = model_facts(as_module(Wide))
-    with pytest.raises(UnsupportedError, match=r"has 32,\d+,\d+ parameters; .* Wide\(config\) failed .*takes 1 positional argument"):
+    with pytest.raises(
+        UnsupportedError, match=r"has 32,\d+,\d+ parameters; .* Wide\(config\) failed .*takes 1 positional argument"
+    ):
         facts.measurements.structure(2)
 
 
@@ -101,7 +115,9 @@ class Deep(nn.Module):
         super().__init__()
         self.vocab_size = 10
         self.embedding = nn.Embedding(10, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 21_000), nn.GELU(), nn.Linear(21_000, 16)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 21_000), nn.GELU(), nn.Linear(21_000, 16)) for _ in range(2)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -112,14 +128,18 @@ class Deep(nn.Module):
 
 def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes_long():
     facts = model_facts(as_module(Deep))
-    with pytest.raises(UnsupportedError, match=r"21,016 features in 2 linear layers, 21,000 of them in 0: .* takes minutes"):
+    with pytest.raises(
+        UnsupportedError, match=r"21,016 features in 2 linear layers, 21,000 of them in 0: .* takes minutes"
+    ):
         facts.measurements.structure(2)
 
 
 def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measured():
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=2, hidden_size=32, vocab_size=99, num_attention_heads=4, q_lora_rank=16)
+    config = AutoConfig.for_model(
+        "deepseek_v4", num_hidden_layers=2, hidden_size=32, vocab_size=99, num_attention_heads=4, q_lora_rank=16
+    )
     for name, value in {"layer_types": 2, "mlp_layer_types": 2}.items():
         setattr(config, name, getattr(config, name)[-value:])
     config.n_routed_experts = config.moe_intermediate_size = 8
@@ -130,13 +150,18 @@ def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measure
 
 
 def test_heads_of_linear_attention_of_full_size_are_shared_out():
-    """Measured on few and small ones; numbers for each head (gates, decays) stay as many as heads. It computes in fp32 inside."""
+    """Measured on few and small ones; numbers for each head (gates, decays) stay as many as heads.
+
+    It computes in fp32 inside.
+    """
     from transformers import AutoConfig
 
     few = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     found = parts_of(CausalLM(AutoConfig.for_model("kimi_linear", **few)), 4)
     assert found["self_attn.b_proj.weight"] == found["self_attn.forget_gate.A_log"] == [(32, 32)]
-    assert found["self_attn.conv1d.weight"] == [(32 * 128, 32)] * 3 and found["self_attn.kv_b_proj.weight"] == [(32 * 256, 32)]
+    assert found["self_attn.conv1d.weight"] == [(32 * 128, 32)] * 3 and found["self_attn.kv_b_proj.weight"] == [
+        (32 * 256, 32)
+    ]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
@@ -145,7 +170,12 @@ def test_mixtures_of_experts_of_full_size_are_planned(family):
     from transformers import AutoConfig
 
     made = plan(AutoConfig.for_model(family), Layout(dp_shard=4, tp=2, ep=8))
-    assert made.tensor is not None and made.tensor.sequence_parallel and made.experts is not None and made.experts.ranks == 8
+    assert (
+        made.tensor is not None
+        and made.tensor.sequence_parallel
+        and made.experts is not None
+        and made.experts.ranks == 8
+    )
     regions = [planned.region for kind in made.tensor.kinds for planned in kind.regions]
     assert {region.kind for region in regions} >= {"attention"}
     assert not [note for note in made.notes if ".experts" in note], "every rank has its share of them"
@@ -155,7 +185,9 @@ def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     """Routers that add up the two best of a group need two."""
     from transformers import AutoConfig
 
-    made = plan(AutoConfig.for_model("deepseek_v3", n_group=16, topk_group=4, num_hidden_layers=8), Layout(dp_shard=1, tp=2))
+    made = plan(
+        AutoConfig.for_model("deepseek_v3", n_group=16, topk_group=4, num_hidden_layers=8), Layout(dp_shard=1, tp=2)
+    )
     assert made.tensor is not None and made.tensor.sequence_parallel
 
 
@@ -165,5 +197,7 @@ def test_latent_attention_of_full_size_is_cut_by_its_heads():
     model = as_module(CausalLM(AutoConfig.for_model("deepseek_v3")))
     found = parts_of(model, 16)
     cut = {"q_b_proj": 128 * 192, "kv_b_proj": 128 * 256, "o_proj": 128 * 128}
-    assert {name: found[f"self_attn.{name}.weight"] for name in cut} == {name: [(size, 128)] for name, size in cut.items()}
+    assert {name: found[f"self_attn.{name}.weight"] for name in cut} == {
+        name: [(size, 128)] for name, size in cut.items()
+    }
     assert not any(name.startswith(("self_attn.q_a", "self_attn.kv_a")) for name in found)

@@ -1,4 +1,6 @@
-"""Layouts: what is open is filled so that the product is the world, and what does not fit is refused with its numbers."""
+"""Layouts: what is open is filled so that the product is the world, and what does not fit is refused with its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +74,18 @@ def test_what_does_not_fit_is_refused_with_its_numbers(layout, world, is_open):
 @pytest.mark.parametrize("axis", (*WORLD_AXES, Axis.EP))
 @pytest.mark.parametrize("size", [0, -2, -100])
 def test_a_size_below_one_is_refused_by_name(axis, size):
-    with pytest.raises(ConfigError, match=rf"layout\.{axis} = {size}: a mesh axis has size 1 or more, or -1 for what is left"):
+    with pytest.raises(
+        ConfigError, match=rf"layout\.{axis} = {size}: a mesh axis has size 1 or more, or -1 for what is left"
+    ):
         replace(Layout(dp_shard=1), **{axis.value: size}).resolve(4)
 
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [(Layout(tp=-1, dp_shard=-1), "dp_shard, tp"), (Layout(pp=-1, dp_replicate=-1, dp_shard=-1), "pp, dp_replicate, dp_shard")],
+    [
+        (Layout(tp=-1, dp_shard=-1), "dp_shard, tp"),
+        (Layout(pp=-1, dp_replicate=-1, dp_shard=-1), "pp, dp_replicate, dp_shard"),
+    ],
 )
 def test_several_open_sizes_are_refused_by_name(layout, names):
     with pytest.raises(ConfigError, match=rf"the sizes of {names} are all open \(-1\); at most one may be"):
@@ -90,7 +97,9 @@ def test_experts_do_not_fill_the_world_and_never_multiply_it():
         Layout(ep=-1).resolve(4)
     assert Layout(ep=2).resolve(4) == Layout(dp_shard=4, ep=2)
     assert Layout(dp_shard=4, ep=2).world == 4
-    with pytest.raises(ConfigError, match=r"dp_shard = 4 and ep = 2 for 8 processes: ep never multiplies .* Set layout\.dp_shard = 8\."):
+    with pytest.raises(
+        ConfigError, match=r"dp_shard = 4 and ep = 2 for 8 processes: ep never multiplies .* Set layout\.dp_shard = 8\."
+    ):
         Layout(dp_shard=4, ep=2).resolve(8)
 
 

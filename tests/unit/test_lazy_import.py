@@ -22,7 +22,9 @@ def modules_after(code: str) -> set[str]:
     """What a fresh interpreter has imported after running ``code``."""
     script = f"import sys, json\n{code}\nsys.stderr.write('MODULES' + json.dumps(sorted(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr.partition("MODULES")[2]))
 
@@ -46,7 +48,8 @@ def test_help_needs_neither_torch_nor_tyro():
 
 def test_train_help_needs_no_torch():
     modules = modules_after(
-        "from meshwright.cli.main import main\ntry: main(['train', '--help'])\nexcept SystemExit as e: assert e.code == 0"
+        "from meshwright.cli.main import main\ntry: main(['train', '--help'])\nexcept SystemExit as e: assert e.code"
+        " == 0"
     )
     assert not roots(modules) & set(HEAVY)
 
@@ -57,7 +60,16 @@ def test_a_wrong_config_is_refused_without_torch():
 
 
 @pytest.mark.parametrize(
-    "module", ["core.config", "core.dtypes", "core.units", "planning.layout", "planning.techniques", "training.config", "cli.arguments"]
+    "module",
+    [
+        "core.config",
+        "core.dtypes",
+        "core.units",
+        "planning.layout",
+        "planning.techniques",
+        "training.config",
+        "cli.arguments",
+    ],
 )
 def test_torch_free_modules(module):
     assert not roots(modules_after(f"import meshwright.{module}")) & set(HEAVY)

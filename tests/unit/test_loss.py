@@ -1,4 +1,6 @@
-"""The loss of a vocabulary that ranks share out, and of a head whose logits are never whole, against plain F.cross_entropy."""
+"""The loss of a vocabulary that ranks share out, and of a head whose logits are never whole, against plain
+F.cross_entropy.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def plain_loss(logits: Tensor, labels: Tensor, case: Case) -> Tensor:
 
 
 def plain(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The loss and the gradients of logits, hidden, weight and bias, with whole logits; ``dtype``: of the computation."""
+    """The loss and the gradients of logits, hidden, weight and bias, with whole logits; ``dtype``: of the
+    computation.
+    """
     *parts, labels = tensors(case)
     parts = [part if part is None else part.to(dtype or case.dtype).requires_grad_() for part in parts]
     hidden, weight, bias = parts
@@ -77,7 +81,9 @@ def of_logits(case: Case, group: Thread) -> tuple[Tensor, Tensor]:
     hidden, weight, bias, labels = tensors(case)
     shard = VocabularyShard.of(case.vocabulary, group)
     own = F.linear(hidden, weight, bias)[..., shard.first : shard.first + shard.size].clone().requires_grad_()
-    loss = 0.7 * vocabulary_parallel_cross_entropy_sum(own, labels, shard, label_smoothing=case.smoothing, z_loss=case.z_loss)
+    loss = 0.7 * vocabulary_parallel_cross_entropy_sum(
+        own, labels, shard, label_smoothing=case.smoothing, z_loss=case.z_loss
+    )
     loss.backward()
     assert own.grad is not None
     return loss.detach(), own.grad
@@ -92,7 +98,9 @@ def of_head(case: Case, group: Thread) -> list[Tensor]:
     own_bias = None if bias is None else bias[mine].clone().requires_grad_()
 
     def loss_of(logits: Tensor, chunk: Tensor) -> Tensor:
-        return vocabulary_parallel_cross_entropy_sum(logits, chunk, shard, label_smoothing=case.smoothing, z_loss=case.z_loss)
+        return vocabulary_parallel_cross_entropy_sum(
+            logits, chunk, shard, label_smoothing=case.smoothing, z_loss=case.z_loss
+        )
 
     loss = 0.7 * head_loss_sum(parts[0], parts[1], labels, loss_of, bias=own_bias, chunks=case.chunks)
     loss.backward()
@@ -147,7 +155,10 @@ def test_a_head_in_chunks_gives_what_whole_logits_give(name):
     parts = on_threads(case.ranks, lambda group: of_head(case, group))
     assert all(torch.equal(part[0], parts[0][0]) for part in parts), "ranks disagree"
     assert error(parts[0][0], loss) <= min(case.bound, 2e-6)
-    found = [sum(part[1].double() for part in parts), *(torch.cat([part[i] for part in parts]) for i in range(2, len(parts[0])))]
+    found = [
+        sum(part[1].double() for part in parts),
+        *(torch.cat([part[i] for part in parts]) for i in range(2, len(parts[0]))),
+    ]
     for mine, expected in zip(found, gradients, strict=True):
         assert error(mine, expected) <= (
             2 * case.bound if case.dtype == torch.bfloat16 else case.bound
@@ -165,8 +176,9 @@ def test_the_weights_gradient_is_added_up_in_fp32_and_not_in_bf16():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of any logits, with one of these last dims, that an operation makes (weights are not logits). Modes belong
-    to a thread."""
+    """Notes the most elements of any logits, with one of these last dims, that an operation makes (weights are not
+    logits). Modes belong to a thread.
+    """
 
     def __init__(self, *widths: int):
         super().__init__()
@@ -175,7 +187,12 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[-1] in self.widths and tensor.shape[0] != WIDTH:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.dim() == 2
+                and tensor.shape[-1] in self.widths
+                and tensor.shape[0] != WIDTH
+            ):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
@@ -202,7 +219,9 @@ def test_no_larger_part_of_the_logits_ever_exists():
 def test_gradients_of_a_fused_head_are_used_up():
     hidden, weight, _, labels = tensors(Case(ranks=1))
     shard = VocabularyShard.of(37, None)
-    loss = head_loss_sum(hidden.requires_grad_(), weight, labels, lambda x, y: vocabulary_parallel_cross_entropy_sum(x, y, shard))
+    loss = head_loss_sum(
+        hidden.requires_grad_(), weight, labels, lambda x, y: vocabulary_parallel_cross_entropy_sum(x, y, shard)
+    )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="used up by their first backward"):
         loss.backward()

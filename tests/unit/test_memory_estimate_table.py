@@ -35,7 +35,9 @@ def test_as_many_microbatches_are_kept_as_the_schedule_has_in_flight(name, ranks
     kind = schedule_kind(name)
     schedule = kind.build(ranks, microbatches, 2 if kind.loops else 1)
     alike = dict.fromkeys(range(schedule.stages), stage(10, 10, 10))
-    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(alike, schedule)] == [10 * live for live in peak_live(schedule)]
+    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(alike, schedule)] == [
+        10 * live for live in peak_live(schedule)
+    ]
 
 
 def test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one():
@@ -58,7 +60,9 @@ def test_a_count_of_what_is_in_flight_that_is_off_is_seen(monkeypatch):
 
 def test_kinds_have_their_peaks_apart():
     both = StageMemory(
-        {MemoryUse.ACTIVATIONS: 3}, {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 1}, {MemoryUse.ACTIVATIONS: 4, MemoryUse.LOGITS: 7}
+        {MemoryUse.ACTIVATIONS: 3},
+        {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 1},
+        {MemoryUse.ACTIVATIONS: 4, MemoryUse.LOGITS: 7},
     )
     (held,) = over_ranks({0: both}, schedule_kind("gpipe").build(1, 1, 1))
     assert held == {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 7}
@@ -70,7 +74,10 @@ SAYS = {MemoryUse.ACTIVATIONS: 3 * MIB, MemoryUse.LOGITS: 2 * MIB}
 def test_a_plan_shows_what_was_estimated_and_adds_it_up():
     made, batch = plan(MODEL, Layout(dp_shard=4)), Batch(8, 32)
     bare, whole = table(made, batch), table(made, batch, MemoryEstimate((SAYS,)))
-    assert "memory of each rank without activations (1 microbatch)" in bare and "memory of each rank (1 microbatch)" in whole
+    assert (
+        "memory of each rank without activations (1 microbatch)" in bare
+        and "memory of each rank (1 microbatch)" in whole
+    )
     assert [line.split()[0] for line in whole.splitlines() if line.endswith(" MiB")][-3:-1] == ["activations", "logits"]
     assert "by rank of the pipeline" not in whole
 
@@ -92,11 +99,17 @@ def test_a_plan_says_why_something_is_not_estimated():
 def test_what_is_done_otherwise_on_a_gpu_is_not_estimated():
     cut = plan(MODEL, Layout(dp_shard=1, tp=2))
     assert cut.tensor is not None and not not_estimated(cut)
-    assert "async_tensor_parallel" in not_estimated(replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True)))
+    assert "async_tensor_parallel" in not_estimated(
+        replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True))
+    )
     waiting = plan(MODEL, Layout(dp_shard=1), techniques={"activation_checkpointing": "offload"})
     assert not not_estimated(waiting) and "host memory" in not_estimated(replace(waiting, device="cuda"))
 
 
 def test_the_rank_that_holds_most_stands_for_all():
     little, much = {MemoryUse.ACTIVATIONS: 1}, {MemoryUse.ACTIVATIONS: 2, MemoryUse.LOGITS: 1}
-    assert MemoryEstimate((little, much)).of() == much and MemoryEstimate((little, much)).of(0) == little and MemoryEstimate(()).of(3) == {}
+    assert (
+        MemoryEstimate((little, much)).of() == much
+        and MemoryEstimate((little, much)).of(0) == little
+        and MemoryEstimate(()).of(3) == {}
+    )

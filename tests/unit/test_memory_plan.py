@@ -1,4 +1,6 @@
-"""What a plan says of memory, by arithmetic: what is cut is divided, the largest stage counts, ZeRO saves what the paper says."""
+"""What a plan says of memory, by arithmetic: what is cut is divided, the largest stage counts, ZeRO saves what the
+paper says.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def size(model: DecoderConfig = MODEL) -> int:
 
 
 def test_stages_keep_what_the_paper_says():
-    """fp32 and AdamW: 16 bytes for each of P elements, of which a stage shards 0, 8 (with the weights at rest 12), 12 (16) or 16."""
+    """fp32 and AdamW: 16 bytes for each of P elements, of which a stage shards 0, 8 (with the weights at rest 12), 12
+    (16) or 16.
+    """
     every, ranks = size(), 8
     kept = {}
     for stage in range(4):
@@ -117,7 +121,9 @@ def test_state_in_host_memory_is_not_counted_on_the_device():
 def test_what_a_rank_has_beside_copies_is_kept_whole():
     from meshwright.core.parts import FusedPart, mixes_copies
 
-    assert mixes_copies((FusedPart(64, 4), FusedPart(32, 2)), 4) and not mixes_copies((FusedPart(64, 4), FusedPart(32, 2)), 2)
+    assert mixes_copies((FusedPart(64, 4), FusedPart(32, 2)), 4) and not mixes_copies(
+        (FusedPart(64, 4), FusedPart(32, 2)), 2
+    )
     assert not mixes_copies((FusedPart(32, 2),), 4)
 
 

@@ -8,7 +8,13 @@ import torch
 from meshwright import Layout, plan
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.memory.step import MemoryUse
-from meshwright.training.metrics.memory_table import MemoryShares, is_out_of_memory, memory_table, out_of_memory, suggestions
+from meshwright.training.metrics.memory_table import (
+    MemoryShares,
+    is_out_of_memory,
+    memory_table,
+    out_of_memory,
+    suggestions,
+)
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 MIB = 1 << 20
@@ -18,10 +24,19 @@ REPLICATED = plan(MODEL, Layout(dp_replicate=4, dp_shard=1))
 
 
 def test_the_table_has_what_was_found_beside_the_plan():
-    said = memory_table({MemoryUse.PARAMETERS: 3 * MIB, MemoryUse.LOGITS: 5 * MIB}, SHARDED, MemoryShares(4, 2)).splitlines()
+    said = memory_table(
+        {MemoryUse.PARAMETERS: 3 * MIB, MemoryUse.LOGITS: 5 * MIB}, SHARDED, MemoryShares(4, 2)
+    ).splitlines()
     assert said[0].split() == ["the", "most", "at", "a", "time", "of", "found", "plan"]
-    assert said[1].startswith("  parameters, gathered ones too  3 MiB  ") and said[-1].split() == ["logits", "5", "MiB", "-"]
-    assert [line.split()[1] for line in said[2:4]] == ["-", "-"], "gradients and optimizer are foreseen, and not yet found"
+    assert said[1].startswith("  parameters, gathered ones too  3 MiB  ") and said[-1].split() == [
+        "logits",
+        "5",
+        "MiB",
+        "-",
+    ]
+    assert [line.split()[1] for line in said[2:4]] == ["-", "-"], (
+        "gradients and optimizer are foreseen, and not yet found"
+    )
     assert len({len(line) for line in said}) == 1
 
 
@@ -32,9 +47,9 @@ def test_what_was_estimated_stands_beside_it_and_counts_where_a_step_failed_befo
         ["activations", "3", "MiB", "7", "MiB"],
         ["logits", "-", "2", "MiB"],
     ]
-    assert suggestions({MemoryUse.ACTIVATIONS: 3 * MIB}, SHARDED, MemoryShares(4, 1), {MemoryUse.ACTIVATIONS: 100 * MIB})[0].endswith(
-        "saves about 75 MiB"
-    )
+    assert suggestions(
+        {MemoryUse.ACTIVATIONS: 3 * MIB}, SHARDED, MemoryShares(4, 1), {MemoryUse.ACTIVATIONS: 100 * MIB}
+    )[0].endswith("saves about 75 MiB")
 
 
 CASES = [
@@ -45,7 +60,12 @@ CASES = [
         ['techniques.activation_checkpointing = "full"', "batch.microbatch = 2"],
     ),
     (SHARDED, {MemoryUse.LOGITS: 100 * MIB}, MemoryShares(1, 1), ["techniques.loss_chunks = 8"]),
-    (REPLICATED, {MemoryUse.OPTIMIZER: 100 * MIB}, MemoryShares(1, 1), ["layout.dp_shard = 4 with layout.dp_replicate = 1"]),
+    (
+        REPLICATED,
+        {MemoryUse.OPTIMIZER: 100 * MIB},
+        MemoryShares(1, 1),
+        ["layout.dp_shard = 4 with layout.dp_replicate = 1"],
+    ),
     (SHARDED, {MemoryUse.GRADIENTS: 100 * MIB}, MemoryShares(1, 4), ["techniques.sync_grad_accum = true"]),
     (
         plan(MODEL, Layout(dp_shard=4), techniques={"zero_stage": 1}),
@@ -79,7 +99,12 @@ def test_every_suggestion_is_a_key_that_exists():
     ("error", "is_one"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: 12 bytes"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: 12 bytes"
+            ),
+            True,
+        ),
         (MemoryError(), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("out of memory"), False),

@@ -1,4 +1,7 @@
-"""Mixtures of experts in plain torch: routers by their definitions, stacked experts by a loop of experts; what is found, and refused."""
+"""Mixtures of experts in plain torch: routers by their definitions, stacked experts by a loop of experts.
+
+What is found, and refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ from meshwright.training.views.telling import figures_of_experts
 DIM, EXPERTS = 16, 8
 CONFIG = DecoderConfig(64, DIM, 3, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16)
 SOFTMAX = MoEConfig(n_experts=EXPERTS, top_k=2)
-SIGMOID = MoEConfig(n_experts=EXPERTS, top_k=3, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, n_shared=1, first_dense=1)
+SIGMOID = MoEConfig(
+    n_experts=EXPERTS, top_k=3, router="sigmoid", n_groups=4, top_groups=2, scale=2.5, n_shared=1, first_dense=1
+)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -86,7 +91,9 @@ def test_stacked_experts_give_what_a_loop_gives_and_the_same_gradients(routing):
         assert torch.allclose(found, wanted, atol=bound)
         gradients = torch.autograd.grad(found, inputs, pushed)
         if wanted.requires_grad:
-            for one, other in zip(gradients, torch.autograd.grad(wanted, inputs, pushed, allow_unused=True), strict=True):
+            for one, other in zip(
+                gradients, torch.autograd.grad(wanted, inputs, pushed, allow_unused=True), strict=True
+            ):
                 assert torch.allclose(one, torch.zeros_like(one) if other is None else other, atol=10 * bound)
 
 
@@ -94,7 +101,10 @@ def test_stacked_experts_give_what_a_loop_gives_and_the_same_gradients(routing):
 @pytest.mark.parametrize("counts", [[3] * EXPERTS, [24] + [0] * 7, [0] * 7 + [24], [0, 5, 0, 19, 0, 0, 0, 0]], ids=str)
 def test_the_grouped_product_is_that_of_expert_by_expert(dtype, counts):
     ends = torch.tensor(counts).cumsum(0)
-    x, weight = drawn(24, DIM, dtype=dtype).requires_grad_(), drawn(EXPERTS, 24, DIM, dtype=dtype, seed=1).requires_grad_()
+    x, weight = (
+        drawn(24, DIM, dtype=dtype).requires_grad_(),
+        drawn(EXPERTS, 24, DIM, dtype=dtype, seed=1).requires_grad_(),
+    )
     assert is_grouped(x, weight)
     pushed = drawn(24, 24, dtype=dtype, seed=2)
     one, other = grouped_product(x, weight, ends), product_by_expert(x, weight, ends)
@@ -221,7 +231,9 @@ def test_an_expert_takes_no_more_of_a_sequence_than_its_capacity():
     index, _ = router(x)
     limit = 8 * 2 // EXPERTS
     kept = (index.view(2, 8, 2) < EXPERTS).sum(1)
-    assert (kept == limit).all() and (index.view(2, 8, 2)[:, :limit] < EXPERTS).all(), "the first tokens keep their place"
+    assert (kept == limit).all() and (index.view(2, 8, 2)[:, :limit] < EXPERTS).all(), (
+        "the first tokens keep their place"
+    )
 
 
 def test_the_bias_moves_against_the_load_once():
@@ -229,7 +241,11 @@ def test_the_bias_moves_against_the_load_once():
     router(drawn(2, 5, DIM))
     counts = torch.tensor([9, 1, 2, 2, 2, 2, 1, 1])
     router.balance(counts)
-    assert router.bias is not None and router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5] and router.counts is None
+    assert (
+        router.bias is not None
+        and router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+        and router.counts is None
+    )
     router.eval()
     router(drawn(2, 5, DIM))
     assert router.counts is None, "evaluation does not count"
@@ -248,7 +264,9 @@ def test_shared_experts_see_every_token():
 # --- the decoder
 
 
-@pytest.mark.parametrize("moe", [SOFTMAX, SIGMOID, replace(SIGMOID, hidden_dim=12, first_dense=2)], ids=["softmax", "sigmoid", "fine"])
+@pytest.mark.parametrize(
+    "moe", [SOFTMAX, SIGMOID, replace(SIGMOID, hidden_dim=12, first_dense=2)], ids=["softmax", "sigmoid", "fine"]
+)
 def test_parameters_are_counted(moe):
     config = replace(CONFIG, moe=moe)
     model = Decoder(config)
@@ -276,7 +294,10 @@ def test_experts_begin_different():
         ({"top_k": 9}, "model.moe.top_k = 9 is more than the 8 experts that a token can choose from"),
         ({"n_groups": 3}, "model.moe.n_groups = 3 does not divide model.moe.n_experts = 8"),
         ({"n_groups": 4, "top_groups": 5}, "model.moe.top_groups = 5 is more than model.moe.n_groups = 4"),
-        ({"n_groups": 4, "top_groups": 1, "top_k": 3}, "model.moe.top_k = 3 is more than the 2 experts of 1 of 4 groups"),
+        (
+            {"n_groups": 4, "top_groups": 1, "top_k": 3},
+            "model.moe.top_k = 3 is more than the 2 experts of 1 of 4 groups",
+        ),
         ({"router": "softmin"}, "model.moe.router = 'softmin': legal are softmax and sigmoid"),
         ({"n_experts": 0}, "model.moe.n_experts = 0: it must be at least 1"),
         ({"z_loss": -1.0}, "model.moe.z_loss = -1.0: it must be at least 0"),
@@ -326,7 +347,10 @@ class MixingDecoder(Decoder):
 def test_experts_that_know_of_each_other_are_refused():
     with torch.device("meta"):
         model = MixingDecoder(replace(CONFIG, moe=SOFTMAX))
-    words = r"layers\.0\.feed_forward\.experts \(MixesExperts\) does not give the same when 2 ranks share its 8 experts out: its output"
+    words = (
+        r"layers\.0\.feed_forward\.experts \(MixesExperts\) does not give the same when 2 ranks share its 8"
+        r" experts out: its output"
+    )
     with pytest.raises(UnsupportedError, match=words):
         stacks.measure_stacks(model, {"tokens": "tokens"}, 2)
 
@@ -337,15 +361,26 @@ def test_experts_that_know_of_each_other_are_refused():
 def test_a_plan_says_where_experts_lie_and_what_travels():
     made = plan(replace(CONFIG, moe=SIGMOID), Layout(dp_replicate=2, dp_shard=4, ep=2))
     rows = {p.pattern: dict(p.placements) for p in made.parameters}
-    assert rows["layers.*.feed_forward.experts.w_up"] == {"dp_replicate": "Replicate()", "efsdp": "Shard(0)", "ep": "Shard(0)"}
+    assert rows["layers.*.feed_forward.experts.w_up"] == {
+        "dp_replicate": "Replicate()",
+        "efsdp": "Shard(0)",
+        "ep": "Shard(0)",
+    }
     assert rows["layers.*.feed_forward.router.weight"] == {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)"}
     assert made.experts is not None and dict(made.experts.mesh) == {"pp": 1, "dp_replicate": 2, "efsdp": 2, "ep": 2}
     travelling = [c for c in made.collectives if c.op == "all_to_all"]
     assert {c.unit for c in travelling if c.by_token} == {f"tokens of layers.{i}.feed_forward.experts" for i in (1, 2)}
     assert {(c.elements, c.calls) for c in travelling if c.by_token} == {(4 * 3 * DIM, 4)}
-    recomputed = plan(replace(CONFIG, moe=SIGMOID), Layout(dp_shard=2, ep=2), techniques={"activation_checkpointing": "full"})
-    assert {(c.elements, c.calls) for c in recomputed.collectives if c.op == "all_to_all" and c.by_token} == {(6 * 3 * DIM, 6)}
-    assert Plan.from_json(made.to_json()) == made and json.loads(made.to_json())["experts"]["stacks"][0]["experts"] == EXPERTS
+    recomputed = plan(
+        replace(CONFIG, moe=SIGMOID), Layout(dp_shard=2, ep=2), techniques={"activation_checkpointing": "full"}
+    )
+    assert {(c.elements, c.calls) for c in recomputed.collectives if c.op == "all_to_all" and c.by_token} == {
+        (6 * 3 * DIM, 6)
+    }
+    assert (
+        Plan.from_json(made.to_json()) == made
+        and json.loads(made.to_json())["experts"]["stacks"][0]["experts"] == EXPERTS
+    )
 
 
 def test_a_share_that_does_not_divide_by_experts_is_sharded_inside_them():
@@ -356,7 +391,13 @@ def test_a_share_that_does_not_divide_by_experts_is_sharded_inside_them():
 
 CASES = {
     "dense": (CONFIG, Layout(dp_shard=2, ep=2), {}, ConfigError, "has no module of stacked experts"),
-    "ranks": (replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=2, ep=4), {}, ConfigError, "does not divide the 2 ranks .* Legal here: 1, 2"),
+    "ranks": (
+        replace(CONFIG, moe=SOFTMAX),
+        Layout(dp_shard=2, ep=4),
+        {},
+        ConfigError,
+        "does not divide the 2 ranks .* Legal here: 1, 2",
+    ),
     "experts": (
         replace(CONFIG, moe=replace(SOFTMAX, n_experts=6)),
         Layout(dp_shard=4, ep=4),
@@ -378,7 +419,13 @@ CASES = {
         UnsupportedError,
         r"capacity_factor = 1\.5 with layout\.tp = 2",
     ),
-    "multiplied": (replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=2, ep=-1), {}, ConfigError, "expert parallelism does not fill the world"),
+    "multiplied": (
+        replace(CONFIG, moe=SOFTMAX),
+        Layout(dp_shard=2, ep=-1),
+        {},
+        ConfigError,
+        "expert parallelism does not fill the world",
+    ),
 }
 
 
@@ -397,7 +444,9 @@ def test_the_loss_of_a_familys_own_routers_is_found_by_what_it_is():
     routers = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
     assert made == RouterLoss(coefficient=0.3, experts=4, top_k=2, routers=routers)
     without = families.config_of("hunyuan_v1_moe", output_router_logits=True)
-    assert plan(CausalLM(without), Layout(dp_shard=2)).router_loss is None, "its loss has none, whatever its config says"
+    assert plan(CausalLM(without), Layout(dp_shard=2)).router_loss is None, (
+        "its loss has none, whatever its config says"
+    )
 
 
 def test_another_loss_of_routers_is_refused(monkeypatch):
@@ -405,7 +454,9 @@ def test_another_loss_of_routers_is_refused(monkeypatch):
 
     known = modeling_mixtral.load_balancing_loss_func
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: known(*args) ** 2)
-    with pytest.raises(UnsupportedError, match="is not the balance of its routers' choices and probabilities over all tokens"):
+    with pytest.raises(
+        UnsupportedError, match="is not the balance of its routers' choices and probabilities over all tokens"
+    ):
         plan(CausalLM(BALANCED()), Layout(dp_shard=2))
 
 
@@ -422,10 +473,13 @@ def test_a_plan_says_that_experts_are_not_tensor_sharded_and_what_would_share_th
     made = plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2))
     (said,) = [note for note in made.notes if "experts" in note]
     assert said.startswith(
-        "the experts of layers.*.feed_forward.experts are not tensor-sharded: every rank of the tensor axis has all of them"
+        "the experts of layers.*.feed_forward.experts are not tensor-sharded: every rank of the tensor axis has all"
+        " of them"
     )
     assert said.endswith("layout.ep = 2 would share them out over its ranks")
-    assert not any("experts" in note for note in plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2, ep=2)).notes)
+    assert not any(
+        "experts" in note for note in plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2, ep=2)).notes
+    )
 
 
 def test_techniques_say_nothing_of_experts():
@@ -494,7 +548,11 @@ def test_biases_of_stacked_experts_do_not_decay():
     facts = model_facts(as_module(CausalLM(families.config_of("gpt_oss"))))
     assert facts.module is not None
     named = dict(facts.module.named_parameters())
-    of = {id(p): group["weight_decay"] for group in make_parameter_groups(named.items(), weight_decay=0.1) for p in group["params"]}
+    of = {
+        id(p): group["weight_decay"]
+        for group in make_parameter_groups(named.items(), weight_decay=0.1)
+        for p in group["params"]
+    }
     decays = {name: of[id(p)] > 0 for name, p in named.items() if ".experts." in name}
     assert decays and all(decays[name] is not name.endswith("_bias") for name in decays)
 
@@ -514,9 +572,15 @@ def test_adapters_on_experts_do_not_go_with_their_axis():
 
 def test_the_load_in_numbers():
     even, one = LayerLoad("a", (3, 3, 3, 3), 0), LayerLoad("b", (0, 12, 0, 0), 5)
-    assert (even.max_over_mean, one.max_over_mean) == (1.0, 4.0) and (even.entropy, one.entropy) == pytest.approx((1.0, 0.0))
+    assert (even.max_over_mean, one.max_over_mean) == (1.0, 4.0) and (even.entropy, one.entropy) == pytest.approx(
+        (1.0, 0.0)
+    )
     figures = figures_of_experts([even, one])
-    assert figures["experts.max_over_mean"] == 4.0 and figures["experts.entropy"] == 0.0 and figures["experts.dropped"] == 5.0
+    assert (
+        figures["experts.max_over_mean"] == 4.0
+        and figures["experts.entropy"] == 0.0
+        and figures["experts.dropped"] == 5.0
+    )
     assert figures["experts.a.max_over_mean"] == 1.0 and figures_of_experts([]) == {}
     assert not any("router_z" in name for name in figures)
     figures = figures_of_experts([replace(even, router_z=2.5), replace(one, router_z=1.5)])

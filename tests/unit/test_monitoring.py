@@ -1,4 +1,6 @@
-"""Figures that a run shows and keeps: counted as stated, valid JSON, honest after a resume, and readable on any terminal."""
+"""Figures that a run shows and keeps: counted as stated, valid JSON, honest after a resume, and readable on any
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,18 @@ def test_flops_per_token_are_three_times_the_forward_that_torch_counts():
 
     batch, seq, heads, head_dim, hidden, vocab = 2, 16, 4, 8, 48, 64
     width = heads * head_dim
-    weights = [torch.randn(width, 3 * width), torch.randn(width, width), torch.randn(width, hidden), torch.randn(hidden, width)]
+    weights = [
+        torch.randn(width, 3 * width),
+        torch.randn(width, width),
+        torch.randn(width, hidden),
+        torch.randn(hidden, width),
+    ]
     head = torch.randn(width, vocab)
     x = torch.randn(batch * seq, width)
     with FlopCounterMode(display=False) as counter:
-        q, k, v = ((x @ weights[0]).view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)).unbind(0)  # (batch, heads, seq, head_dim)
+        q, k, v = ((x @ weights[0]).view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)).unbind(
+            0
+        )  # (batch, heads, seq, head_dim)
         mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         x = mixed.transpose(1, 2).reshape(batch * seq, width) @ weights[1]
         _ = ((x @ weights[2]) @ weights[3]) @ head
@@ -161,7 +170,10 @@ def test_throughput_forgets_the_first_step_and_whatever_left_the_window():
 
 
 def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def test_every_line_is_json_on_disk_at_once_and_non_finite_numbers_survive(tmp_path):
@@ -242,7 +254,9 @@ def test_reserved_names_and_tensors_are_refused(tmp_path):
 
 
 def test_a_reports_line_has_everything_known_and_nothing_else():
-    expected = "step   7/100 · loss 2.3457 · lr 3.00e-04 · grad norm 0.870 · tokens/s 12.3K · RSS peak 512 MiB · ETA 3 min 2 s"
+    expected = (
+        "step   7/100 · loss 2.3457 · lr 3.00e-04 · grad norm 0.870 · tokens/s 12.3K · RSS peak 512 MiB · ETA 3 min 2 s"
+    )
     assert REPORT.line() == expected
     full = replace(REPORT, validation_loss=2.5, mfu=0.4123, skipped=2, loss=math.nan)
     assert "loss nan · val loss 2.5000" in full.line() and "MFU 41.2 %" in full.line() and "skipped 2" in full.line()
@@ -302,7 +316,14 @@ def test_a_live_frame_fits_the_terminal_and_shows_the_loss(width, height):
         for step in range(29, 41):
             clock.now += 1.0
             progress.update(
-                replace(REPORT, step=step, loss=5 - step / 20, mfu=0.4, skipped=1, validation_loss=3.25 if step == 30 else None)
+                replace(
+                    REPORT,
+                    step=step,
+                    loss=5 - step / 20,
+                    mfu=0.4,
+                    skipped=1,
+                    validation_loss=3.25 if step == 30 else None,
+                )
             )
         frame = last_frame(progress, width, height)
     assert max(len(line) for line in frame) <= width
@@ -310,7 +331,9 @@ def test_a_live_frame_fits_the_terminal_and_shows_the_loss(width, height):
     # The last validation loss stays. A terminal of 8 lines shows what fits, from the top.
     assert all(value in text for value in ("3.0000", "3.2500", "3.00e-04", "0.870", "12.3K", "40.0 %", "512 MiB"))
     if height == 30:
-        assert len(frame) < height and "█" in text and any(line.lstrip().startswith("38 ") for line in frame)  # a logged step
+        assert (
+            len(frame) < height and "█" in text and any(line.lstrip().startswith("38 ") for line in frame)
+        )  # a logged step
     if width >= 60:
         assert "3.550 → 3.000" in text and "40 %" in text
 
@@ -413,6 +436,8 @@ def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
 
 
 def test_a_stopped_run_without_a_checkpoint_says_so():
-    text = ClosingReport(Path("r"), step=3, total_steps=10, loss=None, skipped=2, places=[("tensorboard", "tensorboard")]).text()
+    text = ClosingReport(
+        Path("r"), step=3, total_steps=10, loss=None, skipped=2, places=[("tensorboard", "tensorboard")]
+    ).text()
     assert text.startswith("stopped at step 3 of 10 · 2 steps skipped")
     assert "  checkpoint   none was saved\n  tensorboard  tensorboard" in text

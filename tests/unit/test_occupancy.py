@@ -36,7 +36,9 @@ def holder(tmp_path):
 def test_a_second_job_is_refused_with_the_first_ones_process(holder, tmp_path, monkeypatch):
     monkeypatch.setattr(occupancy, "_PATIENCE_SEC", 0.1)
     with (
-        pytest.raises(ConfigError, match=rf"is being trained by another job \(process {holder.pid} on .*leave run empty"),
+        pytest.raises(
+            ConfigError, match=rf"is being trained by another job \(process {holder.pid} on .*leave run empty"
+        ),
         occupied(tmp_path),
     ):
         raise AssertionError("held twice")

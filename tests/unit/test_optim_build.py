@@ -1,4 +1,6 @@
-"""AdamW over groups: the update is AdamW's own whatever form runs it, DTensors may stand beside tensors, mistakes are refused."""
+"""AdamW over groups: the update is AdamW's own whatever form runs it, DTensors may stand beside tensors, mistakes are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def mesh():
 
 
 def parameter(*shape: int, seed: int = 0, **kwargs) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), **kwargs)
+    return nn.Parameter(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), **kwargs
+    )
 
 
 def by_hand(weight: torch.Tensor, grads: list[torch.Tensor], *, lr: float, decay: float) -> torch.Tensor:
@@ -41,7 +45,11 @@ def step_with(optimizer, params, grads) -> None:
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
             if param.requires_grad:
-                param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad.clone()
+                param.grad = (
+                    distribute_tensor(grad, param.device_mesh, param.placements)
+                    if isinstance(param, DTensor)
+                    else grad.clone()
+                )
         optimizer.step()
 
 
@@ -50,12 +58,16 @@ def test_groups_keep_their_decay_and_rate_and_the_update_is_adamws():
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p, requires_grad=False) for p in params] for _ in range(4)]
     built = make_optimizer(
-        [{"params": params[:1]}, {"params": params[1:2], "weight_decay": 0.0}, {"params": params[2:], "lr_scale": 0.1}], **SETTINGS
+        [{"params": params[:1]}, {"params": params[1:2], "weight_decay": 0.0}, {"params": params[2:], "lr_scale": 0.1}],
+        **SETTINGS,
     )
     step_with(built.optimizer, params, grads)
     for index, (lr, decay) in enumerate([(0.05, 0.1), (0.05, 0.0), (0.005, 0.1)]):
         torch.testing.assert_close(
-            params[index].detach(), by_hand(before[index], [g[index] for g in grads], lr=lr, decay=decay), rtol=1e-12, atol=0
+            params[index].detach(),
+            by_hand(before[index], [g[index] for g in grads], lr=lr, decay=decay),
+            rtol=1e-12,
+            atol=0,
         )
 
 
@@ -67,7 +79,10 @@ def test_cpu_tensors_run_fused_and_it_is_said():
 
 @pytest.mark.parametrize(
     ("param", "reason"),
-    [(nn.Parameter(torch.zeros(2, device="meta")), "meta"), (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex64")],
+    [
+        (nn.Parameter(torch.zeros(2, device="meta")), "meta"),
+        (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex64"),
+    ],
 )
 def test_what_cannot_be_fused_says_why(param, reason):
     built = make_optimizer([{"params": [parameter(2), param]}], **SETTINGS)
@@ -79,10 +94,13 @@ def test_tensors_beside_dtensors_of_several_meshes_step_as_if_all_were_tensors(m
     plain = [parameter(4, 6, seed=1), parameter(3, seed=2), parameter(8, 2, seed=3), parameter(5, seed=4)]
     cuts = [(mesh, [Shard(0), Shard(1)]), None, (mesh["dp_shard"], [Shard(0)]), (mesh, [Replicate(), Replicate()])]
     mixed = [
-        nn.Parameter(distribute_tensor(p.detach().clone(), *cut) if cut else p.detach().clone()) for p, cut in zip(plain, cuts, strict=True)
+        nn.Parameter(distribute_tensor(p.detach().clone(), *cut) if cut else p.detach().clone())
+        for p, cut in zip(plain, cuts, strict=True)
     ]
     grads = [[torch.randn_like(p, requires_grad=False) for p in plain] for _ in range(3)]
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # what torch says of the group as it was given
+    with pytest.raises(
+        RuntimeError, match="mixed torch.Tensor and DTensor"
+    ):  # what torch says of the group as it was given
         naive = [nn.Parameter(p.detach().clone()) for p in mixed]
         step_with(torch.optim.AdamW(naive, fused=True), naive, grads)
     reference = make_optimizer([{"params": plain, "lr_scale": 0.5}], **SETTINGS)

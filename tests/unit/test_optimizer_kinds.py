@@ -1,4 +1,6 @@
-"""An optimizer is a row: planning, memory, groups, config, train and verify read the row, and refuse what the row cannot do."""
+"""An optimizer is a row: planning, memory, groups, config, train and verify read the row, and refuse what the row
+cannot do.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ CUT = {
 @pytest.mark.parametrize("layout", CUT, ids=str)
 def test_parameters_that_must_be_whole_are_not_cut(layout):
     plan(MODEL, layout, techniques={"optimizer": "sgd"})
-    with pytest.raises(UnsupportedError, match=rf"adafactor: torch\.optim\.Adafactor computes .* whole parameter, and {CUT[layout]}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"adafactor: torch\.optim\.Adafactor computes .* whole parameter, and {CUT[layout]}"
+    ):
         plan(MODEL, layout, techniques={"optimizer": "adafactor"})
 
 
@@ -91,14 +95,22 @@ def test_words_that_are_no_row_are_refused_at_every_door():
 
 
 def test_values_that_an_optimizer_does_not_read_are_refused():
-    with pytest.raises(ConfigError, match=r"optimizer.beta2 = 0.5 and techniques.optimizer = sgd, .* takes lr, beta1, weight_decay"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.beta2 = 0.5 and techniques.optimizer = sgd, .* takes lr, beta1, weight_decay"
+    ):
         Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta2": 0.5}})
     Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta1": 0.5}})
     with pytest.raises(ConfigError, match="Adafactor takes no 'betas' here; known are lr, weight_decay"):
-        make_optimizer([{"params": [nn.Parameter(torch.ones(2))]}], lr=0.1, plan=OptimizerPlan(kind="adafactor"), betas=(0.9, 0.9))
+        make_optimizer(
+            [{"params": [nn.Parameter(torch.ones(2))]}], lr=0.1, plan=OptimizerPlan(kind="adafactor"), betas=(0.9, 0.9)
+        )
 
 
-@pytest.mark.parametrize("wish", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str)
+@pytest.mark.parametrize(
+    "wish", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str
+)
 def test_low_bit_state_is_that_of_adamw(request):
-    with pytest.raises(ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"):
+    with pytest.raises(
+        ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"
+    ):
         plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **request})

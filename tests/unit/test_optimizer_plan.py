@@ -31,7 +31,9 @@ def test_without_torchao_its_extra_is_named(monkeypatch, techniques, request):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     refuse_absent(OptimizerPlan(in_host_memory=True))
-    with pytest.raises(MissingExtraError, match=re.escape(request) + r" needs the package 'torchao'.*meshwright\[float8\]"):
+    with pytest.raises(
+        MissingExtraError, match=re.escape(request) + r" needs the package 'torchao'.*meshwright\[float8\]"
+    ):
         refuse_absent(made)
 
 
@@ -45,7 +47,9 @@ def test_what_rounds_further_is_neither_verified_nor_traced(techniques, request)
 
 @pytest.mark.parametrize(("techniques", "wish"), WISHES)
 def test_a_run_builds_what_its_config_says(techniques, request):
-    config = Config.from_dict({"techniques": techniques, "seed": 7, "optimizer": {"overrides": [{"pattern": "bias", "lr_scale": 0.5}]}})
+    config = Config.from_dict(
+        {"techniques": techniques, "seed": 7, "optimizer": {"overrides": [{"pattern": "bias", "lr_scale": 0.5}]}}
+    )
     layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     made = plan(SIZES["debug"], Layout(dp_shard=1), techniques=config.techniques).optimizer
     built = build_optimizer(config, layer.named_parameters(), made)
@@ -55,7 +59,9 @@ def test_a_run_builds_what_its_config_says(techniques, request):
         config.techniques.stochastic_rounding,
     )
     assert built.optimizer.seed == 7 and [group["lr"] for group in built.optimizer.param_groups] == [3e-3, 1.5e-3]
-    assert ("moments in 4bit" in built.note) == ("4bit" in request) and ("stochastic rounding" in built.note) != ("4bit" in request)
+    assert ("moments in 4bit" in built.note) == ("4bit" in request) and ("stochastic rounding" in built.note) != (
+        "4bit" in request
+    )
 
 
 def test_only_cpu_offload_true_needs_sharded_parameters():

@@ -1,4 +1,6 @@
-"""The page of a run: every point is there, nothing in the run's files can act in it, and a browser draws it without complaint."""
+"""The page of a run: every point is there, nothing in the run's files can act in it, and a browser draws it without
+complaint.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from meshwright.training.views.page.charts import Chart, Curve, step_axis, value
 from meshwright.training.views.page.document import MOST_POINTS, page
 from meshwright.training.views.page.history import MOST_SOURCES, Series, read_history, thinned
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    None,
+)
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"
 
 
@@ -71,10 +76,20 @@ def numbers(path: str) -> list[tuple[float, float]]:
 def is_harmless(reader: Reader) -> bool:
     """Nothing is fetched, and nothing but the page's own script runs."""
     scripts = [attributes for tag, attributes in reader.tags if tag == "script"]
-    links = [value for _, attributes in reader.tags for name, value in attributes.items() if name in ("src", "href", "srcset", "action")]
+    links = [
+        value
+        for _, attributes in reader.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action")
+    ]
     handlers = [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
     foreign = {tag for tag, _ in reader.tags} & {"img", "iframe", "object", "embed", "form", "base", "a"}
-    return scripts == [{"type": "application/json", "id": "data"}, {}] and links == ["data:,"] and not handlers and not foreign
+    return (
+        scripts == [{"type": "application/json", "id": "data"}, {}]
+        and links == ["data:,"]
+        and not handlers
+        and not foreign
+    )
 
 
 @pytest.fixture
@@ -87,7 +102,11 @@ def run(tmp_path):
             writer.log(step, figures(step) | ({"loss": 9.0} if step > 20 else {}))
         writer.resumed(20)
         for step in range(21, 41):
-            more = {"validation_loss": 3.0 - step / 100, "validation_loss/web": 2.0, "validation_loss/code": 4.0} if step % 10 == 0 else {}
+            more = (
+                {"validation_loss": 3.0 - step / 100, "validation_loss/web": 2.0, "validation_loss/code": 4.0}
+                if step % 10 == 0
+                else {}
+            )
             writer.log(step, figures(step) | more)
     return tmp_path
 
@@ -124,7 +143,9 @@ def test_every_point_of_every_series_is_there_and_drawn_where_it_belongs(run):
         assert len(numbers(drawn)) == sum(value is not None for _, value in wanted)
         assert all(64 <= x <= 628 and 12 <= y <= 232 for x, y in numbers(drawn))
     falling = [y for _, y in numbers(reader.paths["training"][0])]
-    assert falling == sorted(falling) and reader.paths["training"][0].count("M") == 2  # SVG counts downwards; the gap begins anew
+    assert (
+        falling == sorted(falling) and reader.paths["training"][0].count("M") == 2
+    )  # SVG counts downwards; the gap begins anew
     assert sum(attributes.get("class") == "broken" for _, attributes in reader.tags) == 2
     marks = [attributes["class"] for _, attributes in reader.tags if attributes.get("class", "").startswith("mark")]
     assert marks.count("mark resume") == marks.count("mark skipped") == len(reader.charts) == 5
@@ -156,7 +177,14 @@ def test_what_stands_in_the_files_cannot_act_in_the_page(tmp_path):
         },
         {"step": 1, "time": 2.0, "loss": 7.0},
         {"step": 10**30, "loss": 1.0},
-        {"step": 2, "time": None, "loss": 1e308, "learning_rate": [1], "tokens_per_second": -1e299, "validation_loss": 5e-324},
+        {
+            "step": 2,
+            "time": None,
+            "loss": 1e308,
+            "learning_rate": [1],
+            "tokens_per_second": -1e299,
+            "validation_loss": 5e-324,
+        },
         {"step": 3, "loss": -1e308, "tokens_per_second": 1e299, "validation_loss": 1e-320},
         {"event": ["x"], "time": {}},
     ]
@@ -166,7 +194,9 @@ def test_what_stands_in_the_files_cannot_act_in_the_page(tmp_path):
     text = page(tmp_path, config)
     reader = Reader(text)
     assert is_harmless(reader) and text.count("<script") == 2 and "alert(1)" in text
-    assert reader.curve("Loss", "training") == [(1, 1.0), (2, None), (3, None)] and reader.curve("Loss", EVIL) == [(1, 2.0)]
+    assert reader.curve("Loss", "training") == [(1, 1.0), (2, None), (3, None)] and reader.curve("Loss", EVIL) == [
+        (1, 2.0)
+    ]
     assert reader.curve("Tokens per second", "tokens/s") == [(2, -1e299), (3, 1e299)]
     assert any(cell == EVIL for cell in reader.cells) and "plan.json cannot be read" in text
     assert "nan" not in "".join(path for paths in reader.paths.values() for path in paths)
@@ -184,7 +214,12 @@ def test_many_sources_and_events_are_counted_and_not_drawn(tmp_path):
         for _ in range(1200):
             writer.event("straggler", {"text": "rank 3"})
     history = read_history(tmp_path / "metrics.jsonl")
-    assert (len(history.sources), len(history.left_out), len(history.events), history.dropped) == (MOST_SOURCES, 28, 1000, 200)
+    assert (len(history.sources), len(history.left_out), len(history.events), history.dropped) == (
+        MOST_SOURCES,
+        28,
+        1000,
+        200,
+    )
     text = page(tmp_path, Config())
     assert "losses of 28 more sources" in text and "200 earlier ones" in text
 
@@ -220,7 +255,9 @@ def test_thinning_keeps_ends_and_extremes_in_order(values, most):
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.floats(-1e300, 1e300) | st.floats(1e-300, 1.0), min_size=1, max_size=5), st.sampled_from(["", "bytes"]))
+@given(
+    st.lists(st.floats(-1e300, 1e300) | st.floats(1e-300, 1.0), min_size=1, max_size=5), st.sampled_from(["", "bytes"])
+)
 def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(values, unit):
     chart = Chart("t", [Curve("c", list(enumerate(values)))], str, unit=unit)
     axis = value_axis(chart)
@@ -245,7 +282,14 @@ def test_inspect_writes_the_page_where_it_is_told_and_nothing_else(run, tmp_path
 
 def browse(path: Path, folder: Path, *flags) -> tuple[str, list[str]]:
     """(what the page became, what its console says), in a browser of its own."""
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}", "--enable-logging=stderr"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={folder}",
+        "--enable-logging=stderr",
+    ]
     environment = {**os.environ, "HOME": str(folder)}
     done = subprocess.run(
         [str(BROWSER), *words, *flags, "--dump-dom", path.as_uri()],
@@ -267,7 +311,8 @@ def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_
     curves = sum(len(paths) for paths in Reader(text).paths.values())
     assert curves == 8 and f'data-drawn="{curves}"' in became
 
-    # a pointer over the middle of the first chart; the policy forbids scripts that are not the page's own, so it is taken out here
+    # a pointer over the middle of the first chart; the policy forbids scripts that are not the page's own, so it is
+    # taken out here
     probe = """<script>
       const box = document.querySelector("svg").getBoundingClientRect();
       const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2};

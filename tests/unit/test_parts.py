@@ -1,4 +1,6 @@
-"""Shares of a dim: all ranks together hold every slice, each as often as it is said to be copied, in the order of the whole."""
+"""Shares of a dim: all ranks together hold every slice, each as often as it is said to be copied, in the order of the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_ranks_together_hold_every_slice_as_often_as_it_is_copied(case):
         for rank in range(ranks):
             low, high = ranges(parts, rank, ranks)[number]
             assert start <= low < high <= start + part.size
-            assert (low - start) % (part.size // part.groups) == 0 == (high - start) % (part.size // part.groups), "a group is torn"
+            assert (low - start) % (part.size // part.groups) == 0 == (high - start) % (part.size // part.groups), (
+                "a group is torn"
+            )
             held.update(range(low, high))
         assert held == dict.fromkeys(range(start, start + part.size), part.copies(ranks))
         start += part.size
@@ -50,7 +54,10 @@ def test_shares_lie_in_the_order_of_ranks_and_those_of_copies_are_neighbours(cas
         lows = [ranges(parts, rank, ranks)[number][0] for rank in range(ranks)]
         copies = part.copies(ranks)
         assert lows == sorted(lows)
-        assert all(len(set(lows[i : i + copies])) == 1 for i in range(0, ranks, copies)) and len(set(lows)) == ranks // copies
+        assert (
+            all(len(set(lows[i : i + copies])) == 1 for i in range(0, ranks, copies))
+            and len(set(lows)) == ranks // copies
+        )
 
 
 @given(shared_out(), st.integers(0, 2))

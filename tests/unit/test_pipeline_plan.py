@@ -31,7 +31,11 @@ PP2 = Layout(pp=2, dp_shard=1)
 
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"),
-    [(8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]), (10, 4, [(0, 3), (3, 6), (6, 8), (8, 10)]), (3, 3, [(0, 1), (1, 2), (2, 3)])],
+    [
+        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (10, 4, [(0, 3), (3, 6), (6, 8), (8, 10)]),
+        (3, 3, [(0, 1), (1, 2), (2, 3)]),
+    ],
 )
 def test_an_even_assignment_gives_what_is_left_over_to_earlier_stages(layers, stages, expected):
     assert compute_layer_assignment(layers, stages) == expected
@@ -48,7 +52,9 @@ def test_no_other_cut_is_faster(sizes, stages, head, embedding):
     stages = min(stages, len(sizes))
     cuts = balanced(sizes, stages, head=head, embedding=embedding)
     assert [start for start, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][1] == len(sizes)
-    assert costs(sizes, cuts, head, embedding) == min(costs(sizes, other, head, embedding) for other in every_cut(len(sizes), stages))
+    assert costs(sizes, cuts, head, embedding) == min(
+        costs(sizes, other, head, embedding) for other in every_cut(len(sizes), stages)
+    )
 
 
 def costs(sizes: list[int], cuts: list[tuple[int, int]], head: int, embedding: int) -> tuple[float, float]:
@@ -76,7 +82,9 @@ def test_the_stage_of_a_large_head_gets_fewer_blocks():
 
 def test_given_cuts_rise():
     assert given_cuts((1, 3), 4, 3) == [(0, 1), (1, 3), (3, 4)]
-    with pytest.raises(ConfigError, match=r"pipeline_cuts = \[3, 1\]: 3 stages of 4 blocks need 2 rising numbers between 1 and 3"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline_cuts = \[3, 1\]: 3 stages of 4 blocks need 2 rising numbers between 1 and 3"
+    ):
         given_cuts((3, 1), 4, 3)
 
 
@@ -109,7 +117,9 @@ def test_a_schedule_that_comes_with_the_layout_is_that_of_the_plan():
     assert made is not None and made.schedule == "zbv_zero_bubble" and len(made.stages) == 4
     with pytest.raises(ConfigError, match="Did you mean 'gpipe'"):
         plan(DEBUG, replace(config, pp_schedule="gpip"))
-    with pytest.raises(ConfigError, match="pp_schedule = ZBVZeroBubble, but techniques.pipeline_schedule = gpipe: they are one thing"):
+    with pytest.raises(
+        ConfigError, match="pp_schedule = ZBVZeroBubble, but techniques.pipeline_schedule = gpipe: they are one thing"
+    ):
         plan(DEBUG, config, techniques={"pipeline_schedule": "gpipe"})
 
 
@@ -138,7 +148,12 @@ def test_parameters_stay_gathered_in_a_pipeline_unless_somebody_says_otherwise()
     ("schedule", "rows", "microbatch", "words"),
     [
         ("dualpipe_v", 3, 1, "takes 4 microbatches at least, but the 3 rows of a rank make 3 of 1 rows each"),
-        ("interleaved_1f1b", 6, 2, "takes a multiple of 2 microbatches, but the 6 rows of a rank make 3 of 2 rows each"),
+        (
+            "interleaved_1f1b",
+            6,
+            2,
+            "takes a multiple of 2 microbatches, but the 6 rows of a rank make 3 of 2 rows each",
+        ),
     ],
 )
 def test_microbatches_that_cannot_be_scheduled_are_refused_with_both_numbers(schedule, rows, microbatch, words):
@@ -163,9 +178,18 @@ def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, ex
             "all that rank 0 of the pipeline has (layers.0 to layers.1) is frozen, so an optimizer",
         ),
         ({"pipeline_schedule": "no.csv"}, "techniques.pipeline_schedule = no.csv: there is no such file"),
-        ({"pipeline_cuts": (3, 1)}, "techniques.pipeline_cuts = [3, 1]: 2 stages of 4 blocks need 1 rising numbers between 1 and 3"),
-        ({"pipeline_cuts": (4,)}, "techniques.pipeline_cuts = [4]: 2 stages of 4 blocks need 1 rising numbers between 1 and 3"),
-        ({"layers_per_stage": 1}, "techniques.layers_per_stage = 1 makes 4 stages of 4 blocks, but 1f1b on layout.pp = 2 takes 2"),
+        (
+            {"pipeline_cuts": (3, 1)},
+            "techniques.pipeline_cuts = [3, 1]: 2 stages of 4 blocks need 1 rising numbers between 1 and 3",
+        ),
+        (
+            {"pipeline_cuts": (4,)},
+            "techniques.pipeline_cuts = [4]: 2 stages of 4 blocks need 1 rising numbers between 1 and 3",
+        ),
+        (
+            {"layers_per_stage": 1},
+            "techniques.layers_per_stage = 1 makes 4 stages of 4 blocks, but 1f1b on layout.pp = 2 takes 2",
+        ),
         (
             {"layers_per_stage": 2, "pipeline_schedule": "dualpipe_v"},
             "techniques.layers_per_stage = 2 makes 2 stages of 4 blocks, but dualpipe_v on layout.pp = 2 takes 4",
@@ -198,7 +222,9 @@ def test_every_family_goes_through_stages(monkeypatch, name, schedule):
     rehearsal.prove(facts, pipeline_of(facts, schedule), 1)
     assert found and all(len(plan.stages) > 1 and plan.schedule == schedule for plan, _ in found)
     for _, errors in found:
-        assert len(errors) > 5 and max(errors.values()) <= rehearsal.LARGEST_ERROR, max(errors.items(), key=lambda item: item[1])
+        assert len(errors) > 5 and max(errors.values()) <= rehearsal.LARGEST_ERROR, max(
+            errors.items(), key=lambda item: item[1]
+        )
 
 
 CANNOT = {
@@ -207,10 +233,12 @@ CANNOT = {
     "learnt scale": "behind layers.1 its forward reads the parameter scale.",
     "repeated": "the loss is wrong (relative error nan)",
     "shared bias": "the loss is wrong (relative error nan)",
-    "skipping": "the loss is wrong (relative error nan): behind layers.1 its forward reads a tensor made before the first block",
+    "skipping": "the loss is wrong (relative error nan): behind layers.1 its forward reads a tensor made before the"
+    " first block",
     "mixed between": "behind layers.0 its forward reads the parameter mixes, a tensor made before the first block",
     "hourglass": "behind layers.2 its forward reads the output of layers.0",
-    "one norm": "layers.0.norm_1.weight is one parameter with layers.1.norm_1.weight, and blocks need parameters of their own",
+    "one norm": "layers.0.norm_1.weight is one parameter with layers.1.norm_1.weight, and blocks need parameters of"
+    " their own",
 }
 """Models of users whose stages would need more than one block's output."""
 

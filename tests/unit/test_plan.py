@@ -24,12 +24,21 @@ from meshwright.planning.values import Batch
 
 DEBUG = SIZES["debug"]
 
-LAYOUTS = [Layout(dp_shard=1), Layout(dp_replicate=4, dp_shard=1), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=4)]
+LAYOUTS = [
+    Layout(dp_shard=1),
+    Layout(dp_replicate=4, dp_shard=1),
+    Layout(dp_shard=4),
+    Layout(dp_replicate=2, dp_shard=4),
+]
 WISHES = [
     {},
     {"freeze": ["embedding", r"layers\.0\."]},
     {"activation_checkpointing": "selective", "compile": True, "compile_backend": "eager"},
-    {"activation_checkpointing": "selective_op", "checkpoint_keep": ["topk", "aten.mm.default"], "checkpoint_keep_every": 3},
+    {
+        "activation_checkpointing": "selective_op",
+        "checkpoint_keep": ["topk", "aten.mm.default"],
+        "checkpoint_keep_every": 3,
+    },
     {"activation_checkpointing": "memory_budget", "compile": True, "activation_memory_budget": 0.3},
     {"activation_checkpointing": "modules", "checkpoint_modules": ["layers.*.feed_forward"]},
     {
@@ -69,7 +78,10 @@ def test_a_plan_is_frozen_and_two_of_equal_facts_are_equal():
         made.device = "cuda"  # type: ignore[misc]
     with torch.device("meta"):
         module = Decoder(DEBUG)
-    same = [plan(source, LAYOUTS[2], cluster=Cluster(4)) for source in (DEBUG, module, lambda: Decoder(DEBUG), model_facts(module))]
+    same = [
+        plan(source, LAYOUTS[2], cluster=Cluster(4))
+        for source in (DEBUG, module, lambda: Decoder(DEBUG), model_facts(module))
+    ]
     assert all(other == same[0] for other in same)
     assert all(p.is_meta for p in module.parameters()), "planning gives no weights"
 
@@ -81,7 +93,10 @@ def test_a_plan_is_frozen_and_two_of_equal_facts_are_equal():
         ("[1]", "plan"),
         ("not json", "not a plan"),
         (EVERY[0].to_json().replace('"device"', '"devise"'), "unknown key 'devise'"),
-        (EVERY[0].to_json().replace('"frozen": []', '"frozen": 3'), "frozen = 3 is a whole number; expected a list of text"),
+        (
+            EVERY[0].to_json().replace('"frozen": []', '"frozen": 3'),
+            "frozen = 3 is a whole number; expected a list of text",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused(text, words):
@@ -91,9 +106,17 @@ def test_what_is_no_plan_is_refused(text, words):
 
 def test_a_difference_names_path_and_both_values():
     made = make(Layout(dp_shard=4), {})
-    other = replace(made, data=replace(made.data, sync_grad_accum=True), units=(replace(made.units[0], elements=1), *made.units[1:]))
-    assert made.diff(other) == [f"units[0].elements: {made.units[0].elements} -> 1", "data.sync_grad_accum: False -> True"]
-    assert other.diff(made) == [f"units[0].elements: 1 -> {made.units[0].elements}", "data.sync_grad_accum: True -> False"]
+    other = replace(
+        made, data=replace(made.data, sync_grad_accum=True), units=(replace(made.units[0], elements=1), *made.units[1:])
+    )
+    assert made.diff(other) == [
+        f"units[0].elements: {made.units[0].elements} -> 1",
+        "data.sync_grad_accum: False -> True",
+    ]
+    assert other.diff(made) == [
+        f"units[0].elements: 1 -> {made.units[0].elements}",
+        "data.sync_grad_accum: True -> False",
+    ]
     longer = replace(made, notes=(*made.notes, "more"))
     assert made.diff(longer) == [f"notes: {[*made.notes]} -> {[*longer.notes]}"]
     for one, another in itertools.combinations(EVERY, 2):
@@ -126,15 +149,21 @@ def test_the_table_tells_every_collective(made):
 def test_the_table_tells_every_parameter_and_every_request(made):
     text = str(made)
     rows = section(text, "parameters")[1:]
-    assert len(rows) == len(made.parameters) and sum(p.count * torch.Size(p.shape).numel() for p in made.parameters) == parameter_count(
-        DEBUG
-    )
+    assert len(rows) == len(made.parameters) and sum(
+        p.count * torch.Size(p.shape).numel() for p in made.parameters
+    ) == parameter_count(DEBUG)
     for row, p in zip(rows, made.parameters, strict=True):
         assert row.split()[0] == p.pattern and ("(frozen)" in row) == (not p.trainable)
         assert all(f"{axis}: {where}" in row for axis, where in p.placements)
     for axis, size in made.mesh:
         assert (f"{axis}={size}" in text.splitlines()[0]) == (size > 1)
-    for word in (made.data.technique, made.precision.compute, made.precision.reduce, made.activation_checkpointing, *made.notes):
+    for word in (
+        made.data.technique,
+        made.precision.compute,
+        made.precision.reduce,
+        made.activation_checkpointing,
+        *made.notes,
+    ):
         assert word in text
     assert ("host memory" in text) == (made.data.cpu_offload or made.optimizer.in_host_memory)
     assert (f"state in {made.optimizer.state} of" in text) == (made.optimizer.state != "full")
@@ -164,7 +193,11 @@ def test_a_large_plan_needs_no_process_group_and_little_time(world, layout):
     text = table(made, Batch(1024, 8192, 1))
     assert time.process_time() - begun < 5
     assert not dist.is_initialized()
-    assert made.world == world and made.size("dp_shard") == (64 if world == 64 else 8) and made.precision.compute == "bfloat16"
+    assert (
+        made.world == world
+        and made.size("dp_shard") == (64 if world == 64 else 8)
+        and made.precision.compute == "bfloat16"
+    )
     assert "8.03B parameters" in text and "32 blocks" not in text and "layers.* (32)" in text
     total = sum(unit.elements for unit in made.units)
     assert parameter_count(SIZES["8B"]) <= total <= parameter_count(SIZES["8B"]) + 512 * 300
@@ -197,6 +230,14 @@ def test_a_reduction_that_is_none_is_refused():
 def test_ties_and_missing_blocks_are_noted():
     tied = plan(replace(DEBUG, tied_embeddings=True), Layout(dp_shard=2), cluster=Cluster(2))
     assert tied.notes[0] == "embedding.weight is tied to head.weight: one parameter, counted once"
-    assert sum(p.count * torch.Size(p.shape).numel() for p in tied.parameters) == parameter_count(replace(DEBUG, tied_embeddings=True))
-    alone = plan(lambda: nn.Linear(4, 4), Layout(dp_shard=1), techniques={"data_parallel": "fully_shard"}, cluster=Cluster(1))
-    assert len(alone.notes) == 2 and "nothing is sharded" in alone.notes[0] and "no repeated block was found in Linear" in alone.notes[1]
+    assert sum(p.count * torch.Size(p.shape).numel() for p in tied.parameters) == parameter_count(
+        replace(DEBUG, tied_embeddings=True)
+    )
+    alone = plan(
+        lambda: nn.Linear(4, 4), Layout(dp_shard=1), techniques={"data_parallel": "fully_shard"}, cluster=Cluster(1)
+    )
+    assert (
+        len(alone.notes) == 2
+        and "nothing is sharded" in alone.notes[0]
+        and "no repeated block was found in Linear" in alone.notes[1]
+    )

@@ -1,4 +1,7 @@
-"""What a model's forward does beyond giving a row's tokens their logits is seen on a small copy, and named; of sound models nothing is."""
+"""What a model's forward does beyond giving a row's tokens their logits is seen on a small copy, and named.
+
+Of sound models nothing is.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def test_what_a_forward_does_is_seen(name):
     assert found.keys() - wanted.keys() <= ({"unused", "conditional"} if "conditional" in wanted else set()), found
 
 
-@pytest.mark.parametrize("family", ["bloom", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "mpt", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["bloom", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "mpt", "olmo2"]
+)
 def test_of_a_family_nothing_is_seen(family):
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +77,9 @@ def test_of_a_family_nothing_is_seen(family):
 
 
 def test_what_depends_on_the_rows_is_told_from_what_does_not():
-    by_data = {name: {w.name: w.by_data for w in play(MODELS[name]()).buffers} for name in ("RunningMean", "Spectral", "Warm")}
+    by_data = {
+        name: {w.name: w.by_data for w in play(MODELS[name]()).buffers} for name in ("RunningMean", "Spectral", "Warm")
+    }
     assert by_data["RunningMean"] == {"mean": True} and by_data["Warm"] == {"calls": False}
     assert not any(by_data["Spectral"].values())
 
@@ -144,7 +151,11 @@ def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     for key, (layout, requested) in LAYOUTS.items():
         technique = {"ddp": "ddp", "fsdp": "fully_shard"}.get(key, "none")
         case = Case(facts, layout, Techniques(**requested), None, technique, "cpu")  # type: ignore[arg-type]
-        rules = [rule for rule in vars(premise_rules).values() if getattr(rule, "__annotations__", {}).get("return") == "Found"]
+        rules = [
+            rule
+            for rule in vars(premise_rules).values()
+            if getattr(rule, "__annotations__", {}).get("return") == "Found"
+        ]
         errors = [error for rule in rules for error in rule(case)]
         assert all(isinstance(error, UnsupportedError) for error in errors)
         refused += [key] if errors else []
@@ -166,7 +177,11 @@ def rows_are_never_compared():
     return patch.object(premises, "_mixing", lambda together, halves: "")
 
 
-FAULTS = {"random_draws_run_on": "Dropping", "conditions_as_they_are": "ForOneToken", "rows_are_never_compared": "Centred"}
+FAULTS = {
+    "random_draws_run_on": "Dropping",
+    "conditions_as_they_are": "ForOneToken",
+    "rows_are_never_compared": "Centred",
+}
 
 
 @pytest.mark.kills("premises", "fault")
@@ -184,7 +199,9 @@ class Two(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(32, 8)
-        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2)
+        )
         self.head = torch.nn.Linear(8, 32)
 
     def forward(self, tokens):

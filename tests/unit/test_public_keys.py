@@ -18,24 +18,29 @@ from meshwright.training.ranges import DTYPES, PATTERNS, RANGES
 KEYS = """
 name out run seed steps check_trace
 model.hf model.trust_remote_code
-model.size model.vocab_size model.dim model.n_layers model.n_heads model.n_kv_heads model.hidden_dim model.max_seq_len model.rope_theta
+model.size model.vocab_size model.dim model.n_layers model.n_heads model.n_kv_heads model.hidden_dim model.max_seq_len
+model.rope_theta
 model.qk_norm model.tied_embeddings
 model.rope_scaling.factor model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor
 model.rope_scaling.original_max_seq_len
-model.moe.n_experts model.moe.top_k model.moe.hidden_dim model.moe.n_shared model.moe.first_dense model.moe.router model.moe.n_groups
-model.moe.top_groups model.moe.normalise model.moe.scale model.moe.bias_rate model.moe.sequence_loss model.moe.batch_loss
+model.moe.n_experts model.moe.top_k model.moe.hidden_dim model.moe.n_shared model.moe.first_dense model.moe.router
+model.moe.n_groups
+model.moe.top_groups model.moe.normalise model.moe.scale model.moe.bias_rate model.moe.sequence_loss
+model.moe.batch_loss
 model.moe.z_loss
 model.moe.capacity_factor
 data.source data.format data.task data.column data.dtype data.template data.on_bad_row data.too_long data.streaming
 data.max_epochs
-data.mixture[].source data.mixture[].format data.mixture[].task data.mixture[].column data.mixture[].dtype data.mixture[].template
+data.mixture[].source data.mixture[].format data.mixture[].task data.mixture[].column data.mixture[].dtype
+data.mixture[].template
 data.mixture[].on_bad_row data.mixture[].too_long data.mixture[].streaming data.mixture[].max_epochs
 data.mixture[].name data.mixture[].weight
 data.curriculum[].from_step data.curriculum[].weights
 data.tokenizer data.seq_len data.validation_fraction data.cache data.workers
 batch.global_batch batch.microbatch
 layout.pp layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.ep
-techniques.data_parallel techniques.zero_stage techniques.reshard_after_forward techniques.sync_grad_accum techniques.cpu_offload
+techniques.data_parallel techniques.zero_stage techniques.reshard_after_forward techniques.sync_grad_accum
+techniques.cpu_offload
 techniques.optimizer techniques.optimizer_state techniques.stochastic_rounding
 techniques.activation_checkpointing techniques.checkpoint_every techniques.checkpoint_modules techniques.checkpoint_keep
 techniques.checkpoint_keep_every techniques.activation_memory_budget
@@ -46,7 +51,8 @@ techniques.compile techniques.compile_backend techniques.freeze
 techniques.precision.master techniques.precision.compute techniques.precision.reduce techniques.precision.output
 techniques.precision.loss_scale
 techniques.float8 techniques.float8_filter techniques.float8_all_gather
-optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm optimizer.max_skipped_steps
+optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm
+optimizer.max_skipped_steps
 optimizer.overrides[].pattern optimizer.overrides[].lr_scale optimizer.overrides[].weight_decay
 schedule.kind schedule.warmup_steps schedule.final_ratio schedule.decay_fraction
 validation.every validation.samples
@@ -75,7 +81,9 @@ def with_value(key: str, value: object) -> Config:
     data: dict = {}
     for path, held in LEGAL.items():
         section, name = path.split(".")
-        data.setdefault(section, {})[name] = [dict(row) if isinstance(row, dict) else row for row in held] if isinstance(held, list) else {}
+        data.setdefault(section, {})[name] = (
+            [dict(row) if isinstance(row, dict) else row for row in held] if isinstance(held, list) else {}
+        )
     node = data
     *path, leaf = key.replace("[]", ".0").split(".")
     for name in path:
@@ -95,7 +103,9 @@ def test_the_keys_are_these():
 
 def test_the_tree_stays_small_enough_to_read():
     repeated = [key for key in KEYS if key.replace("mixture[].", "") in KEYS and "mixture" in key]
-    kinds = [key for key in KEYS if key.startswith(("model.rope_scaling.", "model.moe."))]  # of models that are one of a kind
+    kinds = [
+        key for key in KEYS if key.startswith(("model.rope_scaling.", "model.moe."))
+    ]  # of models that are one of a kind
     assert len(public_keys(Config)) - len(repeated) - len(kinds) <= 113
 
 
@@ -187,7 +197,11 @@ def test_types_are_checked_also_when_the_tree_was_built_in_python():
 def test_a_plain_dict_and_a_file_do_the_same(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("steps = 3\n[layout]\ntp = 2\n")
-    assert Config.from_toml(path) == Config.from_dict({"steps": 3, "layout": {"tp": 2}}) == Config(steps=3, layout=Layout(tp=2))
+    assert (
+        Config.from_toml(path)
+        == Config.from_dict({"steps": 3, "layout": {"tp": 2}})
+        == Config(steps=3, layout=Layout(tp=2))
+    )
     for load in (lambda: Config.from_dict({"steps": 0}), lambda: Config.from_toml(tmp_path / "zero.toml")):
         (tmp_path / "zero.toml").write_text("steps = 0\n")
         with pytest.raises(ConfigError, match="steps = 0 is out of range"):

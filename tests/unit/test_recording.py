@@ -1,4 +1,7 @@
-"""Recordings of a few steps: which steps, what a trace is named by, what a device cannot give; and that they leave nothing behind."""
+"""Recordings of a few steps: which steps, what a trace is named by, what a device cannot give.
+
+And that they leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ def test_words_that_name_no_steps_of_the_run_are_refused(key, text, says):
 
 
 def test_a_window_is_counted_as_steps_are():
-    assert list(read_window("k", "10:13", 12)) == [10, 11, 12] and list(read_window("k", "1:2", 1)) == [1] and not read_window("k", "", 1)
+    assert (
+        list(read_window("k", "10:13", 12)) == [10, 11, 12]
+        and list(read_window("k", "1:2", 1)) == [1]
+        and not read_window("k", "", 1)
+    )
 
 
 def test_the_short_flag_is_the_key(capsys):
@@ -55,7 +62,9 @@ def logging(**values):
 
 
 def test_a_memory_snapshot_of_a_cpu_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"logging.memory_snapshot = '2:3': torch keeps a history of CUDA memory only, .* on cpu"):
+    with pytest.raises(
+        UnsupportedError, match=r"logging.memory_snapshot = '2:3': torch keeps a history of CUDA memory only, .* on cpu"
+    ):
         check_recordings(logging(memory_snapshot="2:3"), "cpu")
     check_recordings(logging(memory_snapshot="2:3"), "cuda")
     check_recordings(logging(profile="2:3"), "cpu")
@@ -68,7 +77,9 @@ def test_a_memory_snapshot_records_its_steps_and_writes_one_file(tmp_path, monke
         _dump_snapshot=lambda path: (told.append("dump"), Path(path).write_bytes(b"x")),
     )
     monkeypatch.setattr(torch.cuda, "memory", fake)
-    recordings = open_recordings(logging(memory_snapshot="2:4"), 9, tmp_path, 3, lambda path: pytest.fail("no profile was asked for"))
+    recordings = open_recordings(
+        logging(memory_snapshot="2:4"), 9, tmp_path, 3, lambda path: pytest.fail("no profile was asked for")
+    )
     for step in range(1, 6):
         recordings.before(step)
         told.append(step)
@@ -117,7 +128,9 @@ def test_a_run_that_goes_on_inside_or_behind_a_window_records_what_is_left_of_it
     assert taken(range(12, 15)) == (["start", 12, "stop", 13, 14], [])
     assert taken(range(9, 12)) == ([9, "start", 10, 11, "stop"], [])
     told, said = taken(range(13, 15))
-    assert told == [13, 14] and said == ["logging.profile = 10:13 lies behind step 12, from which the run goes on: nothing is recorded"]
+    assert told == [13, 14] and said == [
+        "logging.profile = 10:13 lies behind step 12, from which the run goes on: nothing is recorded"
+    ]
     assert taken(range(13, 15), existing=True) == ([13, 14], [])
 
 
@@ -131,7 +144,11 @@ class Net(nn.Module):
 
 
 def spans(trace, prefix):
-    found = [(e["name"].removeprefix(prefix), e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e["name"].startswith(prefix)]
+    found = [
+        (e["name"].removeprefix(prefix), e["ts"], e["ts"] + e["dur"])
+        for e in trace["traceEvents"]
+        if e["name"].startswith(prefix)
+    ]
     return {name: (begin, end) for name, begin, end in found}
 
 
@@ -153,7 +170,10 @@ def test_a_profile_names_forward_and_backward_by_module_and_leaves_no_hook(tmp_p
     for outer, inner in (("model", "first"), ("model", "second"), ("second", "second.0"), ("second", "second.1")):
         for named in (forward, backward):
             assert named[outer][0] <= named[inner][0] and named[inner][1] <= named[outer][1]
-    assert forward["first"][1] <= forward["second"][0] and backward["second.1"][1] <= backward["second.0"][0] <= backward["first"][0]
+    assert (
+        forward["first"][1] <= forward["second"][0]
+        and backward["second.1"][1] <= backward["second.0"][0] <= backward["first"][0]
+    )
 
 
 def event(name, ts, dur, tid=1, **args):

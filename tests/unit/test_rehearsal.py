@@ -1,4 +1,7 @@
-"""The rehearsal of a plan: right plans of every family pass, to rounding; plans and code that are broken are refused."""
+"""The rehearsal of a plan: right plans of every family pass, to rounding.
+
+Plans and code that are broken are refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,19 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 
-ROUND_INSIDE = {"apertus", "cohere", "cohere_qk", "exaone4", "gemma2", "gemma3_text", "helium", "olmo2", "olmo3", "qwen3", "qwen3_moe"}
+ROUND_INSIDE = {
+    "apertus",
+    "cohere",
+    "cohere_qk",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "helium",
+    "olmo2",
+    "olmo3",
+    "qwen3",
+    "qwen3_moe",
+}
 """Families that compute norms in fp32 whatever their dtype, of which the rehearsal can say no more than 1e-6."""
 EXACT, ROUNDED = 1e-10, 1e-6
 NOT_ON_FOUR = {"falcon_grouped"}
@@ -96,7 +111,9 @@ Change = Callable[[TensorPlan], TensorPlan]
 
 def on_regions(change: Callable[[RegionPlan], RegionPlan]) -> Change:
     def made(plan: TensorPlan) -> TensorPlan:
-        return replace(plan, kinds=tuple(replace(kind, regions=tuple(change(r) for r in kind.regions)) for kind in plan.kinds))
+        return replace(
+            plan, kinds=tuple(replace(kind, regions=tuple(change(r) for r in kind.regions)) for kind in plan.kinds)
+        )
 
     return made
 
@@ -129,7 +146,12 @@ def summed_together(kind: BlocksPlan) -> BlocksPlan:
 
 QKV = "self_attn.qkv_proj.weight"
 BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
-    "two parts swapped": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(FusedPart(16, 2), FusedPart(32, 4), FusedPart(16, 2)))),
+    "two parts swapped": (
+        lambda: family("phi3"),
+        2,
+        True,
+        on_cut(QKV, parts=(FusedPart(16, 2), FusedPart(32, 4), FusedPart(16, 2))),
+    ),
     "one part instead of three": (lambda: family("phi3"), 2, True, on_cut(QKV, parts=(FusedPart(64, 4),))),
     "three parts instead of one": (
         lambda: family("gpt_neox"),
@@ -137,14 +159,34 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
         True,
         on_cut("attention.query_key_value.weight", parts=(FusedPart(32, 4),) * 3),
     ),
-    "halves of a key head": (lambda: family("llama"), 4, True, on_cut("self_attn.k_proj.weight", parts=(FusedPart(16, 4),))),
-    "bias in other parts than its weight": (lambda: family("gpt2"), 2, True, on_cut("attn.c_attn.bias", parts=(FusedPart(96, 96),))),
+    "halves of a key head": (
+        lambda: family("llama"),
+        4,
+        True,
+        on_cut("self_attn.k_proj.weight", parts=(FusedPart(16, 4),)),
+    ),
+    "bias in other parts than its weight": (
+        lambda: family("gpt2"),
+        2,
+        True,
+        on_cut("attn.c_attn.bias", parts=(FusedPart(96, 96),)),
+    ),
     "consumer cut along the wrong dim": (lambda: family("llama"), 2, True, on_cut("self_attn.o_proj.weight", dim=0)),
-    "sinks of other heads": (lambda: family("gpt_oss"), 2, True, on_cut("self_attn.sinks", parts=(FusedPart(2, 2), FusedPart(2, 2)))),
+    "sinks of other heads": (
+        lambda: family("gpt_oss"),
+        2,
+        True,
+        on_cut("self_attn.sinks", parts=(FusedPart(2, 2), FusedPart(2, 2))),
+    ),
     "before emptied": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, before=())),
     "everything before": (lambda: family("llama"), 2, True, lambda plan: replace(plan, before=("model.norm.weight",))),
     "shared norms not summed": (lambda: family("qwen3"), 2, False, on_region(shared=())),
-    "an obstacle behind the head forgotten": (lambda: user("centred"), 2, True, lambda plan: replace(plan, tail=Tail())),
+    "an obstacle behind the head forgotten": (
+        lambda: user("centred"),
+        2,
+        True,
+        lambda plan: replace(plan, tail=Tail()),
+    ),
     "numbers left unchanged": (lambda: family("opt"), 2, True, on_form(numbers=())),
     "a bias by heads left whole": (lambda: family("mpt"), 2, True, on_form(arguments=())),
     "an input that stands for nothing": (lambda: family("llama"), 2, True, on_form(hidden=())),
@@ -156,8 +198,18 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
         True,
         on_kinds(lambda kind: replace(kind, norms=("norm_1", "norm_2"))),
     ),
-    "more added to the embedding": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, embedding_is_hidden=True)),
-    "tokens counted behind the blocks": (lambda: family("gpt2"), 2, True, lambda plan: replace(plan, gathers_after_blocks=False)),
+    "more added to the embedding": (
+        lambda: family("gpt2"),
+        2,
+        True,
+        lambda plan: replace(plan, embedding_is_hidden=True),
+    ),
+    "tokens counted behind the blocks": (
+        lambda: family("gpt2"),
+        2,
+        True,
+        lambda plan: replace(plan, gathers_after_blocks=False),
+    ),
 }
 
 
@@ -183,7 +235,9 @@ def summed_inverted() -> AbstractContextManager:
 
 def head_bias_whole() -> AbstractContextManager:
     whole = TensorPlan.cut_of
-    return patch.object(TensorPlan, "cut_of", lambda self, name, shape: None if name == "head.bias" else whole(self, name, shape))
+    return patch.object(
+        TensorPlan, "cut_of", lambda self, name, shape: None if name == "head.bias" else whole(self, name, shape)
+    )
 
 
 def slices_of_the_next_rank() -> AbstractContextManager:
@@ -223,7 +277,13 @@ def filled_up_at_the_front() -> AbstractContextManager:
 
 def bias_on_every_rank() -> AbstractContextManager:
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, sequence: Any, others: Any = None, whole=functions.row_parallel
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        sequence: Any,
+        others: Any = None,
+        whole=functions.row_parallel,
     ):
         return whole(x, weight, None if bias is None else bias * sequence.group.size, transposed, sequence, others)
 
@@ -231,7 +291,9 @@ def bias_on_every_rank() -> AbstractContextManager:
 
 
 def norm_of_own_features() -> AbstractContextManager:
-    return patch.object(functions, "whole_features", lambda x, copies, group: torch.cat([x] * (group.size // copies), dim=-1))
+    return patch.object(
+        functions, "whole_features", lambda x, copies, group: torch.cat([x] * (group.size // copies), dim=-1)
+    )
 
 
 def norms_side_by_side_not_summed() -> AbstractContextManager:
@@ -267,7 +329,9 @@ def rows_of_another_rank() -> AbstractContextManager:
 
 def mask_inverted() -> AbstractContextManager:
     whole = Tensor.masked_fill
-    return patch.object(Tensor, "masked_fill", lambda self, mask, value: whole(self, ~mask if mask.dim() == 3 else mask, value))
+    return patch.object(
+        Tensor, "masked_fill", lambda self, mask, value: whole(self, ~mask if mask.dim() == 3 else mask, value)
+    )
 
 
 def embedding_not_reduced() -> AbstractContextManager:

@@ -1,4 +1,6 @@
-"""What the tests remember on disk is known by its content: nothing is read that other sources, or other questions, had given."""
+"""What the tests remember on disk is known by its content: nothing is read that other sources, or other questions,
+had given.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,10 @@ def test_only_what_one_process_computes_is_kept():
 
 
 def test_other_problems_and_other_code_of_the_tests_have_other_keys():
-    keys = {key_of((oracle, (problem,))) for problem in (Problem(), Problem(TIED), Problem(max_norm=None), Problem(dtype="float32"))}
+    keys = {
+        key_of((oracle, (problem,)))
+        for problem in (Problem(), Problem(TIED), Problem(max_norm=None), Problem(dtype="float32"))
+    }
     assert len(keys) == 4 and key_of((oracle, (Problem(),))) in keys
     own = Path(families.__file__).read_bytes()
     assert own in key_of(partial(families.on_cpu, seed=2)) and own not in key_of(FSDP2)

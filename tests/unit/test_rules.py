@@ -106,7 +106,8 @@ def tensor(ranks: int, words: str) -> tuple:
 
 def half(key: str, name: str) -> tuple:
     words = (
-        f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set techniques.precision.{key} = float32"
+        f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set"
+        f" techniques.precision.{key} = float32"
     )
     return "half_precision", DEBUG, FSDP2, {"precision": {key: name}}, UnsupportedError, words
 
@@ -117,7 +118,8 @@ def scaling(scale: float, words: str) -> tuple:
 
 def reshard(shards: int, request: int, legal: str) -> tuple:
     words = (
-        f"techniques.reshard_after_forward = {request}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
+        f"techniques.reshard_after_forward = {request}: as a number it must divide layout.dp_shard = {shards} and be"
+        f" neither 1 nor"
         f" {shards}; legal here: {legal}, or true / false."
     )
     return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": request}, ConfigError, words
@@ -131,38 +133,65 @@ PP2 = Layout(pp=2, dp_shard=1)
 PP2_DP2 = Layout(pp=2, dp_shard=2)
 FOUR = replace(DEBUG, n_layers=4)
 PIPELINES = [
-    ({"pipeline_cuts": (2,)}, "techniques.pipeline_cuts cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set"),
+    (
+        {"pipeline_cuts": (2,)},
+        "techniques.pipeline_cuts cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set",
+    ),
     ({"layers_per_stage": 2}, "techniques.layers_per_stage cuts the model into pipeline stages, but layout.pp = 1."),
 ]
 
 CASES = [
     absent("cp", "context"),
     refuse(
-        *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError), "layout.ep = 2 shares experts out, and Decoder has no module"
+        *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError),
+        "layout.ep = 2 shares experts out, and Decoder has no module",
     ),
     refuse(
         *("experts_companions", CAPPED, Layout(dp_shard=1, tp=2), {}, UnsupportedError),
-        "model.moe.capacity_factor = 1.0 with layout.tp = 2: who is over an expert's capacity depends on the whole sequence",
+        "model.moe.capacity_factor = 1.0 with layout.tp = 2: who is over an expert's capacity depends on the whole"
+        " sequence",
     ),
-    refuse(*("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError), "the config of Model has output_router_logits = true"),
+    refuse(
+        *("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError),
+        "the config of Model has output_router_logits = true",
+    ),
     *(refuse("pipeline_requested", DEBUG, ONE, requested, ConfigError, words) for requested, words in PIPELINES),
     refuse(
         *("pipeline_requested", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),
-        "layout.pp = 8 with 1f1b makes 8 stages, but Decoder has 2 blocks, and each stage needs one. Legal here: layout.pp = 1 to 2.",
+        "layout.pp = 8 with 1f1b makes 8 stages, but Decoder has 2 blocks, and each stage needs one. Legal here:"
+        " layout.pp = 1 to 2.",
     ),
-    refuse(*("pipeline_requested", plain, PP2, {}, ConfigError), "layout.pp = 2 acts on repeated blocks, and none was found in Linear"),
     refuse(
-        *("pipeline_companions", DEBUG, Layout(pp=2, dp_replicate=2, dp_shard=1), {"data_parallel": "ddp"}, UnsupportedError),
-        "techniques.data_parallel = ddp does not go with layout.pp = 2: it reduces its buckets in the first backward that it sees.",
+        *("pipeline_requested", plain, PP2, {}, ConfigError),
+        "layout.pp = 2 acts on repeated blocks, and none was found in Linear",
+    ),
+    refuse(
+        *(
+            "pipeline_companions",
+            DEBUG,
+            Layout(pp=2, dp_replicate=2, dp_shard=1),
+            {"data_parallel": "ddp"},
+            UnsupportedError,
+        ),
+        "techniques.data_parallel = ddp does not go with layout.pp = 2: it reduces its buckets in the first backward"
+        " that it sees.",
         "Set techniques.data_parallel = fully_shard",
     ),
     refuse(
-        *("pipeline_companions", FOUR, PP2, {"sync_grad_accum": True, "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
-        "techniques.sync_grad_accum = true does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input",
+        *(
+            "pipeline_companions",
+            FOUR,
+            PP2,
+            {"sync_grad_accum": True, "pipeline_schedule": "zbv_zero_bubble"},
+            UnsupportedError,
+        ),
+        "techniques.sync_grad_accum = true does not go with techniques.pipeline_schedule = zbv_zero_bubble, which"
+        " computes input",
     ),
     refuse(
         *("pipeline_companions", FOUR, PP2_DP2, {"zero_stage": 2, "pipeline_schedule": "dualpipe_v"}, UnsupportedError),
-        "techniques.zero_stage = 2 does not go with techniques.pipeline_schedule = dualpipe_v, which computes input and weight",
+        "techniques.zero_stage = 2 does not go with techniques.pipeline_schedule = dualpipe_v, which computes input"
+        " and weight",
     ),
     refuse(
         *("zero_fits", DEBUG, FSDP2, {"zero_stage": 0}, ConfigError),
@@ -179,7 +208,10 @@ CASES = [
         "layout.dp_replicate = 2. Set layout.dp_shard = 2 and layout.dp_replicate = 1",
     ),
     *(
-        refuse(*("zero_fits", DEBUG, FSDP2, {"zero_stage": stage, **other}, ConfigError), f"techniques.zero_stage = {stage} {words}")
+        refuse(
+            *("zero_fits", DEBUG, FSDP2, {"zero_stage": stage, **other}, ConfigError),
+            f"techniques.zero_stage = {stage} {words}",
+        )
         for stage, other, words in (
             (
                 1,
@@ -191,8 +223,16 @@ CASES = [
                 {"reshard_after_forward": True},
                 "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft",
             ),
-            (3, {"reshard_after_forward": False}, "frees gathered parameters after each use, and techniques.reshard_after_forward = false"),
-            (1, {"sync_grad_accum": True}, "keeps whole gradients until the last microbatch, and techniques.sync_grad_accum = true"),
+            (
+                3,
+                {"reshard_after_forward": False},
+                "frees gathered parameters after each use, and techniques.reshard_after_forward = false",
+            ),
+            (
+                1,
+                {"sync_grad_accum": True},
+                "keeps whole gradients until the last microbatch, and techniques.sync_grad_accum = true",
+            ),
             (
                 2,
                 {"sync_grad_accum": False},
@@ -210,12 +250,22 @@ CASES = [
         "techniques.zero_stage = 4: legal are auto, 0, 1, 2, 3",
     ),
     refuse(
-        *("pipeline_companions", FOUR, PP2, {"compile": True, "pipeline_schedule": "zbv_zero_bubble"}, UnsupportedError),
-        "techniques.compile does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input and weight",
+        *(
+            "pipeline_companions",
+            FOUR,
+            PP2,
+            {"compile": True, "pipeline_schedule": "zbv_zero_bubble"},
+            UnsupportedError,
+        ),
+        "techniques.compile does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input and"
+        " weight",
         "gradients apart",
     ),
     *(
-        tensor(n, f"layers.*.attention has 4 heads (and 2 of keys and values), which {n} ranks cannot share. Legal: 1, 2, 4.")
+        tensor(
+            n,
+            f"layers.*.attention has 4 heads (and 2 of keys and values), which {n} ranks cannot share. Legal: 1, 2, 4.",
+        )
         for n in (3, 8)
     ),
     (
@@ -231,8 +281,15 @@ CASES = [
         "techniques.tensor_plan[0].style = 'rowise' is no style. Did you mean 'rowwise'? Legal: colwise, rowwise, ",
     ),
     refuse(
-        *("tensor_companions", DEBUG, Layout(dp_shard=1, dp_replicate=2, tp=2), {"data_parallel": "ddp"}, UnsupportedError),
-        "techniques.data_parallel = ddp does not go with layout.tp = 2: its buckets know no tensor-parallel parameters.",
+        *(
+            "tensor_companions",
+            DEBUG,
+            Layout(dp_shard=1, dp_replicate=2, tp=2),
+            {"data_parallel": "ddp"},
+            UnsupportedError,
+        ),
+        "techniques.data_parallel = ddp does not go with layout.tp = 2: its buckets know no tensor-parallel"
+        " parameters.",
         "Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too.",
     ),
     refuse(
@@ -244,12 +301,18 @@ CASES = [
         *("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError),
         "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients",
     ),
-    *(scaling(scale, f"techniques.precision.loss_scale = {scale:g}: it is a power of two from 1 on") for scale in (1000.0, 0.5)),
+    *(
+        scaling(scale, f"techniques.precision.loss_scale = {scale:g}: it is a power of two from 1 on")
+        for scale in (1000.0, 0.5)
+    ),
     refuse(
         *("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError),
         "techniques.precision.loss_scale is about float16, and techniques.precision.compute = float32 needs no scaling",
     ),
-    *(reshard(*request) for request in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))),
+    *(
+        reshard(*request)
+        for request in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))
+    ),
     refuse(
         *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
         "techniques.reshard_after_forward = 2 is about sharded parameters, and ddp has none",
@@ -270,20 +333,29 @@ CASES = [
     ),
     refuse(
         *("async_tensor_fits", DEBUG, Layout(dp_shard=1, tp=2), {"async_tensor_parallel": True}, UnsupportedError),
-        "techniques.async_tensor_parallel = true needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for cpu.",
+        "techniques.async_tensor_parallel = true needs CUDA with symmetric memory (GPUs joined by NVLink), and this"
+        " plan is for cpu.",
         "Set techniques.async_tensor_parallel = false: the numbers are the same.",
     ),
     refuse(
         *("async_tensor_fits", DEBUG, FSDP2, {"async_tensor_parallel": True}, ConfigError),
-        "techniques.async_tensor_parallel = true acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.",
+        "techniques.async_tensor_parallel = true acts on the tensor axis, and layout.tp = 1. Set it false, or"
+        " layout.tp = 2 or more.",
     ),
     refuse(
-        *("async_tensor_fits", DEBUG, Layout(dp_shard=1, tp=2), {"async_tensor_parallel": True, "sequence_parallel": False}, ConfigError),
+        *(
+            "async_tensor_fits",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            {"async_tensor_parallel": True, "sequence_parallel": False},
+            ConfigError,
+        ),
         "techniques.async_tensor_parallel = true needs cut sequences. Set techniques.sequence_parallel = true",
     ),
     refuse(
         *("postponed_all_reduce", DEBUG, FSDP2, {"sync_grad_accum": "shard"}, ConfigError),
-        "techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate > 1 with",
+        "techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate"
+        " > 1 with",
         "fully_shard; here layout.dp_replicate = 1, fully_shard. Use true or false.",
     ),
     refuse(
@@ -304,7 +376,8 @@ CASES = [
     ),
     refuse(
         *("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
-        "rows of a batch depend on each other in BatchNorm: batch_norm (BatchNorm1d). The 6 data ranks have other rows each, so the result",
+        "rows of a batch depend on each other in BatchNorm: batch_norm (BatchNorm1d). The 6 data ranks have other"
+        " rows each, so the result",
         "would be another one than that of one process.",
     ),
     refuse(
@@ -313,7 +386,8 @@ CASES = [
     ),
     refuse(
         *("rows_stand_alone", MODELS["ByFrequency"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
-        "the gradient of embedding.weight is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch)",
+        "the gradient of embedding.weight is no sum over tokens (scale_grad_by_freq divides it by how often an id"
+        " stands in the batch)",
     ),
     refuse(
         *("state_stays", MODELS["CountsIds"], FSDP2, {}, UnsupportedError),
@@ -321,7 +395,8 @@ CASES = [
     ),
     refuse(
         *("state_stays", MODELS["WarmBlocks"], ONE, {"activation_checkpointing": "full"}, UnsupportedError),
-        "techniques.activation_checkpointing = full calls forwards of WarmBlocks a second time, and they keep state: layers.0.calls,",
+        "techniques.activation_checkpointing = full calls forwards of WarmBlocks a second time, and they keep state:"
+        " layers.0.calls,",
         "layers.1.calls, which would be written twice.",
     ),
     refuse(
@@ -330,12 +405,14 @@ CASES = [
     ),
     refuse(
         *("parameters_are_reached", MODELS["ForOneToken"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
-        "only some rows use adapter.weight, adapter.bias of ForOneToken, by a condition on the data, which ranks of the tensor axis would",
+        "only some rows use adapter.weight, adapter.bias of ForOneToken, by a condition on the data, which ranks of"
+        " the tensor axis would",
         "see on parts of the sequence. Set techniques.sequence_parallel = false.",
     ),
     refuse(
         *("gradients_are_dense", MODELS["SparseGradient"], FSDP2, {}, UnsupportedError),
-        "the gradient of embedding.weight is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or clip.",
+        "the gradient of embedding.weight is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or"
+        " clip.",
     ),
     refuse(
         *("hooks_are_called", MODELS["ClippedByHook"], DDP2, {}, UnsupportedError),
@@ -347,16 +424,24 @@ CASES = [
     ),
     refuse(
         *("checkpointing_matches", plain, ONE, {"activation_checkpointing": "full"}, ConfigError),
-        "techniques.activation_checkpointing = full acts on repeated blocks, and none was found in Linear: put them into an",
+        "techniques.activation_checkpointing = full acts on repeated blocks, and none was found in Linear: put them"
+        " into an",
         "nn.ModuleList or nn.ModuleDict, each with parameters of its own",
     ),
     refuse(
         *("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "selective"}, ConfigError),
-        "techniques.activation_checkpointing = selective recomputes attention, but no module of Model inside a repeated block",
+        "techniques.activation_checkpointing = selective recomputes attention, but no module of Model inside a"
+        " repeated block",
         "is called attention. Use full, or name the module *attention*.",
     ),
     refuse(
-        *("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 5}, ConfigError),
+        *(
+            "checkpointing_matches",
+            no_attention,
+            ONE,
+            {"activation_checkpointing": "every_n", "checkpoint_every": 5},
+            ConfigError,
+        ),
         "techniques.checkpoint_every = 5 is more than the 1 blocks of Model: none would be recomputed",
     ),
     refuse(
@@ -365,26 +450,43 @@ CASES = [
     ),
     refuse(
         *("checkpointing_matches", DEBUG, ONE, modules("layers.*.feed_foward"), ConfigError),
-        "techniques.checkpoint_modules: 'layers.*.feed_foward' matches no module in the repeated blocks of Decoder. Did you mean",
+        "techniques.checkpoint_modules: 'layers.*.feed_foward' matches no module in the repeated blocks of Decoder."
+        " Did you mean",
     ),
     refuse(
         *("checkpointing_matches", DEBUG, ONE, modules("layers.*", "layers.1.attention"), ConfigError),
-        "'layers.1.attention' matches layers.1.attention, which lies in layers.1 ('layers.*'): it would be recomputed twice",
+        "'layers.1.attention' matches layers.1.attention, which lies in layers.1 ('layers.*'): it would be recomputed"
+        " twice",
     ),
     refuse(
-        *("checkpointing_matches", DEBUG, Layout(dp_shard=1, tp=2), modules("layers.*.feed_forward.w_up"), UnsupportedError),
-        "layers.0.feed_forward.w_up is a part of what computes together with layout.tp = 2, and cannot be recomputed alone.",
+        *(
+            "checkpointing_matches",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            modules("layers.*.feed_forward.w_up"),
+            UnsupportedError,
+        ),
+        "layers.0.feed_forward.w_up is a part of what computes together with layout.tp = 2, and cannot be recomputed"
+        " alone.",
     ),
     refuse(
         *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError),
-        "techniques.checkpoint_every acts only with techniques.activation_checkpointing = every_n, and here that is full.",
+        "techniques.checkpoint_every acts only with techniques.activation_checkpointing = every_n, and here that is"
+        " full.",
     ),
     refuse(
         *("checkpointing_keys", DEBUG, ONE, {"checkpoint_keep": ["topk"]}, ConfigError),
-        "techniques.checkpoint_keep acts only with techniques.activation_checkpointing = selective_op, and here that is none.",
+        "techniques.checkpoint_keep acts only with techniques.activation_checkpointing = selective_op, and here that"
+        " is none.",
     ),
     refuse(
-        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 0}, ConfigError),
+        *(
+            "checkpointing_keys",
+            DEBUG,
+            ONE,
+            {"activation_checkpointing": "every_n", "checkpoint_every": 0},
+            ConfigError,
+        ),
         "techniques.checkpoint_every = 0: every n-th one, where n is 1 (every one) or more",
     ),
     refuse(
@@ -392,19 +494,41 @@ CASES = [
         "techniques.activation_memory_budget = 1.0: a share of what would be kept, above 0 and below 1",
     ),
     *(
-        refuse("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "selective_op", "checkpoint_keep": [word]}, kind, said)
+        refuse(
+            "checkpointing_keys",
+            DEBUG,
+            ONE,
+            {"activation_checkpointing": "selective_op", "checkpoint_keep": [word]},
+            kind,
+            said,
+        )
         for word, kind, said in (
-            ("matmul", ConfigError, "'matmul' is neither a word nor an operator. Did you mean 'matmuls'? Legal: attention, matmuls,"),
+            (
+                "matmul",
+                ConfigError,
+                "'matmul' is neither a word nor an operator. Did you mean 'matmuls'? Legal: attention, matmuls,",
+            ),
             ("aten.mm.defoult", ConfigError, "'aten.mm.defoult' is neither a word nor an operator."),
             ("aten.add_.Tensor", UnsupportedError, "'aten.add_.Tensor' writes into its inputs or gives a view of them"),
             ("c10d.allreduce_.default", UnsupportedError, "sends into a buffer that it is given. Say collectives,"),
             ("support.odd:nobody", ConfigError, "cannot import 'support.odd:nobody'"),
-            ("math:pi", ConfigError, "'math:pi' is a float, and not a function of (context, operator, *args, **kwargs)"),
+            (
+                "math:pi",
+                ConfigError,
+                "'math:pi' is a float, and not a function of (context, operator, *args, **kwargs)",
+            ),
         )
     ),
     refuse(
-        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "selective_op", "checkpoint_keep": []}, ConfigError),
-        "techniques.checkpoint_keep is empty: nothing would be kept, which is techniques.activation_checkpointing = full",
+        *(
+            "checkpointing_keys",
+            DEBUG,
+            ONE,
+            {"activation_checkpointing": "selective_op", "checkpoint_keep": []},
+            ConfigError,
+        ),
+        "techniques.checkpoint_keep is empty: nothing would be kept, which is techniques.activation_checkpointing ="
+        " full",
     ),
     refuse(
         *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "memory_budget"}, ConfigError),
@@ -419,11 +543,23 @@ CASES = [
         "techniques.activation_checkpointing = memory_budget does not go with layout.tp = 2",
     ),
     refuse(
-        *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "offload", "compile": True}, UnsupportedError),
+        *(
+            "checkpointing_companions",
+            DEBUG,
+            ONE,
+            {"activation_checkpointing": "offload", "compile": True},
+            UnsupportedError,
+        ),
         "techniques.activation_checkpointing = offload does not go with techniques.compile = true",
     ),
     refuse(
-        *("checkpointing_companions", DEBUG, Layout(dp_shard=1, tp=2), {**BY_OPERATOR, "async_tensor_parallel": True}, UnsupportedError),
+        *(
+            "checkpointing_companions",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            {**BY_OPERATOR, "async_tensor_parallel": True},
+            UnsupportedError,
+        ),
         "Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel = false.",
     ),
     refuse(
@@ -434,7 +570,14 @@ CASES = [
         *("something_trains", frozen, ONE, {}, ConfigError),
         "all 2 parameters of Linear are frozen: nothing would be trained (see techniques.freeze)",
     ),
-    refuse("something_trains", plain, ONE, {"freeze": ["weight", "^bias$"]}, ConfigError, "all 2 parameters of Linear are frozen"),
+    refuse(
+        "something_trains",
+        plain,
+        ONE,
+        {"freeze": ["weight", "^bias$"]},
+        ConfigError,
+        "all 2 parameters of Linear are frozen",
+    ),
     refuse(
         *("legal_words", DEBUG, DDP2, Techniques(data_parallel="fsdp"), ConfigError),  # type: ignore[arg-type]
         "techniques.data_parallel = 'fsdp': legal are auto, ddp, fully_shard",
@@ -456,20 +599,42 @@ CASES = [
         "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear",
     ),
     refuse(
-        *("float8_companions", DEBUG, Layout(dp_shard=1, tp=2), {"float8": "rowwise", "async_tensor_parallel": True}, UnsupportedError),
-        "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in float32.",
+        *(
+            "float8_companions",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            {"float8": "rowwise", "async_tensor_parallel": True},
+            UnsupportedError,
+        ),
+        "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in"
+        " float32.",
     ),
     refuse(
         *("float8_requested", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
-        "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none. Set",
+        "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none."
+        " Set",
     ),
     refuse(
-        *("float8_gathering", DEBUG, Layout(dp_shard=2), {"float8": "rowwise", "float8_all_gather": True}, UnsupportedError),
-        "and techniques.float8 = rowwise has one for each row, another in forward than in backward. Set techniques.float8 = tensorwise",
+        *(
+            "float8_gathering",
+            DEBUG,
+            Layout(dp_shard=2),
+            {"float8": "rowwise", "float8_all_gather": True},
+            UnsupportedError,
+        ),
+        "and techniques.float8 = rowwise has one for each row, another in forward than in backward. Set"
+        " techniques.float8 = tensorwise",
     ),
     refuse(
-        *("float8_gathering", DEBUG, Layout(dp_replicate=2, dp_shard=1), {"float8": "tensorwise", "float8_all_gather": True}, ConfigError),
-        "is about weights that FSDP gathers, and here none are: layout.dp_shard = 1, ddp. Set techniques.float8_all_gather = false",
+        *(
+            "float8_gathering",
+            DEBUG,
+            Layout(dp_replicate=2, dp_shard=1),
+            {"float8": "tensorwise", "float8_all_gather": True},
+            ConfigError,
+        ),
+        "is about weights that FSDP gathers, and here none are: layout.dp_shard = 1, ddp. Set"
+        " techniques.float8_all_gather = false",
     ),
     refuse(
         *("float8_gathering", DEBUG, Layout(dp_shard=4)),
@@ -478,7 +643,8 @@ CASES = [
     ),
     refuse(
         *("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError),  # type: ignore[arg-type]
-        "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean 'rowwise'?",
+        "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean"
+        " 'rowwise'?",
     ),
     refuse(
         *("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError),
@@ -500,7 +666,8 @@ CASES = [
     ),
     refuse(
         *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
-        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op, offload,",
+        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules,"
+        " selective_op, offload,",
         "memory_budget. Did you mean 'full'?",
     ),
 ]
@@ -604,7 +771,9 @@ def test_auto_precision_follows_device_and_model():
         ("float64", "cpu"): ("float64", "float64", "float64"),
         ("float64", "cuda"): ("float64", "float64", "float64"),
     }
-    given = rules.resolve_precision(Techniques(precision=Precision("fp32", "double", "bf16", "half")), "float64", "cuda")
+    given = rules.resolve_precision(
+        Techniques(precision=Precision("fp32", "double", "bf16", "half")), "float64", "cuda"
+    )
     assert (given.master, given.compute, given.reduce, given.output) == ("float32", "float64", "bfloat16", "float16")
 
 
@@ -622,8 +791,14 @@ HSDP = Layout(dp_replicate=2, dp_shard=3)
         (Batch(0, 16), "batch: 0 rows of 16 tokens, 0 rows per forward: sizes start at 1"),
         (Batch(6, 0), "batch: 6 rows of 0 tokens"),
         (Batch(6, 16, -1), "-1 rows per forward"),
-        (Batch(6, 257), "data.seq_len = 257 is longer than the model's maximum, model.max_seq_len = 256. Lower data.seq_len"),
-        (Batch(6, 16, vocab_size=300), "the tokenizer has 300 token ids, the model only model.vocab_size = 256: ids from 256 up"),
+        (
+            Batch(6, 257),
+            "data.seq_len = 257 is longer than the model's maximum, model.max_seq_len = 256. Lower data.seq_len",
+        ),
+        (
+            Batch(6, 16, vocab_size=300),
+            "the tokenizer has 300 token ids, the model only model.vocab_size = 256: ids from 256 up",
+        ),
         (Batch(6, 16, vocab_size=300), "Set model.vocab_size = 300"),
     ],
 )

@@ -14,7 +14,15 @@ from torch.distributed.pipelining import schedules as torchs
 from meshwright import ConfigError
 from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work, actions_in
 from meshwright.planning.pipeline.schedules.orders import KINDS, forwards, schedule_kind
-from meshwright.planning.pipeline.schedules.program import Content, Message, Receive, Send, message_after, message_before, programs
+from meshwright.planning.pipeline.schedules.program import (
+    Content,
+    Message,
+    Receive,
+    Send,
+    message_after,
+    message_before,
+    programs,
+)
 from meshwright.planning.pipeline.schedules.simulate import check_whole, peak_live, simulate
 from meshwright.planning.pipeline.schedules.table import read_schedule, write_schedule
 
@@ -45,7 +53,10 @@ def test_messages_meet_even_where_a_send_waits_for_its_receive(name, ranks, micr
     given = [step.message for program in programs(schedule) for step in program if isinstance(step, Send)]
     needed = [m for actions in schedule.ranks for a in actions if (m := message_before(a, schedule.stages)) is not None]
     across = [
-        m for m in needed if schedule.rank_of[m.stage] != schedule.rank_of[m.stage - 1 if m.content is Content.ACTIVATION else m.stage + 1]
+        m
+        for m in needed
+        if schedule.rank_of[m.stage]
+        != schedule.rank_of[m.stage - 1 if m.content is Content.ACTIVATION else m.stage + 1]
     ]
     assert sorted(given) == sorted(across)
 
@@ -137,16 +148,22 @@ def test_1f1b_keeps_what_the_stages_behind_it_need(ranks, microbatches):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zero_bubble_v_waits_only_at_its_ends_and_keeps_no_more_than_1f1b(ranks):
-    """arXiv 2405.15362: in half-size stages 2 · ranks microbatches at most, and with enough of them nearly no bubble."""
+    """arXiv 2405.15362: in half-size stages 2 · ranks microbatches at most, and with enough of them hardly a bubble."""
     schedule = build("zbv_zero_bubble", ranks, 4 * ranks)
     assert max(peak_live(schedule)) <= 2 * ranks
     assert simulate(schedule).makespan <= 6 * 4 * ranks + ranks  # six units of work for each microbatch
 
 
 def test_names_are_ours_or_torchs():
-    for ours, torchs_name in (("1f1b", "1F1B"), ("interleaved_1f1b", "Interleaved1F1B"), ("zbv_zero_bubble", "ScheduleZBVZeroBubble")):
+    for ours, torchs_name in (
+        ("1f1b", "1F1B"),
+        ("interleaved_1f1b", "Interleaved1F1B"),
+        ("zbv_zero_bubble", "ScheduleZBVZeroBubble"),
+    ):
         assert schedule_kind(torchs_name) is KINDS[ours]
-    with pytest.raises(ConfigError, match=r"'1f2b': legal are gpipe, 1f1b, .* or a \.csv file of actions\. Did you mean '1f1b'"):
+    with pytest.raises(
+        ConfigError, match=r"'1f2b': legal are gpipe, 1f1b, .* or a \.csv file of actions\. Did you mean '1f1b'"
+    ):
         schedule_kind("1f2b")
 
 
@@ -192,5 +209,7 @@ def test_what_an_action_gives_another_needs():
         for action in actions:
             message = message_after(action, schedule.stages)
             if message is not None:
-                takers = [a for others in schedule.ranks for a in others if message_before(a, schedule.stages) == message]
+                takers = [
+                    a for others in schedule.ranks for a in others if message_before(a, schedule.stages) == message
+                ]
                 assert len(takers) == 1

@@ -21,10 +21,17 @@ def test_every_axis_has_its_part():
     shares = Shares(MESH, sharded=True, cuts_sequences=True)
     assert (shares.data_ranks, shares.shards, shares.replicas) == (15, 35, 3)
     assert shares.size(*shares.routed) == 3 * 5 * 7 * 11 and shares.size(*BATCH) == 3 * 5 * 7
-    assert Shares(MESH).shards == 1 and Axis.TP not in Shares(MESH).routed and set(SAMPLES) < set(BATCH) and Axis.CP in SHARDS
+    assert (
+        Shares(MESH).shards == 1
+        and Axis.TP not in Shares(MESH).routed
+        and set(SAMPLES) < set(BATCH)
+        and Axis.CP in SHARDS
+    )
 
 
-@pytest.mark.parametrize(("layout", "shards", "replicas"), [(Layout(dp_shard=4), 4, 1), (Layout(dp_replicate=2, dp_shard=1), 1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "shards", "replicas"), [(Layout(dp_shard=4), 4, 1), (Layout(dp_replicate=2, dp_shard=1), 1, 2)]
+)
 def test_a_plan_has_the_shares_of_its_layout(layout, shards, replicas):
     made = plan(MODEL, layout)
     assert (made.shares.shards, made.shares.replicas, made.data_ranks) == (shards, replicas, shards * replicas)
@@ -32,7 +39,10 @@ def test_a_plan_has_the_shares_of_its_layout(layout, shards, replicas):
 
 
 def test_with_tensor_parallel_sequences_routers_are_given_other_tokens_on_each_rank():
-    cut, whole = (plan(MODEL, Layout(dp_shard=1, tp=2), techniques={"sequence_parallel": yes}).shares.routed for yes in (True, False))
+    cut, whole = (
+        plan(MODEL, Layout(dp_shard=1, tp=2), techniques={"sequence_parallel": yes}).shares.routed
+        for yes in (True, False)
+    )
     assert Axis.TP in cut and Axis.TP not in whole
 
 

@@ -1,4 +1,6 @@
-"""The job of a run: its keys, its script, and the folder that a requeued job finds again. tests/slurm asks a real Slurm."""
+"""The job of a run: its keys, its script, and the folder that a requeued job finds again. tests/slurm asks a real
+Slurm.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from meshwright.training.run.folder import RunFolder
 from meshwright.training.slurm.config import LaunchConfig, SlurmConfig, seconds_of
 from meshwright.training.slurm.job import batch_script, folder_of, submit
 
-KEYS = "nodes tasks_per_node gpus_per_node cpus_per_task partition account qos time signal_sec requeue setup extra".split()
+KEYS = (
+    "nodes tasks_per_node gpus_per_node cpus_per_task partition account qos time signal_sec requeue setup extra".split()
+)
 
 
 def read(*argv: str) -> LaunchConfig:
@@ -46,11 +50,20 @@ def test_the_keys_are_these_and_each_has_its_doc():
         (["--slurm.signal_sec=0"], "slurm.signal_sec = 0 is out of range: it must be from 1 to 65535"),
         (["--slurm.partition=a b"], "slurm.partition = 'a b' is out of range"),
         (["--slurm.time=soon"], "slurm.time = 'soon' is out of range: it must be minutes,"),
-        (["--slurm.time=2"], "slurm.time = '2' is 120 s, and slurm.signal_sec = 120: the job would be told to stop as it starts"),
+        (
+            ["--slurm.time=2"],
+            "slurm.time = '2' is 120 s, and slurm.signal_sec = 120: the job would be told to stop as it starts",
+        ),
         (["--slurm.setup=a\nb"], "slurm.setup[0] = 'a\\nb' is out of range: it must be one line"),
-        (["--slurm.extra=a\nb"], "slurm.extra[0] = 'a\\nb' is out of range: it must be a flag of sbatch without its dashes"),
+        (
+            ["--slurm.extra=a\nb"],
+            "slurm.extra[0] = 'a\\nb' is out of range: it must be a flag of sbatch without its dashes",
+        ),
         (["--slurm.extra", "mem=4G", "nodes=3"], "slurm.extra: 'nodes' has a place of its own: slurm.nodes."),
-        (["--slurm.gpus_per_node=4", "--slurm.tasks_per_node=2"], "each process drives one GPU. Set slurm.tasks_per_node = 4"),
+        (
+            ["--slurm.gpus_per_node=4", "--slurm.tasks_per_node=2"],
+            "each process drives one GPU. Set slurm.tasks_per_node = 4",
+        ),
         (["--slurm.nods=2"], "unknown key 'slurm.nods'. Did you mean 'slurm.nodes'?"),
         (["--partition=main"], "It belongs elsewhere: slurm.partition"),
     ],
@@ -93,10 +106,24 @@ def test_a_run_that_was_launched_is_launched_again_with_its_job(tmp_path):
 
 
 def test_the_script_says_what_was_asked_for_and_nothing_else():
-    flags = "--slurm.nodes=2 --slurm.gpus_per_node=4 --slurm.cpus_per_task=8 --slurm.time=2-12 --slurm.account=lab --slurm.qos=high"
-    lines = script(*flags.split(), "--name=big", "--slurm.setup", "module load cuda", "--slurm.extra", "mem=64G", "exclusive")
+    flags = (
+        "--slurm.nodes=2 --slurm.gpus_per_node=4 --slurm.cpus_per_task=8 --slurm.time=2-12 --slurm.account=lab"
+        " --slurm.qos=high"
+    )
+    lines = script(
+        *flags.split(), "--name=big", "--slurm.setup", "module load cuda", "--slurm.extra", "mem=64G", "exclusive"
+    )
     assert {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH") and "log" not in line} == {
-        *("nodes=2", "gpus-per-node=4", "ntasks-per-node=4", "cpus-per-task=8", "time=2-12", "account=lab", "qos=high", "job-name=big"),
+        *(
+            "nodes=2",
+            "gpus-per-node=4",
+            "ntasks-per-node=4",
+            "cpus-per-task=8",
+            "time=2-12",
+            "account=lab",
+            "qos=high",
+            "job-name=big",
+        ),
         *("signal=USR1@120", "requeue", "open-mode=append", "mem=64G", "exclusive"),
     }
     (srun,) = [line for line in lines if line.startswith("srun ")]
@@ -108,7 +135,9 @@ def test_the_script_says_what_was_asked_for_and_nothing_else():
     ]
 
 
-@pytest.mark.parametrize(("requeue", "status", "again"), [(True, 138, True), (True, 143, True), (True, 1, False), (False, 138, False)])
+@pytest.mark.parametrize(
+    ("requeue", "status", "again"), [(True, 138, True), (True, 143, True), (True, 1, False), (False, 138, False)]
+)
 def test_the_end_of_the_script_requeues_what_was_told_to_stop(tmp_path, requeue, status, again):
     lines = script(f"--slurm.requeue={str(requeue).lower()}", "--slurm.extra=comment=x")
     at = next(i for i, line in enumerate(lines) if line.startswith("srun "))
@@ -130,7 +159,9 @@ def test_without_sbatch_the_way_to_see_the_script_is_told(tmp_path, monkeypatch,
 
 
 def test_a_layout_that_does_not_fit_the_nodes_is_refused_before_the_queue(capsys):
-    assert cli.main(["launch", "--slurm.nodes=2", "--slurm.tasks_per_node=2", "--layout.dp_replicate=3", "--dry-run"]) == 2
+    assert (
+        cli.main(["launch", "--slurm.nodes=2", "--slurm.tasks_per_node=2", "--layout.dp_replicate=3", "--dry-run"]) == 2
+    )
     assert "dp_replicate = 3 does not divide the world size 4" in capsys.readouterr().err
 
 
@@ -181,7 +212,11 @@ def test_a_requeued_job_finds_its_run_and_no_other(job, tmp_path):
 def test_steps_of_a_job_are_runs_of_their_own(job, tmp_path):
     config = Config(out=str(tmp_path))
     for restarts in (0, 1):
-        for step, name in ((0, "demo-slurm17"), (2, "demo-slurm17.2"), (0xFFFF_FFFA, "demo-slurm17" if restarts else "demo-slurm17-1")):
+        for step, name in (
+            (0, "demo-slurm17"),
+            (2, "demo-slurm17.2"),
+            (0xFFFF_FFFA, "demo-slurm17" if restarts else "demo-slurm17-1"),
+        ):
             job("17", restarts, step)
             assert RunFolder.open(config, {}).path.name == name
 
@@ -198,4 +233,7 @@ def test_a_requeued_job_does_not_continue_what_became_another_run(job, tmp_path)
 def test_none_of_it_needs_torch_or_submitit():
     imported = "import sys, meshwright.training.slurm.job, meshwright.training.slurm.job_folder"
     code = f"{imported}; print({{'torch', 'submitit', 'json'}} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "{'json'}"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        == "{'json'}"
+    )

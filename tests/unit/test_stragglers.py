@@ -1,4 +1,7 @@
-"""Own time: what a rank waited for others is not its own, in whatever order and group they meet; and a slow rank is named, once."""
+"""Own time: what a rank waited for others is not its own, in whatever order and group they meet.
+
+And a slow rank is named, once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.distributed.process.flight import Issued
-from meshwright.training.health.stragglers import IN_A_ROW, SAMPLED_STEPS, Cycle, OwnTime, Said, Stragglers, Verdict, own_times
+from meshwright.training.health.stragglers import (
+    IN_A_ROW,
+    SAMPLED_STEPS,
+    Cycle,
+    OwnTime,
+    Said,
+    Stragglers,
+    Verdict,
+    own_times,
+)
 
 WORLD = (0, 1, 2, 3)
 PAIRS = [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]
@@ -17,7 +29,8 @@ PAIRS = [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]
 
 
 def simulate(own, plan, transfer=0.002):
-    """The cycles of ranks that compute ``own[rank][k]`` seconds before their k-th collective, in the groups that ``plan[rank]`` names.
+    """The cycles of ranks that compute ``own[rank][k]`` seconds before their k-th collective, in the groups that
+    ``plan[rank]`` names.
 
     Returns (cycles, seconds of own work): a small clockwork of its own, with true clocks.
     """
@@ -57,16 +70,23 @@ def test_collectives_that_nobody_waits_for_at_once_are_not_counted_as_waiting():
 
 
 def test_a_wait_is_counted_once_where_two_of_them_overlap():
-    early = Cycle(1.6, 0.0, ((WORLD, 1, 0.5), (WORLD, 2, 0.95)))  # it left the first a little before the last had come, by its clock
+    early = Cycle(
+        1.6, 0.0, ((WORLD, 1, 0.5), (WORLD, 2, 0.95))
+    )  # it left the first a little before the last had come, by its clock
     late = Cycle(1.6, 0.0, ((WORLD, 1, 1.0), (WORLD, 2, 1.5)))
-    assert [one.own for one in own_times([Said("h", {1: cycle}) for cycle in (early, early, early, late)])] == pytest.approx(
-        [0.6] * 3 + [1.6]
-    )
+    assert [
+        one.own for one in own_times([Said("h", {1: cycle}) for cycle in (early, early, early, late)])
+    ] == pytest.approx([0.6] * 3 + [1.6])
 
 
 def test_steps_that_one_rank_forgot_count_for_none():
     cycle = Cycle(1.0, 0.25, ((WORLD, 1, 0.5),))
-    said = [Said("h", {1: cycle, 2: Cycle(9.0, 0.0)}), Said("h", {1: cycle}), Said("h", {1: cycle, 3: cycle}), Said("h", {1: cycle})]
+    said = [
+        Said("h", {1: cycle, 2: Cycle(9.0, 0.0)}),
+        Said("h", {1: cycle}),
+        Said("h", {1: cycle, 3: cycle}),
+        Said("h", {1: cycle}),
+    ]
     assert own_times(said) == [OwnTime(1.0, 0.25, 1.0)] * 4
     assert own_times([*said[:3], Said("h", {})]) == [] and own_times([]) == []
 
@@ -114,7 +134,9 @@ class Clock:
 def test_only_whole_undisturbed_steps_that_the_recorder_remembers_are_told():
     clock, told, kept = Clock(), [], []
     watcher = Stragglers(
-        lambda since: [one for one in kept if one.created_ns >= since], lambda said: told.append(said) or [said, said], clock
+        lambda since: [one for one in kept if one.created_ns >= since],
+        lambda said: told.append(said) or [said, said],
+        clock,
     )
     for step in range(1, 11):
         if step == 4:

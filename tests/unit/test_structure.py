@@ -1,4 +1,7 @@
-"""What is measured of a model: regions, their parts, what runs over all heads, how one rank runs them; nothing is known by name."""
+"""What is measured of a model: regions, their parts, what runs over all heads, how one rank runs them.
+
+Nothing is known by name.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,11 @@ def test_attention_and_feed_forward_are_found(name):
         ("bloom", "self_attention.query_key_value.weight", "96/4, 0"),
         ("phi3", "self_attn.qkv_proj.weight", "32/4 + 16/2 + 16/2, 0"),
         ("mpt", "attn.Wqkv.weight", "32/4 + 32/4 + 32/4, 0"),
-        ("falcon", "self_attention.query_key_value.weight", "32/4 + 16/1, 0"),  # multi-query: one group of keys and values
+        (
+            "falcon",
+            "self_attention.query_key_value.weight",
+            "32/4 + 16/1, 0",
+        ),  # multi-query: one group of keys and values
         ("gpt_bigcode", "attn.c_attn.bias", "32/4 + 16/1, 0"),
         ("falcon_grouped", "self_attention.query_key_value.weight", "64/2, 0"),
         ("falcon_alibi", "self_attention.query_key_value.weight", "96/4, 0"),
@@ -192,7 +199,12 @@ def form(name: str, ranks: int):
         ("bloom", 2, (("self_attention", "num_heads", 4, 2),), (("alibi", 0, True),)),
         ("bloom", 4, (("self_attention", "num_heads", 4, 1),), (("alibi", 0, True),)),
         ("mpt", 2, (("attn", "n_heads", 4, 2),), (("position_bias", 0, False),)),
-        ("phi3", 2, (("self_attn", "num_key_value_heads", 2, 1), ("self_attn", "config.num_attention_heads", 4, 2)), ()),
+        (
+            "phi3",
+            2,
+            (("self_attn", "num_key_value_heads", 2, 1), ("self_attn", "config.num_attention_heads", 4, 2)),
+            (),
+        ),
         (
             "falcon_alibi",
             2,
@@ -228,7 +240,9 @@ def test_what_all_heads_come_from_stays_whole_and_is_shared(name):
     where = f"{found.container}."
     for what in ("producers", "latent", "fed"):
         assert set(getattr(found, what)) == {where + path for path in expected[what]}
-    assert {path.rpartition(".")[0] for path in found.shared} == {where + path for path in (*expected["latent"], *expected["norms"])}
+    assert {path.rpartition(".")[0] for path in found.shared} == {
+        where + path for path in (*expected["latent"], *expected["norms"])
+    }
     assert found.groups == found.joint == 4
     assert set(kind(facts).gathers[0]) == set(found.begins) == {*found.latent, *found.producers} - {*found.fed}
     assert measured(facts).forms[structure(facts).blocks[0], found.consumer]
@@ -240,7 +254,11 @@ def test_few_features_that_are_not_all_that_heads_are_made_from_leave_attention_
 
 def test_latent_attention_beside_a_norm_of_its_own_gathers_what_norms_give():
     found = kind(user("latent, two norms"))
-    assert found.norms == () and {r.kind for r in found.regions} == {"attention", "feed_forward"} and found.regions[0].latent
+    assert (
+        found.norms == ()
+        and {r.kind for r in found.regions} == {"attention", "feed_forward"}
+        and found.regions[0].latent
+    )
 
 
 def test_a_group_that_does_not_divide_has_no_form():
@@ -257,7 +275,12 @@ def test_a_group_that_does_not_divide_has_no_form():
         ("gemma2", "model.embed_tokens", True, ("model.embed_tokens.weight",)),
         ("granite", "model.embed_tokens", False, ("model.embed_tokens.weight",)),
         ("gpt2", "transformer.wte", False, ("transformer.wte.weight", "transformer.wpe.weight")),
-        ("opt", "model.decoder.embed_tokens", False, ("model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight")),
+        (
+            "opt",
+            "model.decoder.embed_tokens",
+            False,
+            ("model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"),
+        ),
         ("biogpt", "biogpt.embed_tokens", False, ("biogpt.embed_tokens.weight", "biogpt.embed_positions.weight")),
         (
             "bloom",
@@ -287,7 +310,9 @@ def test_the_head_and_what_is_done_to_logits(name, head, steps):
     assert found.head == head and [str(step) for step in found.tail.steps] == steps and not found.tail.obstacle
 
 
-@pytest.mark.parametrize(("name", "counts"), [("gpt2", True), ("gptj", True), ("gpt_neo", True), ("llama", False), ("bloom", False)])
+@pytest.mark.parametrize(
+    ("name", "counts"), [("gpt2", True), ("gptj", True), ("gpt_neo", True), ("llama", False), ("bloom", False)]
+)
 def test_models_that_count_tokens_behind_their_blocks(name, counts):
     assert structure(family(name)).counts_tokens_behind == counts
 
@@ -329,7 +354,10 @@ def test_a_bias_of_each_head_is_cut_though_most_of_its_distances_do_not_occur():
 def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
     plan, notes = cut(user("fixed slopes"))
     assert [p.region.kind for p in plan.kinds[0].regions] == ["feed_forward"] and not plan.sequence_parallel
-    assert notes[0] == "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
+    assert (
+        notes[0]
+        == "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +373,8 @@ def test_no_layer_begins_one_region_and_ends_another(name, producers, consumer):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "expected"), [("gated by head", "attention.gate.bias", "4/4, 0"), ("sinks", "attention.sinks", "4/4, 0")]
+    ("name", "tensor", "expected"),
+    [("gated by head", "attention.gate.bias", "4/4, 0"), ("sinks", "attention.sinks", "4/4, 0")],
 )
 def test_what_belongs_to_single_heads_is_cut_with_them(name, tensor, expected):
     assert parts(region(user(name)), tensor) == expected
@@ -358,7 +387,9 @@ def test_branches_that_are_normed_before_they_are_added_are_not_summed_first():
 @pytest.mark.parametrize(("name", "obstacle"), [("learnt scale", "aten.mul.Tensor"), ("centred", "aten.sub.Tensor")])
 def test_what_cannot_be_done_to_a_piece_of_the_logits_is_named(name, obstacle):
     assert structure(user(name)).tail.obstacle == obstacle
-    with pytest.raises(UnsupportedError, match=rf"loss_chunks = 3: .* piece by piece \({obstacle}\). Set techniques.loss_chunks = 1"):
+    with pytest.raises(
+        UnsupportedError, match=rf"loss_chunks = 3: .* piece by piece \({obstacle}\). Set techniques.loss_chunks = 1"
+    ):
         cut(user(name), loss_chunks=3)
 
 
@@ -375,7 +406,11 @@ def test_blocks_that_compute_twice_are_refused():
 @pytest.mark.parametrize(
     ("facts", "ranks", "words"),
     [
-        (lambda: family("llama"), 8, "has 4 heads (and 2 of keys and values), which 8 ranks cannot share. Legal: 1, 2, 4."),
+        (
+            lambda: family("llama"),
+            8,
+            "has 4 heads (and 2 of keys and values), which 8 ranks cannot share. Legal: 1, 2, 4.",
+        ),
         (lambda: user("plain"), 3, "layers.*.attention has 4 heads, which 3 ranks cannot share. Legal: 1, 2, 4."),
     ],
 )
@@ -394,7 +429,8 @@ def test_features_that_are_pushed_together_move_what_each_moves_alone():
     together, alone = probe.influence(linears, linears), replace(probe, wide=None).influence(linears, linears)
     assert together.keys() == alone.keys() and len(together) > 5
     assert all(
-        torch.equal(together[key].places, reach.places) and torch.equal(together[key].later, reach.later) for key, reach in alone.items()
+        torch.equal(together[key].places, reach.places) and torch.equal(together[key].later, reach.later)
+        for key, reach in alone.items()
     )
 
 
@@ -426,9 +462,15 @@ def test_rows_that_depend_on_each_other_are_pushed_one_by_one():
 
 
 def test_a_small_config_has_an_entry_for_each_of_its_layers_whatever_the_list_is_called():
-    config = SimpleNamespace(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, others=[1, 2, 3], mamba_chunk_size=256)
+    config = SimpleNamespace(
+        num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, others=[1, 2, 3], mamba_chunk_size=256
+    )
     (small,) = small_configs(config, blocks=2, ranks=2)
-    assert (small.config.num_hidden_layers, small.config.layers_block_type, small.config.others) == (2, ["mamba", "hybrid"], [1, 2, 3])
+    assert (small.config.num_hidden_layers, small.config.layers_block_type, small.config.others) == (
+        2,
+        ["mamba", "hybrid"],
+        [1, 2, 3],
+    )
     assert small.config.mamba_chunk_size == 8 and config.mamba_chunk_size == 256
 
 
@@ -453,7 +495,13 @@ def test_a_cache_is_switched_off_for_forwards_that_take_it_by_keyword_alone():
 def big_bird() -> nn.Module:
     from transformers import BigBirdConfig, BigBirdForCausalLM
 
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
     return BigBirdForCausalLM(BigBirdConfig(**sizes, is_decoder=True))
 
 
@@ -469,7 +517,11 @@ def with_a_tower() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (big_bird, r"replaces modules in its forward: bert\.encoder\.layer\.0\.attention\.self was BigBirdBlockSparseAttention"),
+        (
+            big_bird,
+            r"replaces modules in its forward: bert\.encoder\.layer\.0\.attention\.self was"
+            r" BigBirdBlockSparseAttention",
+        ),
         (
             with_a_tower,
             r"the blocks model\.vision_tower\S*layers\.\* of LlavaForConditionalGeneration are not called",

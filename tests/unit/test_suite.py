@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 from support import suite
-from support.suite import ALONE_SEC, FILE, SHARE_SEC, Cost, digest_of_tests, files_with, left_to_all, lines_of, pieces, read_costs
+from support.suite import (
+    ALONE_SEC,
+    FILE,
+    SHARE_SEC,
+    Cost,
+    digest_of_tests,
+    files_with,
+    left_to_all,
+    lines_of,
+    pieces,
+    read_costs,
+)
 
 
 def cases(function: str, *seconds: float, **more) -> list[Cost]:
@@ -36,7 +47,9 @@ def test_a_test_that_alone_kills_a_mutant_never_leaves():
 
 
 def test_what_is_covered_by_any_test_stays_covered_by_the_cheapest_for_what_they_add():
-    one, two, both = (cases(name, 10 * ALONE_SEC, covers=covers)[0] for name, covers in (("a", "x"), ("b", "y"), ("c", "xy")))
+    one, two, both = (
+        cases(name, 10 * ALONE_SEC, covers=covers)[0] for name, covers in (("a", "x"), ("b", "y"), ("c", "xy"))
+    )
     assert short(left_to_all([one, two, both])) == {"a[0]", "b[0]"}
     assert short(left_to_all([one, two])) == set()
 
@@ -99,6 +112,8 @@ def test_a_change_touches_the_tests_that_import_it_at_any_remove(touching):
 
 def test_the_nearest_tests_come_first_and_only_what_fits(touching, monkeypatch):
     monkeypatch.setattr(touching, "changed_files", lambda: ["tests/unit/test_loss.py"])
-    monkeypatch.setattr(touching, "read_costs", lambda: {f"tests/unit/test_loss.py::f[{n}]": (2.0, "all") for n in range(4)})
+    monkeypatch.setattr(
+        touching, "read_costs", lambda: {f"tests/unit/test_loss.py::f[{n}]": (2.0, "all") for n in range(4)}
+    )
     tests = [f"tests/unit/test_loss.py::f[{n}]" for n in range(4)]
     assert touching.touched([*tests, "tests/unit/test_moe.py::g"], 5.0) == (tests[:2], 2)

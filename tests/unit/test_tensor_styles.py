@@ -61,7 +61,12 @@ def test_a_plan_that_names_everything_cuts_as_measured(llama):
 
 @pytest.mark.parametrize(
     ("words", "is_cut_along_sequence"),
-    [(ATTENTION, True), (ATTENTION | {"lm_head": "colwise"}, True), (FEED_FORWARD, False), (FEED_FORWARD | ENDS, False)],
+    [
+        (ATTENTION, True),
+        (ATTENTION | {"lm_head": "colwise"}, True),
+        (FEED_FORWARD, False),
+        (FEED_FORWARD | ENDS, False),
+    ],
 )
 def test_what_is_not_named_stays_whole_and_is_said(llama, words, is_cut_along_sequence):
     made = planned(llama, words)
@@ -85,7 +90,9 @@ def test_a_tied_weight_is_cut_at_both_ends_or_at_none():
     made = planned(facts, ATTENTION | FEED_FORWARD | {"lm_head": "colwise"})
     assert made.tensor and (made.tensor.embedding, made.tensor.head) == ("model.embed_tokens", "lm_head")
     prove(facts, made.tensor)
-    with pytest.raises(ConfigError, match="one tied weight, and the plan has lm_head: colwise, model.embed_tokens: replicate"):
+    with pytest.raises(
+        ConfigError, match="one tied weight, and the plan has lm_head: colwise, model.embed_tokens: replicate"
+    ):
         planned(facts, ATTENTION | {"lm_head": "colwise", "model.embed_tokens": "replicate"})
 
 
@@ -97,7 +104,11 @@ def test_the_rehearsal_sums_as_it_will_be_applied(at_once):
     assert tensor is not None and {"lm_head.weight", "model.norm.weight"} == set(tensor.alike_behind)
     prove(facts, tensor, sums_at_once=at_once)
     with pytest.raises(UnsupportedError, match="the gradient of model.* is wrong"):
-        prove(facts, replace(tensor, alike_behind=("lm_head.weight",) if not at_once else ("model.norm.weight",)), sums_at_once=at_once)
+        prove(
+            facts,
+            replace(tensor, alike_behind=("lm_head.weight",) if not at_once else ("model.norm.weight",)),
+            sums_at_once=at_once,
+        )
 
 
 def test_heads_that_ranks_cannot_share_may_stay_whole():
@@ -110,7 +121,11 @@ def test_heads_that_ranks_cannot_share_may_stay_whole():
 
 
 REFUSED: list[tuple[Words, type[Exception], str]] = [
-    ({f"{BLOCK}mlp.upp_proj": "colwise"}, ConfigError, "names no module of the model. Did you mean 'model.layers.*.mlp.up_proj'?"),
+    (
+        {f"{BLOCK}mlp.upp_proj": "colwise"},
+        ConfigError,
+        "names no module of the model. Did you mean 'model.layers.*.mlp.up_proj'?",
+    ),
     ({"layers.*.mlp": "replicate"}, ConfigError, "A pattern is a module's whole path"),
     (
         {f"{BLOCK}mlp.up_proj": "colwise", "model.layers.1.mlp.*": "replicate"},
@@ -118,16 +133,36 @@ REFUSED: list[tuple[Words, type[Exception], str]] = [
         "the patterns 'model.layers.*.mlp.up_proj' and 'model.layers.1.mlp.*' both name model.layers.1.mlp.up_proj",
     ),
     ({"model.norm": "colwise"}, ConfigError, "this is a norm. Legal here: replicate, replicated_with_grad_allreduce,"),
-    ({f"{BLOCK}mlp": "rowwise"}, ConfigError, "for model.layers.0.mlp (pattern 'model.layers.*.mlp'): this is a container. Legal here"),
-    ({f"{BLOCK}mlp.up_proj": "embedding_rowwise"}, ConfigError, "this is a linear layer. Legal here: colwise, rowwise,"),
-    ({f"{BLOCK}mlp.up_proj": "colwize"}, ConfigError, "techniques.tensor_plan[0].style = 'colwize' is no style. Did you mean 'colwise'?"),
+    (
+        {f"{BLOCK}mlp": "rowwise"},
+        ConfigError,
+        "for model.layers.0.mlp (pattern 'model.layers.*.mlp'): this is a container. Legal here",
+    ),
+    (
+        {f"{BLOCK}mlp.up_proj": "embedding_rowwise"},
+        ConfigError,
+        "this is a linear layer. Legal here: colwise, rowwise,",
+    ),
+    (
+        {f"{BLOCK}mlp.up_proj": "colwize"},
+        ConfigError,
+        "techniques.tensor_plan[0].style = 'colwize' is no style. Did you mean 'colwise'?",
+    ),
     (
         ATTENTION | {f"{BLOCK}self_attn.k_proj": "replicate"},
         ConfigError,
         "the plan has model.layers.0.self_attn.q_proj: colwise, model.layers.0.self_attn.k_proj: replicate, ",
     ),
-    (ATTENTION | {f"{BLOCK}self_attn.o_proj": "colwise"}, ConfigError, "self_attn.o_proj (rowwise) can only be cut together"),
-    (ATTENTION | {"lm_head": "rowwise"}, ConfigError, "lm_head gives the logits, and rowwise (pattern 'lm_head') does not fit it."),
+    (
+        ATTENTION | {f"{BLOCK}self_attn.o_proj": "colwise"},
+        ConfigError,
+        "self_attn.o_proj (rowwise) can only be cut together",
+    ),
+    (
+        ATTENTION | {"lm_head": "rowwise"},
+        ConfigError,
+        "lm_head gives the logits, and rowwise (pattern 'lm_head') does not fit it.",
+    ),
     ({"lm_head": "colwise"}, UnsupportedError, "the given plan cuts no layers of the blocks"),
     (FEED_FORWARD | {f"{BLOCK}mlp": "all_reduce"}, UnsupportedError, "sums by itself. Leave it out."),
     (FEED_FORWARD | {f"{BLOCK}mlp": "moe_tp_experts"}, UnsupportedError, "experts and single parameters cannot be cut"),
@@ -151,21 +186,31 @@ def test_what_all_heads_are_made_from_is_not_cut(style):
     whole = {f"{BLOCK}self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj", f"{BLOCK}self_attn.o_proj": "rowwise"}
     whole |= {f"{BLOCK}self_attn.{name}": "colwise" for name in ("q_b_proj", "kv_b_proj")}
     assert planned(latent, whole).tensor is not None
-    with pytest.raises(ConfigError, match=rf"q_a_proj \({style}, pattern .*computes it whole. Legal here: mla_kv_a_proj, replicate"):
+    with pytest.raises(
+        ConfigError, match=rf"q_a_proj \({style}, pattern .*computes it whole. Legal here: mla_kv_a_proj, replicate"
+    ):
         planned(latent, whole | {f"{BLOCK}self_attn.q_a_proj": style})
 
 
 def test_names_alone_need_no_model():
     kinds = {"a.0.up": "linear layer", "a.1.up": "linear layer", "a.1.up.deep": "linear layer", "norm": "norm"}
     given = given_styles([TensorStyleRequest("a.*.up", "colwise"), TensorStyleRequest("norm", "replicate")], kinds)  # type: ignore[arg-type]
-    assert {path: named.word for path, named in given.named.items()} == {"a.0.up": "colwise", "a.1.up": "colwise", "norm": "replicate"}
+    assert {path: named.word for path, named in given.named.items()} == {
+        "a.0.up": "colwise",
+        "a.1.up": "colwise",
+        "norm": "replicate",
+    }
 
 
 def test_where_a_models_own_plan_names_less_or_more_it_is_said():
     facts = family("gpt_neox")
-    assert plan(facts, TP2).notes == ("the model's own plan leaves gpt_neox.embed_in whole; it was measured that it can be cut, and it is",)
+    assert plan(facts, TP2).notes == (
+        "the model's own plan leaves gpt_neox.embed_in whole; it was measured that it can be cut, and it is",
+    )
     experts = "\n".join(plan(family("qwen3_moe"), TP2).notes)
-    assert "the model's own plan cuts model.layers.*.mlp.experts (moe_tp_experts); what was measured does not" in experts
+    assert (
+        "the model's own plan cuts model.layers.*.mlp.experts (moe_tp_experts); what was measured does not" in experts
+    )
     without = plan(family("gpt2"), TP2)
     assert without.tensor and without.tensor.source == "measured"
 
@@ -185,7 +230,12 @@ class Twice(nn.Module):
 
     def __init__(self, dim: int, mixes: bool):
         super().__init__()
-        self.norm, self.up, self.down, self.mixes = nn.LayerNorm(dim), nn.Linear(dim, 16), nn.Linear(16, dim, bias=False), mixes
+        self.norm, self.up, self.down, self.mixes = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 16),
+            nn.Linear(16, dim, bias=False),
+            mixes,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(self.norm(x))
@@ -238,8 +288,15 @@ BY_NAME = {"blocks.*.twice.up": "colwise", "blocks.*.twice.down": "rowwise"}
 def test_layers_that_no_measurement_groups_are_cut_by_name():
     facts = model_facts(Stack(Sizes()))
     assert "blocks.*.twice.up.weight" not in cut(plan(facts, TP2))
-    made = planned(facts, BY_NAME | {"blocks.*.plain.fc1": "colwise", "blocks.*.plain.fc2": "rowwise", "head": "colwise"})
-    assert {"blocks.*.twice.up.weight", "blocks.*.twice.up.bias", "blocks.*.twice.down.weight", "blocks.*.plain.fc1.weight"} <= cut(made)
+    made = planned(
+        facts, BY_NAME | {"blocks.*.plain.fc1": "colwise", "blocks.*.plain.fc2": "rowwise", "head": "colwise"}
+    )
+    assert {
+        "blocks.*.twice.up.weight",
+        "blocks.*.twice.up.bias",
+        "blocks.*.twice.down.weight",
+        "blocks.*.plain.fc1.weight",
+    } <= cut(made)
     assert made.tensor is not None
     prove(facts, made.tensor)
 

@@ -1,4 +1,7 @@
-"""What torch and transformers keep private still does what we take it for. A failure here says what another version moved."""
+"""What torch and transformers keep private still does what we take it for.
+
+A failure here says what another version moved.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def test_extension_points():
         assert isinstance(torch.ones(2), private.FakeTensor)
     assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2] and private.tree_map(lambda x: x + 1, [1]) == [2]
     assert private.tree_map_only(int, lambda x: x + 1, [1, "a"]) == [2, "a"]
-    assert isinstance(torch.ops.aten.mm, private.OpOverloadPacket) and isinstance(torch.ops.aten.mm.default, private.OpOverload)
+    assert isinstance(torch.ops.aten.mm, private.OpOverloadPacket) and isinstance(
+        torch.ops.aten.mm.default, private.OpOverload
+    )
     assert isinstance(nn.Dropout2d(), private.Dropout) and isinstance(nn.BatchNorm1d(2), private.BatchNorm)
     assert "cpu" in private.devices_with_fused() and "cuda" in private.devices_with_foreach()
     assert not private.is_traceable_wrapper_subclass(torch.ones(1))
@@ -59,7 +64,10 @@ def test_writes_are_counted():
 
 
 def test_operators_tell_their_schema_and_name():
-    assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable and not private.schema_of(torch.ops.aten.add.Tensor).is_mutable
+    assert (
+        private.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+        and not private.schema_of(torch.ops.aten.add.Tensor).is_mutable
+    )
     assert private.schema_of(len) is None
     assert private.name_of_operator(torch.ops.aten.add.Tensor) == "add"
     assert private.GROUPED_PRODUCT.namespace == "aten"
@@ -180,10 +188,18 @@ def test_what_draws_a_truncated_normal_stands_in_init(monkeypatch):
 
 def test_a_model_of_transformers_is_built_again_and_tells_its_plan():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 16,
+    }
     config = transformers.LlamaConfig(**sizes)
     model = transformers.LlamaForCausalLM(config)
-    assert transformers_private.brings_initialiser(model) and not transformers_private.brings_initialiser(nn.Linear(1, 1))
+    assert transformers_private.brings_initialiser(model) and not transformers_private.brings_initialiser(
+        nn.Linear(1, 1)
+    )
     again = transformers_private.build_again(type(model), model.config)
     assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
     assert transformers_private.tensor_plan_of(model) and transformers_private.tensor_plan_of(nn.Linear(1, 1)) is None

@@ -1,4 +1,7 @@
-"""Trackers: each gets every figure once, whatever was taken again after a resume; one that is missing or lost is said."""
+"""Trackers: each gets every figure once, whatever was taken again after a resume.
+
+One that is missing or lost is said.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
 from meshwright.training.metrics.trackers import Tracker, Trackers, check_trackers, open_trackers
 from meshwright.training.metrics.weights_biases import WeightsAndBiases
 
-needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'")
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'"
+)
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra 'track'")
 
 
@@ -32,16 +37,22 @@ def hide(monkeypatch):
     real = importlib.util.find_spec
 
     def hidden(package):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest)
+        )
 
     return hidden
 
 
-@pytest.mark.parametrize(("package", "values"), [("tensorboard", {"tensorboard": "on"}), ("wandb", {"wandb": "offline"})])
+@pytest.mark.parametrize(
+    ("package", "values"), [("tensorboard", {"tensorboard": "on"}), ("wandb", {"wandb": "offline"})]
+)
 def test_a_tracker_that_is_asked_for_and_missing_is_refused(hide, package, values):
     check_trackers(logging())
     hide(package)
-    with pytest.raises(MissingExtraError, match=rf"'{package}', which is not installed.*pip install 'meshwright\[track\]'"):
+    with pytest.raises(
+        MissingExtraError, match=rf"'{package}', which is not installed.*pip install 'meshwright\[track\]'"
+    ):
         check_trackers(logging(**values))
 
 
@@ -87,7 +98,12 @@ def test_all_trackers_are_told_the_same_and_all_are_closed_also_when_one_fails()
     with pytest.raises(OSError, match="disk full"):
         trackers.close()
     for recorder in recorders:
-        assert recorder.told == [("log", 1, {"loss": 2.0}), ("startup", None, {"imports": 1.0}), ("resumed", 1), ("close",)]  # type: ignore[attr-defined]
+        assert recorder.told == [
+            ("log", 1, {"loss": 2.0}),
+            ("startup", None, {"imports": 1.0}),
+            ("resumed", 1),
+            ("close",),
+        ]  # type: ignore[attr-defined]
 
 
 @needs_tensorboard
@@ -137,14 +153,20 @@ def fake(monkeypatch):
 
     module = SimpleNamespace(init=init, Settings=lambda **given: given, errors=SimpleNamespace(Error=Error))
     real = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: module if name == "wandb" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *rest: module if name == "wandb" else real(name, *rest)
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     return told
 
 
 def test_a_continued_run_is_the_same_wandb_run_and_sends_no_step_twice(fake, tmp_path):
     said = []
-    for mode, resumed, steps in (("online", None, range(1, 16)), ("online", 10, range(11, 14)), ("offline", 12, range(13, 19))):
+    for mode, resumed, steps in (
+        ("online", None, range(1, 16)),
+        ("online", 10, range(11, 14)),
+        ("offline", 12, range(13, 19)),
+    ):
         tracker = WeightsAndBiases(tmp_path, mode, "words", {"steps": 18}, said.append)
         if resumed is not None:
             tracker.resumed(resumed)
@@ -152,14 +174,20 @@ def test_a_continued_run_is_the_same_wandb_run_and_sends_no_step_twice(fake, tmp
             tracker.log(step, {"loss": float(step)})
         tracker.close()
         tracker.close()
-    assert [entry[0] for entry in fake.sent if entry != "finish"] == list(range(1, 19)) and fake.sent.count("finish") == 3
+    assert [entry[0] for entry in fake.sent if entry != "finish"] == list(range(1, 19)) and fake.sent.count(
+        "finish"
+    ) == 3
     ids = {options["id"] for options in fake.opened}
     assert len(ids) == 1 and json.loads((tmp_path / "wandb.json").read_text()) == {"id": ids.pop(), "furthest": 18}
     assert [options.get("resume") for options in fake.opened] == ["allow", "allow", None]
     assert all(
-        (options["project"], options["dir"], options["config"]) == ("words", str(tmp_path), {"steps": 18}) for options in fake.opened
+        (options["project"], options["dir"], options["config"]) == ("words", str(tmp_path), {"steps": 18})
+        for options in fake.opened
     )
-    assert [text.split(";")[0] for text in said] == ["wandb: steps 11 to 15 are taken again", "wandb: steps 13 to 15 are taken again"]
+    assert [text.split(";")[0] for text in said] == [
+        "wandb: steps 11 to 15 are taken again",
+        "wandb: steps 13 to 15 are taken again",
+    ]
 
 
 def test_a_wandb_that_refuses_ends_the_start_and_one_that_is_lost_is_said_once(fake, tmp_path):
@@ -177,7 +205,10 @@ def test_a_wandb_that_refuses_ends_the_start_and_one_that_is_lost_is_said_once(f
     for step in (1, 2):
         trackers.log(step, {"loss": 1.0})
     trackers.close()
-    assert said == ["wandb takes no more figures (BrokenPipeError: the service has ended); they are in metrics.jsonl, and the run goes on"]
+    assert said == [
+        "wandb takes no more figures (BrokenPipeError: the service has ended); they are in metrics.jsonl, and the run"
+        " goes on"
+    ]
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
@@ -198,7 +229,9 @@ def records_of(content: bytes) -> list[bytes]:
             continue
         length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
         part = content[place + 7 : place + 7 + length]
-        records = [*records, part] if kind in (1, 2) else [*records[:-1], records[-1] + part]  # 1: whole, 2: its first part
+        records = (
+            [*records, part] if kind in (1, 2) else [*records[:-1], records[-1] + part]
+        )  # 1: whole, 2: its first part
         place += 7 + length
     return records
 
@@ -223,7 +256,9 @@ trackers.close()
 
 @needs_wandb
 def test_the_real_wandb_keeps_the_steps_of_a_continued_run_under_one_id(tmp_path, monkeypatch):
-    """Each part in a process of its own, as runs are: W&B's service, one for each process, ends with all that it was given written."""
+    """Each part in a process of its own, as runs are: W&B's service, one for each process, ends with all that it was
+    given written.
+    """
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for resumed, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
@@ -241,11 +276,17 @@ def test_the_real_wandb_keeps_the_steps_of_a_continued_run_under_one_id(tmp_path
                 ids.add((record.run.run_id, record.run.project))
                 configs.append({update.key: json.loads(update.value_json) for update in record.run.config.update})
             if record.HasField("history"):
-                items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
                 kept.append((items["_step"], items["loss"]))
     assert ids == {(json.loads((tmp_path / "wandb.json").read_text())["id"], "tiny")}
     assert configs[0]["model"] == {"dim": 64}
-    assert [step for step, _ in kept] == [1, 2, 3, 4] and [loss for step, loss in kept if step != 2] == [11.0, 13.0, 14.0]
+    assert [step for step, _ in kept] == [1, 2, 3, 4] and [loss for step, loss in kept if step != 2] == [
+        11.0,
+        13.0,
+        14.0,
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "wandb", "wandb.json"}
 
 

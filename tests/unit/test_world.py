@@ -31,7 +31,15 @@ def test_without_a_launcher_a_process_is_alone(env):
 
 
 def test_torchrun(env):
-    env(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2")
+    env(
+        RANK="5",
+        LOCAL_RANK="1",
+        WORLD_SIZE="8",
+        LOCAL_WORLD_SIZE="4",
+        SLURM_PROCID="0",
+        SLURM_LOCALID="0",
+        SLURM_NTASKS="2",
+    )
     assert get_world_info() == (5, 1, 8) and not is_rank_zero() and ranks_per_node() == 4
     assert "MASTER_ADDR" not in os.environ, "torchrun sets it; nobody else may"
 
@@ -65,13 +73,26 @@ def test_plain_srun_over_several_hosts(env):
 
 
 def test_what_the_user_set_stays(env):
-    env(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_JOB_NODELIST="]unreadable[", MASTER_ADDR="head", MASTER_PORT="29400")
+    env(
+        SLURM_PROCID="0",
+        SLURM_LOCALID="0",
+        SLURM_NTASKS="2",
+        SLURM_JOB_NODELIST="]unreadable[",
+        MASTER_ADDR="head",
+        MASTER_PORT="29400",
+    )
     assert get_world_info() == (0, 0, 2)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("head", "29400")
 
 
 BATCH = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
-SALLOC = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290"}
+SALLOC = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "4294967290",
+}
 
 
 @pytest.mark.parametrize("values", [{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, BATCH, SALLOC])
@@ -123,9 +144,18 @@ def test_one_node_a_step_and_torchrun_leave_none_idle(env, values, world):
         ({"RANK": "0", "WORLD_SIZE": "2.0"}, "the environment variable WORLD_SIZE = '2.0'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is outside a world of 2 processes: check RANK and WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 is outside a world of 0 processes"),
-        ({"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}, "rank 4 is outside a world of 4 processes: check SLURM_PROCID"),
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7_1"}, "SLURM_JOB_ID = '7_1'"),
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "["}, "Slurm's host list '['"),
+        (
+            {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
+            "rank 4 is outside a world of 4 processes: check SLURM_PROCID",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7_1"},
+            "SLURM_JOB_ID = '7_1'",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "["},
+            "Slurm's host list '['",
+        ),
     ],
 )
 def test_malformed_variables_are_named(env, values, words):
@@ -182,7 +212,9 @@ def test_a_list_that_is_none_is_refused(hosts):
 
 
 def test_asking_needs_no_torch():
-    code = "import sys, meshwright.distributed as d; print(d.get_world_info(), d.is_rank_zero(), 'torch' in sys.modules)"
+    code = (
+        "import sys, meshwright.distributed as d; print(d.get_world_info(), d.is_rank_zero(), 'torch' in sys.modules)"
+    )
     alone = {k: v for k, v in os.environ.items() if k not in NAMES}
     said = subprocess.run([sys.executable, "-c", code], check=True, env=alone, capture_output=True, text=True).stdout
     assert said.strip() == "(0, 0, 1) True False"

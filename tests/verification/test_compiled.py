@@ -1,4 +1,7 @@
-"""Compiled blocks are verified as they train: whole, and each time anew. What is observed of them is what they return."""
+"""Compiled blocks are verified as they train: whole, and each time anew.
+
+What is observed of them is what they return.
+"""
 
 from __future__ import annotations
 

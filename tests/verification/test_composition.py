@@ -25,7 +25,9 @@ def test_the_page_is_what_the_rules_say_and_all_that_they_allow_was_equal():
 
 
 def test_every_switch_meets_every_axis_and_60_combinations_are_drawn():
-    assert {(one.axis, one.switches[0].name) for one in singles()} == {(axis, switch.name) for axis in AXES for switch in SWITCHES}
+    assert {(one.axis, one.switches[0].name) for one in singles()} == {
+        (axis, switch.name) for axis in AXES for switch in SWITCHES
+    }
     assert len({one.name for one in drawn()}) == DRAWN == 60 and {one.axis for one in drawn()} == set(AXES)
     assert {switch.name for one in drawn() for switch in one.switches} == {switch.name for switch in SWITCHES}
     assert all(2 <= len(one.switches) <= 4 for one in drawn()) and len(pairs()) > 100
@@ -49,6 +51,6 @@ def test_what_differs_or_breaks_is_shown(monkeypatch):
     said = judge(broken, None)  # type: ignore[arg-type]
     assert said == "DIFFERS: nothing fits."
     found: dict[Together, str] = dict.fromkeys((*singles(), *drawn()), "")
-    assert "**DIFFERS: nothing fits.**" in page(found | {broken: said}, "a day", "2") and "59 equal, 1 refused or different" in page(
+    assert "**DIFFERS: nothing fits.**" in page(
         found | {broken: said}, "a day", "2"
-    )
+    ) and "59 equal, 1 refused or different" in page(found | {broken: said}, "a day", "2")

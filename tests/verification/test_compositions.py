@@ -64,9 +64,15 @@ def test_a_sound_composition_is_called_equal(pool, name):
     assert report, report
     notes = report.comparisons[0].notes
     if name.startswith("tensor_"):
-        assert notes == ("16 modules have their outputs shared out or never whole: only what comes of them was compared",)
+        assert notes == (
+            "16 modules have their outputs shared out or never whole: only what comes of them was compared",
+        )
         compared = {d.name for d in report.comparisons[0].differences if d.stage == "forward"}
-        assert {"layers.0.attention.wo", "layers.1.feed_forward", "head"} <= compared and "layers.0.attention.wq" not in compared
+        assert {
+            "layers.0.attention.wo",
+            "layers.1.feed_forward",
+            "head",
+        } <= compared and "layers.0.attention.wq" not in compared
         bounds = [d.bound for d in report.comparisons[1].differences if d.stage == "gradient"]
         assert statistics.median(bounds) < 1e-5, "bounds that wide catch nothing"
     elif name == "reentrant":
@@ -83,7 +89,9 @@ def test_a_sound_composition_is_called_equal(pool, name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_composition_is_found_where_it_is(pool, name):
     model, layout, batches, where = BROKEN[name]
-    report = verify(model, layout, batches, parallelize_fn=getattr(composed, name), steps=2, dtypes=("float64",), pool=pool)
+    report = verify(
+        model, layout, batches, parallelize_fn=getattr(composed, name), steps=2, dtypes=("float64",), pool=pool
+    )
     first = report.comparisons[0].first
     assert first is not None and first.place == where, report
     assert first.error > 1e4 * first.bound, "found by a hair"

@@ -1,4 +1,7 @@
-"""Faults in a step's later parts, at one rank or one step only: each is named where it first shows; the original is called equal."""
+"""Faults in a step's later parts, at one rank or one step only: each is named where it first shows.
+
+The original is called equal.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ FAULTS = {
     "weights_in_bf16": (UNTIED, FSDP, {}, "the parameter embedding.weight after step 1"),
     "decayed_twice_on_one_rank": (UNTIED, FSDP, {}, "the parameter embedding.weight after step 1"),
     "last_rank_does_not_step_at_the_end": (UNTIED, DDP, {}, "the parameter embedding.weight after step 2, on rank 1"),
-    "state_of_one_rank_differs_at_the_end": (UNTIED, DDP, {}, "the optimizer's exp_avg_sq of embedding.weight after step 2, on rank 1"),
+    "state_of_one_rank_differs_at_the_end": (
+        UNTIED,
+        DDP,
+        {},
+        "the optimizer's exp_avg_sq of embedding.weight after step 2, on rank 1",
+    ),
     "learning_rate_of_one_rank": (UNTIED, FSDP, {"steps": 3}, "the parameter embedding.weight after step 2"),
     "left_out_of_the_optimizer": (UNTIED, FSDP, {}, "the optimizer's step of norm.weight after step 1"),
     "gradients_not_cleared": (UNTIED, FSDP, {}, f"{GRADIENT} of step 2"),
@@ -45,9 +53,24 @@ FAULTS = {
     # forward, backward, recomputation
     "sequences_gathered_in_another_order": (CUT, TP, {}, "the output of layers.0.attention.wo (forward)"),
     "rotary_tables_cached": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward) of step 2"),
-    "one_row_of_the_last_rank_attends_everywhere": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward), on rank 1"),
-    "recomputed_with_another_mask": (UNTIED, FSDP, CHECKPOINTED, "what the backward recomputes of layers.0.attention.core"),
-    "gradient_of_an_activation_doubled": (UNTIED, FSDP, {}, "the gradient of layers.2.feed_forward_norm's output (backward)"),
+    "one_row_of_the_last_rank_attends_everywhere": (
+        UNTIED,
+        FSDP,
+        {},
+        "the output of layers.0.attention.core (forward), on rank 1",
+    ),
+    "recomputed_with_another_mask": (
+        UNTIED,
+        FSDP,
+        CHECKPOINTED,
+        "what the backward recomputes of layers.0.attention.core",
+    ),
+    "gradient_of_an_activation_doubled": (
+        UNTIED,
+        FSDP,
+        {},
+        "the gradient of layers.2.feed_forward_norm's output (backward)",
+    ),
 }
 """Fault -> the model, the layout and the circumstances in which it shows, and where it shows first."""
 
@@ -67,7 +90,11 @@ def test_a_fault_is_found_where_it_is(judged, name):
 
 
 def test_every_fault_is_tried():
-    defined = {name for name, value in vars(faults).items() if getattr(value, "__module__", "") == faults.__name__ and name[0] != "_"}
+    defined = {
+        name
+        for name, value in vars(faults).items()
+        if getattr(value, "__module__", "") == faults.__name__ and name[0] != "_"
+    }
     assert defined == set(FAULTS) | OF_RANDOM_NUMBERS
 
 

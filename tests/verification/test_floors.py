@@ -24,7 +24,10 @@ EPS32, EPS16 = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
 
 
 def more(problem: Problem, orders: tuple[int, ...], noise: float) -> list[Reference]:
-    return [reference(problem, rows, noise=noise, seed=seed) for seed, rows in enumerate(orders + (0,) * (5 if noise else 0), 1)]
+    return [
+        reference(problem, rows, noise=noise, seed=seed)
+        for seed, rows in enumerate(orders + (0,) * (5 if noise else 0), 1)
+    ]
 
 
 def of_float32(one: Reference, noise: float) -> list[dict[str, float]]:
@@ -53,7 +56,9 @@ def test_the_farthest_run_counts(problem: Problem, runs: Callable, are_features_
     found, each = floors.whole["gradient", 1], runs(one, noise)
     assert found == {name: max(errors[name] for errors in each) for name in one.gradients}
     farthest = [sum(errors[name] == found[name] for name in found) for errors in each]
-    assert sum(number > 0 for number in farthest) > 1 and max(farthest) < len(found), "one of them alone would have done"
+    assert sum(number > 0 for number in farthest) > 1 and max(farthest) < len(found), (
+        "one of them alone would have done"
+    )
     assert {stage for stage, _ in floors.whole} == {"gradient", "parameter", "loss", "norm"}
     assert floors.seen["forward", 1].keys() == one.seen[0].forward[1].keys()
 

@@ -1,4 +1,7 @@
-"""The matrix of layouts: a part of it is judged here; the page is that of the code; what was judged is remembered, unless it differs."""
+"""The matrix of layouts: a part of it is judged here.
+
+The page is that of the code; what was judged is remembered, unless it differs.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,11 @@ def is_refused(cell: Cell) -> bool:
 
 
 def price(c: dict) -> float:
-    """Compiling is dear where many ranks do it; on two it comes first, so that it also covers a layout and a column. Microbatches are
-    many where few ranks share the rows."""
+    """Compiling is dear where many ranks do it.
+
+    On two it comes first, so that it also covers a layout and a column. Microbatches are many where few ranks share
+    the rows.
+    """
     world, compiles = c["layout"].world, dict(c["way"].techniques).get("compile", False)
     if compiles:
         return 0.5 if world == 2 else 100
@@ -166,7 +172,11 @@ def test_what_breaks_or_is_refused_after_the_plan_was_made_differs(pool, monkeyp
 
 def skeleton(text: str) -> list[tuple[str, ...]]:
     """Of every table its headings, and the name of every row."""
-    lines = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line.startswith(("|", "## "))]
+    lines = [
+        [word.strip() for word in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(("|", "## "))
+    ]
     heads = [number - 1 for number, words in enumerate(lines) if set(words[-1]) == {"-"}]
     return [tuple(words) if number in heads else (words[0],) for number, words in enumerate(lines)]
 
@@ -282,7 +292,10 @@ def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, m
     judged = counting(monkeypatch)
     assert command([]) == 0 and len(judged) == len(cells())
     text = (tmp_path / "docs" / "matrix.md").read_text()
-    assert skeleton(text) == skeleton(page({cell: as_planned(cell) for cell in cells()})) and "on 2026-01-01 with torch" in text
+    assert (
+        skeleton(text) == skeleton(page({cell: as_planned(cell) for cell in cells()}))
+        and "on 2026-01-01 with torch" in text
+    )
     assert f"{len(cells())} equal, 0 refused, 0 not yet, 0 differ; " in capsys.readouterr().out
     assert command([]) == 0 and len(judged) == len(cells()), "all are known"
     assert (tmp_path / "docs" / "matrix.md").read_text() == text

@@ -1,4 +1,6 @@
-"""Dropout: ranks with different rows draw different numbers, ranks with the same rows the same, and recomputation what the forward drew."""
+"""Dropout: ranks with different rows draw different numbers, ranks with the same rows the same, and recomputation
+what the forward drew.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from meshwright.verification.verify import verify
 TP = Layout(dp_shard=1, tp=2)
 CHECKPOINTED = {"activation_checkpointing": "full"}
 EVALUATED = (
-    "compared in evaluation mode: with all dropout layers switched off, the output of the whole model still changes from forward to"
+    "compared in evaluation mode: with all dropout layers switched off, the output of the whole model still changes"
+    " from forward to"
     " forward in training mode",
 )
 
@@ -58,19 +61,23 @@ def test_a_fault_is_found_where_it_is(spmd, name, place):
             composed.Dropping,
             DDP,
             "seeded_alike",
-            "wrong are the random numbers in blocks.0.drop (dropout), on ranks 0 and 1: equal, and ranks that hold different rows must",
+            "wrong are the random numbers in blocks.0.drop (dropout), on ranks 0 and 1: equal, and ranks that hold"
+            " different rows must",
         ),
         (composed.Dropping, TP, "tensor_parallel_dropping", ""),
         (
             composed.Dropping,
             TP,
             "tensor_parallel_seeded_by_rank",
-            "wrong are the random numbers in blocks.0.drop (dropout), on ranks 0 and 1: different, and ranks that hold the same rows must",
+            "wrong are the random numbers in blocks.0.drop (dropout), on ranks 0 and 1: different, and ranks that"
+            " hold the same rows must",
         ),
     ],
 )
 def test_somebody_elses_composition_is_judged_by_what_it_draws(pool, model, layout, composition, said):
-    report = verify(model, layout, even, parallelize_fn=getattr(composed, composition), steps=1, dtypes=("float64",), pool=pool)
+    report = verify(
+        model, layout, even, parallelize_fn=getattr(composed, composition), steps=1, dtypes=("float64",), pool=pool
+    )
     assert bool(report) is not bool(said) and said in str(report), report
 
 
@@ -84,7 +91,9 @@ def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_
 
 
 def test_a_model_that_always_draws_is_refused_with_the_place(pool):
-    with pytest.raises(IntegrityError, match=r"in evaluation mode too \(first: the output of blocks.1.inner\).*Draw them only where"):
+    with pytest.raises(
+        IntegrityError, match=r"in evaluation mode too \(first: the output of blocks.1.inner\).*Draw them only where"
+    ):
         verify(composed.AlwaysDropping, DDP, even, steps=1, pool=pool)
 
 

@@ -59,7 +59,9 @@ def test_a_wrong_choice_is_a_difference(pool, monkeypatch, wrongly, model):
     monkeypatch.setattr(verifying, "candidate", partial(choosing, wrongly))
     report = verify(model, Layout(dp_shard=2, ep=2), BATCHES, steps=1, dtypes=("float32",), pool=pool)
     (comparison,) = report.comparisons
-    assert not report and any("tokens went to other experts than in one process, worse by" in note for note in comparison.notes)
+    assert not report and any(
+        "tokens went to other experts than in one process, worse by" in note for note in comparison.notes
+    )
     assert comparison.first is not None and comparison.first.place.startswith("the output of layers.0.feed_forward")
 
 
@@ -112,7 +114,11 @@ def test_the_ranks_rows_and_tokens_are_put_together():
     ]
     nowhere = {"experts": 99}
     assert torch.equal(put_together(parts, 4, 5, nowhere)["experts"], whole)
-    alike = [((rank, 2), part, {"experts": whole[2 * rank : 2 * rank + 2].flatten(0, 1)}) for part in (0, 1) for rank in (0, 1)]
+    alike = [
+        ((rank, 2), part, {"experts": whole[2 * rank : 2 * rank + 2].flatten(0, 1)})
+        for part in (0, 1)
+        for rank in (0, 1)
+    ]
     assert torch.equal(put_together(alike, 4, 5, nowhere)["experts"], whole)
     assert put_together(parts[:2], 4, 5, nowhere) == {}, "of some tokens nothing was said"
     assert put_together(parts, 4, 5, {"experts": 3}) == {}, "one of two choices came to nothing"

@@ -32,13 +32,18 @@ BATCHES = RandomBatches(257, rows=8, seq_len=10)
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"microbatch_rows": 1}, {"techniques": {"activation_checkpointing": "full"}}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"microbatch_rows": 1}, {"techniques": {"activation_checkpointing": "full"}}], ids=str
+)
 def test_a_layout_that_is_equal_is_called_equal(pool, layout, changes):
     report = verify(TIED, layout, BATCHES, steps=2, pool=pool, **changes)
     assert report, report
     stages = {d.stage for d in report.comparisons[0].differences}
     recomputed = {"recomputed"} if "techniques" in changes else set()
-    assert stages == {"initial weight", "forward", "loss", "backward", "gradient", "norm", "parameter", "optimizer"} | recomputed
+    assert (
+        stages
+        == {"initial weight", "forward", "loss", "backward", "gradient", "norm", "parameter", "optimizer"} | recomputed
+    )
     modules = {d.name for d in report.comparisons[0].differences if d.stage == "backward"}
     assert {"layers.0.attention", "layers.2.feed_forward.w_down", "head", ""} <= modules
 
@@ -47,7 +52,11 @@ def test_the_report_says_it_to_people_and_to_machines(pool):
     report = verify(UNTIED, FSDP, BATCHES, steps=1, dtypes=("float64",), pool=pool)
     assert str(report).startswith("dp_shard=2: equal within rounding (") and "gradient   equal" in str(report)
     told = json.loads(report.to_json())
-    assert told["equal"] and told["comparisons"][0]["dtype"] == "float64" and len(told["comparisons"][0]["differences"]) > 100
+    assert (
+        told["equal"]
+        and told["comparisons"][0]["dtype"] == "float64"
+        and len(told["comparisons"][0]["differences"]) > 100
+    )
 
 
 ALL = "the gradient of the parameter embedding.weight, after the backward"
@@ -56,13 +65,23 @@ GALLERY = {
     "mean_of_microbatch_means": (UNTIED, FSDP, {"microbatch_rows": 1}, "the loss of step 1"),
     "averaged_gradients": (UNTIED, FSDP, {}, ALL),
     "same_batch_on_every_rank": (UNTIED, FSDP, {}, "the output of embedding (forward), on rank 1"),
-    "frozen_parameter_trained": (UNTIED, DDP, {"techniques": {"freeze": ("wq",)}}, ALL.replace("embedding", "layers.0.attention.wq")),
+    "frozen_parameter_trained": (
+        UNTIED,
+        DDP,
+        {"techniques": {"freeze": ("wq",)}},
+        ALL.replace("embedding", "layers.0.attention.wq"),
+    ),
     "ddp_hook_without_sum": (UNTIED, DDP, {}, ALL),
     "divide_factor_on_the_root_only": (UNTIED, FSDP, {}, ALL.replace("embedding", "layers.0.attention_norm")),
     "untied": (TIED, DDP, {}, "the initial weight head.weight"),
     "clipped_by_the_local_norm": (UNTIED, FSDP, {}, "the gradient norm of step 1"),
     "last_microbatch_unsynced": (UNTIED, FSDP, {"microbatch_rows": 1}, ALL),
-    "synced_gradients_summed_again": (UNTIED, DDP, {"microbatch_rows": 1, "techniques": {"sync_grad_accum": True}}, ALL),
+    "synced_gradients_summed_again": (
+        UNTIED,
+        DDP,
+        {"microbatch_rows": 1, "techniques": {"sync_grad_accum": True}},
+        ALL,
+    ),
     "documents_mixed": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward)"),
     "positions_dropped": (UNTIED, FSDP, {}, "the output of layers.0.attention.core (forward)"),
     "loss_mask_dropped": (UNTIED, FSDP, {}, "the loss of step 1"),
@@ -117,10 +136,14 @@ def test_somebody_elses_composition_is_judged_by_what_it_computes(pool):
     report = verify(UNTIED, DDP, even, parallelize_fn=torchs_ddp, steps=2, pool=pool)
     assert report, report
     report = verify(UNTIED, DDP, BATCHES, parallelize_fn=torchs_ddp, steps=2, dtypes=("float64",), pool=pool)
-    assert report and "compared with the mean of the 2 ranks' mean losses" in str(report), "ranks have different numbers of tokens"
+    assert report and "compared with the mean of the 2 ranks' mean losses" in str(report), (
+        "ranks have different numbers of tokens"
+    )
     assert "covered: 2 steps of 8 rows of 10 tokens, with document_ids, loss_mask, positions" in str(report)
     report = verify(UNTIED, DDP, even, parallelize_fn=off_by_a_little, steps=2, dtypes=("float64",), pool=pool)
-    assert "first differs at the initial weight layers.1.attention.wq.weight, on rank 1" in str(report), "it is off by 1e-7"
+    assert "first differs at the initial weight layers.1.attention.wq.weight, on rank 1" in str(report), (
+        "it is off by 1e-7"
+    )
 
 
 # --- what cannot be compared
@@ -155,9 +178,21 @@ class Infinite(Unseeded):
 @pytest.mark.parametrize(
     ("model", "layout", "batches", "error", "words"),
     [
-        (Unseeded, DDP, even, IntegrityError, r"different weights \(first: embedding.weight\).*Seed it inside the factory"),
+        (
+            Unseeded,
+            DDP,
+            even,
+            IntegrityError,
+            r"different weights \(first: embedding.weight\).*Seed it inside the factory",
+        ),
         (Infinite, DDP, even, ConfigError, "the loss of step 1 is nan in one process already"),
-        (UNTIED, Layout(dp_shard=3), even, ConfigError, "the batch has 4 rows, which 3 ranks cannot share: give a multiple of 3, like 6"),
+        (
+            UNTIED,
+            Layout(dp_shard=3),
+            even,
+            ConfigError,
+            "the batch has 4 rows, which 3 ranks cannot share: give a multiple of 3, like 6",
+        ),
         (UNTIED, Layout(dp_shard=-1), even, ConfigError, "open size"),
         ("support.problems:NOTHING", DDP, even, ConfigError, "cannot import 'support.problems:NOTHING'"),
     ],
@@ -183,7 +218,10 @@ def cases(draw):
         tied_embeddings=draw(st.booleans()),
     )
     batches = RandomBatches(
-        model.vocab_size, rows=4 * draw(st.integers(1, 2)), seq_len=draw(st.integers(1, 18)), seed=draw(st.integers(0, 9))
+        model.vocab_size,
+        rows=4 * draw(st.integers(1, 2)),
+        seq_len=draw(st.integers(1, 18)),
+        seed=draw(st.integers(0, 9)),
     )
     techniques = {"freeze": draw(st.sampled_from([(), ("wq|w_down",), ("layers.0",)]))}
     techniques["activation_checkpointing"] = draw(st.sampled_from(["none", "full", "selective"]))
@@ -191,12 +229,25 @@ def cases(draw):
 
 
 @settings(
-    max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=[Phase.generate]
+    max_examples=8,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.generate],
 )
 @given(cases())
 def test_any_legal_case_is_equal(pool, case):
     layout, model, batches, microbatch_rows, techniques = case
-    report = verify(model, layout, batches, steps=2, microbatch_rows=microbatch_rows, techniques=techniques, dtypes=("float64",), pool=pool)
+    report = verify(
+        model,
+        layout,
+        batches,
+        steps=2,
+        microbatch_rows=microbatch_rows,
+        techniques=techniques,
+        dtypes=("float64",),
+        pool=pool,
+    )
     assert report, f"{case}\n{report}"
 
 
@@ -255,11 +306,17 @@ def test_a_model_whose_rows_depend_on_each_other_is_refused_and_not_called_equal
 
 def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     inf = float("inf")
-    found = (Difference("gradient", "a", 1.0, 1e-10), Difference("gradient", "b", inf, 1e-10), Difference("gradient", "c", 1e-16, 1e-10))
+    found = (
+        Difference("gradient", "a", 1.0, 1e-10),
+        Difference("gradient", "b", inf, 1e-10),
+        Difference("gradient", "c", 1e-16, 1e-10),
+    )
     report = Report(FSDP, (Comparison("float64", found),), 1.0)
     told = json.loads(report.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert told["comparisons"][0]["differences"][1]["error"] is None and not report
-    assert [d.name for d in report.comparisons[0].of("gradient")] == ["b", "a", "c"] and "gradient   differs" in str(report)
+    assert [d.name for d in report.comparisons[0].of("gradient")] == ["b", "a", "c"] and "gradient   differs" in str(
+        report
+    )
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
@@ -272,7 +329,9 @@ def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model
         assert statistics.median(bounds) < 0.03, "bounds that wide catch nothing"
 
 
-@pytest.mark.parametrize("name", ["per_rank_mean", "averaged_gradients", "documents_mixed", "padding_counted", "clipped_by_the_local_norm"])
+@pytest.mark.parametrize(
+    "name", ["per_rank_mean", "averaged_gradients", "documents_mixed", "padding_counted", "clipped_by_the_local_norm"]
+)
 def test_a_fault_is_found_in_bfloat16_too(judged, name):
     first = judged(Problem(UNTIED, BATCHES, 2, dtype="bfloat16", optimizer="sgd", max_norm=0.1), FSDP, name).first
     assert first is not None and first.place == GALLERY[name][3]
@@ -294,4 +353,8 @@ def test_rows_reach_beyond_a_window_or_it_is_said(size, tokens, said):
     batches = default_batches(factory, 2)
     assert batches.seq_len == tokens
     told = coverage.of(Problem(factory, batches))
-    assert told.startswith(f"covered: 3 steps of 4 rows of {tokens} tokens") and said in told and ("not reached" in told) == bool(said)
+    assert (
+        told.startswith(f"covered: 3 steps of 4 rows of {tokens} tokens")
+        and said in told
+        and ("not reached" in told) == bool(said)
+    )

@@ -39,12 +39,18 @@ def test_every_size_can_be_shrunk_and_keeps_its_structure():
     for config in SIZES.values():
         small = shrunk(config)
         assert small.n_heads // small.n_kv_heads == config.n_heads // config.n_kv_heads
-        assert (small.tied_embeddings, small.qk_norm, small.rope_scaling) == (config.tied_embeddings, config.qk_norm, config.rope_scaling)
+        assert (small.tied_embeddings, small.qk_norm, small.rope_scaling) == (
+            config.tied_embeddings,
+            config.qk_norm,
+            config.rope_scaling,
+        )
         assert small.dim <= 128 and small.vocab_size <= 307
 
 
 def test_a_shrunk_mixture_keeps_its_experts_a_dense_layer_and_their_widths_in_proportion():
-    moe = MoEConfig(n_experts=64, top_k=6, hidden_dim=2048, n_shared=1, first_dense=3, router="sigmoid", n_groups=8, top_groups=4)
+    moe = MoEConfig(
+        n_experts=64, top_k=6, hidden_dim=2048, n_shared=1, first_dense=3, router="sigmoid", n_groups=8, top_groups=4
+    )
     small = shrunk(replace(SIZES["8B"], moe=moe))
     assert small.n_layers == 2 and small.moe == replace(moe, hidden_dim=32, first_dense=1) and small.dim == 64
     assert shrunk(replace(SIZES["8B"], moe=replace(moe, hidden_dim=0))).expert_dim == small.hidden_dim
@@ -65,7 +71,11 @@ def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):
         (["--layout=dp_shard=2", "--max-world=4"], 2, "--max-world says how far --all goes"),
         (["--layout=dp_shard=2", "--steps=0"], 2, "--steps = 0: at least 1"),
         (["--layout=dp_shard=2", "--model", "support.nothing:Model"], 2, "cannot import 'support.nothing:Model'"),
-        (["--layout=dp_shard=2", "--model", "support.foreign:Blocks", "--shrink"], 3, "let its factory build a small one"),
+        (
+            ["--layout=dp_shard=2", "--model", "support.foreign:Blocks", "--shrink"],
+            3,
+            "let its factory build a small one",
+        ),
         (["--layout"], 2, "--layout needs a value"),
     ],
 )
@@ -76,5 +86,10 @@ def test_refusals_teach(ask, words, status, said):
 
 def test_the_assertion_for_other_peoples_tests_fails_with_the_report(pool):
     assert_layout_equals_single_process(UNTIED, Layout(dp_shard=2), even, steps=1, pool=pool)
-    with pytest.raises(AssertionError, match=r"DIFFERS.*\n.*first differs at the initial weight layers.1.attention.wq.weight, on rank 1"):
-        assert_layout_equals_single_process(UNTIED, DDP, even, steps=1, parallelize_fn=off_by_a_little, dtypes=("float64",), pool=pool)
+    with pytest.raises(
+        AssertionError,
+        match=r"DIFFERS.*\n.*first differs at the initial weight layers.1.attention.wq.weight, on rank 1",
+    ):
+        assert_layout_equals_single_process(
+            UNTIED, DDP, even, steps=1, parallelize_fn=off_by_a_little, dtypes=("float64",), pool=pool
+        )

@@ -76,7 +76,9 @@ def export_tensors(
     total = sum(entry.bytes for entry in planned)
     if len(files) > 1:
         weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        )
     return total
 
 
@@ -134,7 +136,9 @@ class _Tensors:
                 chunk, parts = {}, {}
         yield from self._read(chunk, parts, to_file)
 
-    def _read(self, chunk: dict[str, Tensor], parts: dict[str, Tensor], to_file: ToFile) -> Iterator[tuple[str, Tensor]]:
+    def _read(
+        self, chunk: dict[str, Tensor], parts: dict[str, Tensor], to_file: ToFile
+    ) -> Iterator[tuple[str, Tensor]]:
         if any(not part.is_meta for part in parts.values()):
             read_tensors(parts, self.checkpoint)
         for name, tensor in chunk.items():
@@ -160,7 +164,9 @@ class _Tensors:
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         is_parameter = name in self._parameters
-        return tensor.to(torch_dtype(self.dtype)) if self.dtype and is_parameter and tensor.is_floating_point() else tensor
+        return (
+            tensor.to(torch_dtype(self.dtype)) if self.dtype and is_parameter and tensor.is_floating_point() else tensor
+        )
 
     @cached_property
     def _parameters(self) -> set[str]:
@@ -172,7 +178,11 @@ def _write(path: Path, entries: list[_FileEntry], tensors: Iterator[tuple[str, T
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
-        header[entry.name] = {"dtype": _WORDS[entry.dtype], "shape": entry.shape, "data_offsets": (begin, begin + entry.bytes)}
+        header[entry.name] = {
+            "dtype": _WORDS[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (begin, begin + entry.bytes),
+        }
         begin += entry.bytes
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % 8)

@@ -46,13 +46,21 @@ class CheckpointFolder:
         target = self.path / name
         if not re.fullmatch(STEP, name) or not is_there(target):
             others = ", ".join(f"step-{s:08d}" for s in self.steps()) or "none"
-            what = f"names {name}, which is gone" if re.fullmatch(STEP, name) else f"is damaged: it holds {name!r}, no checkpoint's name"
-            raise IntegrityError(f"{pointer} {what}. Checkpoints that are there: {others}; write one of these into {pointer}.")
+            what = (
+                f"names {name}, which is gone"
+                if re.fullmatch(STEP, name)
+                else f"is damaged: it holds {name!r}, no checkpoint's name"
+            )
+            raise IntegrityError(
+                f"{pointer} {what}. Checkpoints that are there: {others}; write one of these into {pointer}."
+            )
         return target
 
     def half_written(self) -> list[Path]:
         """List folders that interrupted saves left: never read, and removed by the next save of their step."""
-        return sorted(entry for entry in self.path.iterdir() if entry.name.endswith(PARTIAL)) if self.path.is_dir() else []
+        return (
+            sorted(entry for entry in self.path.iterdir() if entry.name.endswith(PARTIAL)) if self.path.is_dir() else []
+        )
 
     def point_to(self, step: int) -> None:
         """Point ``latest`` to a step, atomically."""

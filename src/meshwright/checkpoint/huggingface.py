@@ -74,7 +74,10 @@ class Pretrained:
 
     def _write(self, match: _Match) -> None:
         for name, source in match.in_order():
-            self._reading(lambda name=name, source=source: _fill(match.tensors[name], source), "The model now holds a part of them.")
+            self._reading(
+                lambda name=name, source=source: _fill(match.tensors[name], source),
+                "The model now holds a part of them.",
+            )
 
     def _reading(self, action: Callable[[], None], consequence: str) -> None:
         try:
@@ -115,13 +118,23 @@ class _Match:
         problems = [f"they lack {name}" for name in tensors if name not in chosen]
         absent = [clean(path) for path, module in model.named_modules() if getattr(module, "is_absent", False)]
         elsewhere = {name for name in found if any(is_within(name, path) for path in absent)}
-        left = [source.names[0] for name, source in found.items() if name not in elsewhere and not _is_derived(name, model, derived)]
+        left = [
+            source.names[0]
+            for name, source in found.items()
+            if name not in elsewhere and not _is_derived(name, model, derived)
+        ]
         problems += [f"they hold {name}, which the model lacks" for name in left]
-        problems += [text for rows in (chosen, twice) for name, source in rows.items() if (text := _misfit(name, tensors[name], source))]
+        problems += [
+            text
+            for rows in (chosen, twice)
+            for name, source in rows.items()
+            if (text := _misfit(name, tensors[name], source))
+        ]
         if problems:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             raise ConfigError(
-                f"the weights in {files.folder} are not those of {type(model).__name__}: {'; '.join(problems[:SHOWN])}{more}."
+                f"the weights in {files.folder} are not those of {type(model).__name__}:"
+                f" {'; '.join(problems[:SHOWN])}{more}."
                 f" Nothing was loaded; give the config.json that belongs to them."
             )
         return cls(tensors, aliases, chosen, twice)
@@ -186,7 +199,8 @@ def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
         if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):
             other = source.names[0]
             raise ConfigError(
-                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values, and the model ties"
+                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different"
+                f" values, and the model ties"
                 f" them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
             )
 

@@ -26,7 +26,14 @@ from .manifest import Manifest, damage, strangers
 from .pieces import WholePlanner, in_pieces
 from .replacing import PARTIAL, settle
 from .save import cause
-from .state import empty_optimizer_tensors, group_records, model_tensors, put_optimizer_tensors, put_options, shape_and_dtype
+from .state import (
+    empty_optimizer_tensors,
+    group_records,
+    model_tensors,
+    put_optimizer_tensors,
+    put_options,
+    shape_and_dtype,
+)
 
 
 def load(
@@ -84,7 +91,9 @@ def _all_names(model: ParallelModel) -> set[str]:
 def open_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest on every rank; IntegrityError on all ranks where one cannot."""
     if path.name.endswith(PARTIAL):
-        raise IntegrityError(f"{path} is what an unfinished save left, and is never read; use the last whole checkpoint")
+        raise IntegrityError(
+            f"{path} is what an unfinished save left, and is never read; use the last whole checkpoint"
+        )
     agree.together(lambda: settle(path), here=not dist.is_initialized() or dist.get_rank() == 0)
     manifest = agree.together(lambda: Manifest.read(path))
     assert manifest is not None
@@ -96,27 +105,38 @@ def verify_files(path: Path, manifest: Manifest) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def look() -> list[str]:
-        found = [text for name in sorted(manifest.files)[rank::world] if (text := damage(path, name, manifest.files[name]))]
+        found = [
+            text for name in sorted(manifest.files)[rank::world] if (text := damage(path, name, manifest.files[name]))
+        ]
         return found + (strangers(path, manifest.files) if rank == 0 else [])
 
     problems = [text for said in agree.everybody_says(agree.together(look)) for text in said]
     if problems:
-        raise IntegrityError(f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again.")
+        raise IntegrityError(
+            f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again."
+        )
 
 
 def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, elsewhere: Collection[str] = ()) -> None:
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     problems = [f"it lacks {key.removeprefix('model.')}" for key in wanted if key not in stored]
     problems += [
-        f"it has {key.removeprefix('model.')}, which the model lacks" for key in stored if key not in wanted and key not in elsewhere
+        f"it has {key.removeprefix('model.')}, which the model lacks"
+        for key in stored
+        if key not in wanted and key not in elsewhere
     ]
     for key in wanted.keys() & stored.keys():
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
-            problems.append(f"{key.removeprefix('model.')} is {there[1]}{list(there[0])} there and {here[1]}{list(here[0])} in the model")
+            problems.append(
+                f"{key.removeprefix('model.')} is {there[1]}{list(there[0])} there and {here[1]}{list(here[0])} in"
+                f" the model"
+            )
     if problems:
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-        raise ConfigError(f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded.")
+        raise ConfigError(
+            f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."
+        )
 
 
 def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> None:
@@ -126,18 +146,22 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
         keys = "set techniques.optimizer_state and techniques.stochastic_rounding as they were"
         use = keys if TorchaoAdamW.__name__ in (kind, manifest.optimizer) else f"use {manifest.optimizer}"
         raise ConfigError(
-            f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: {use}, or load it without optimizer=. Nothing"
+            f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: {use}, or load it without"
+            f" optimizer=. Nothing"
             f" was loaded."
         )
     saved = {name for record in manifest.groups for name in record["params"]}
     lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]
     if lacking:
         raise ConfigError(
-            f"{path} has no optimizer state for {lacking[0]} ({len(lacking)} in all): were other parameters frozen? Nothing was loaded."
+            f"{path} has no optimizer state for {lacking[0]} ({len(lacking)} in all): were other parameters frozen?"
+            f" Nothing was loaded."
         )
 
 
-def _options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> list[dict[str, Any]]:
+def _options(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path
+) -> list[dict[str, Any]]:
     """Match the saved options to the optimizer's groups, however the saved groups were cut."""
     saved = {name: record["options"] for record in manifest.groups for name in record["params"]}
     found = []
@@ -147,7 +171,8 @@ def _options(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: M
         different = next((name for name in others if saved[name] != options), None)
         if different is not None:
             raise ConfigError(
-                f"{path} was written with other optimizer groups: {first} and {different} had different options there, and are in one"
+                f"{path} was written with other optimizer groups: {first} and {different} had different options"
+                f" there, and are in one"
                 f" group here. Group the parameters alike, or load with restore_options=False. Nothing was loaded."
             )
         found.append(options)
@@ -207,10 +232,19 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
             shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
-            dcp.load(shown, storage_reader=HuggingFaceStorageReader(path=str(path)), planner=WholePlanner(tensors), no_dist=agree.alone())
+            dcp.load(
+                shown,
+                storage_reader=HuggingFaceStorageReader(path=str(path)),
+                planner=WholePlanner(tensors),
+                no_dist=agree.alone(),
+            )
     except CheckpointException as error:
         lacking = next((found for found, _ in error.failures.values() if isinstance(found, IntegrityError)), None)
         if lacking is not None:
-            raise IntegrityError(f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one.") from error
+            raise IntegrityError(
+                f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one."
+            ) from error
         said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
-        raise IntegrityError(f"{said}: the model now holds a part of it. Load a checkpoint again before you use it.") from error
+        raise IntegrityError(
+            f"{said}: the model now holds a part of it. Load a checkpoint again before you use it."
+        ) from error

@@ -47,8 +47,12 @@ class LoadWeightsTransform(ModelTransform):
             weights(model.module if isinstance(model, DistributedDataParallel) else model)
             return model
         mesh = self.context.get("device_mesh")
-        plan = plan_for_mesh_sizes(facts, sizes_of_stage(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean")
-        return order.apply(model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",))
+        plan = plan_for_mesh_sizes(
+            facts, sizes_of_stage(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean"
+        )
+        return order.apply(
+            model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",)
+        )
 
     def _is_restart(self) -> bool:
         told = self.context.get("is_restart")
@@ -59,7 +63,10 @@ def weights_in(path: str | Path) -> Weights:
     """Return a writer of a folder's weights; ConfigError where there is no such folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of meshwright")
+        raise ConfigError(
+            f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of"
+            f" meshwright"
+        )
     return _checkpoint(folder) if (folder / NAME).is_file() else Pretrained(folder)
 
 

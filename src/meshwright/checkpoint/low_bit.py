@@ -69,7 +69,8 @@ class Rounding:
         changed, values = (sum(said) for said in zip(*agree.everybody_says((self.changed, self.values)), strict=True))
         if changed and is_rank_zero():
             log.warning(
-                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks lie otherwise in this"
+                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks"
+                f" lie otherwise in this"
                 f" layout (or have other bits) than in the one that wrote it"
             )
 

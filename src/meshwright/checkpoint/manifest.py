@@ -72,20 +72,36 @@ class Manifest:
         """
         path = inside(folder, NAME)
         if not path.is_file():
-            unfinished = "is no checkpoint: it has no manifest, which is written last, so its writing was never finished"
+            unfinished = (
+                "is no checkpoint: it has no manifest, which is written last, so its writing was never finished"
+            )
             raise IntegrityError(f"{folder} {unfinished if folder.is_dir() else 'does not exist'}")
         try:
             said = json.loads(path.read_text())
             if said["version"] != VERSION:
-                raise IntegrityError(f"{path} has format version {said['version']}; this meshwright reads version {VERSION}")
+                raise IntegrityError(
+                    f"{path} has format version {said['version']}; this meshwright reads version {VERSION}"
+                )
             if said.pop("crc32") != _checksum(said):
                 raise ValueError("its content changed since it was written (checksum)")
-            tensors = {key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()}
+            tensors = {
+                key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()
+            }
             files = {name: FileEntry(**entry) for name, entry in said["files"].items()}
             _check_types(tensors, files, said)
-            return cls(tensors, files, said["optimizer"], said["groups"], said["extra"], said["plan"], said.get("loss_scale", {}))
+            return cls(
+                tensors,
+                files,
+                said["optimizer"],
+                said["groups"],
+                said["extra"],
+                said["plan"],
+                said.get("loss_scale", {}),
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted") from error
+            raise IntegrityError(
+                f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted"
+            ) from error
 
 
 def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], said: dict[str, Any]) -> None:
@@ -94,7 +110,9 @@ def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], s
     sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
     if not all(type(number) is int and number >= 0 for number in sizes):
         raise TypeError("a size is no whole number")
-    unknown = [entry.dtype for entry in tensors.values() if not isinstance(getattr(torch, entry.dtype, None), torch.dtype)]
+    unknown = [
+        entry.dtype for entry in tensors.values() if not isinstance(getattr(torch, entry.dtype, None), torch.dtype)
+    ]
     if unknown:
         raise ValueError(f"{unknown[0]} is no dtype")
     for record in said["groups"]:
@@ -131,9 +149,17 @@ def damage(folder: Path, name: str, entry: FileEntry) -> str:
     size = path.stat().st_size
     if size != entry.bytes:
         return f"{path} has {size:,} bytes, but {entry.bytes:,} were written"
-    return "" if describe_file(path) == entry else f"{path} has the right size, but its content changed since it was written (checksum)"
+    return (
+        ""
+        if describe_file(path) == entry
+        else f"{path} has the right size, but its content changed since it was written (checksum)"
+    )
 
 
 def strangers(folder: Path, files: dict[str, FileEntry]) -> list[str]:
     """List tensor files in a checkpoint folder that are not its own: whoever reads all would take them for shards."""
-    return [f"{path} is not a file of this checkpoint" for path in sorted(folder.glob("*.safetensors")) if path.name not in files]
+    return [
+        f"{path} is not a file of this checkpoint"
+        for path in sorted(folder.glob("*.safetensors"))
+        if path.name not in files
+    ]

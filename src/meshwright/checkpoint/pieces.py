@@ -40,7 +40,9 @@ class Writer(HuggingFaceStorageWriter):
     def __init__(self, path: str):
         super().__init__(path=path, save_distributed=True)
 
-    def _split_by_storage_plan(self, storage_plan: dict[str, int] | None, items: list[WriteItem]) -> dict[int, list[WriteItem]]:
+    def _split_by_storage_plan(
+        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
         files: dict[int, list[WriteItem]] = {}
         seen: dict[str, int] = {}
         for item in items:
@@ -85,5 +87,7 @@ def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...])
     cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
     for box in boxes:
-        held[tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))] = True
+        held[
+            tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))
+        ] = True
     return bool(held.all())

@@ -89,9 +89,13 @@ def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)") from None
+        raise ConfigError(
+            f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)"
+        ) from None
     if path.exists() and not (path / NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} is there and is no checkpoint: it would be replaced. Give a new folder, or remove it first.")
+        raise ConfigError(
+            f"{path} is there and is no checkpoint: it would be replaced. Give a new folder, or remove it first."
+        )
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 

@@ -51,7 +51,9 @@ def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) ->
                 found[f"optimizer.{key}.{name}"] = value
             elif value is not None:
                 kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
-                raise UnsupportedError(f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=.")
+                raise UnsupportedError(
+                    f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=."
+                )
     return found
 
 
@@ -82,11 +84,15 @@ def empty_optimizer_tensors(
 
 def _zeros_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
-        return with_local(parameter, torch.zeros_like(local_part(parameter), dtype=dtype, device=device, requires_grad=False))
+        return with_local(
+            parameter, torch.zeros_like(local_part(parameter), dtype=dtype, device=device, requires_grad=False)
+        )
     return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
 
-def put_optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path) -> None:
+def put_optimizer_tensors(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path
+) -> None:
     """Make the loaded state the optimizer's own; a parameter without loaded state has none afterwards. Collective."""
     parameters, rounding = _by_name(model), Rounding()
     rests = model.plan.optimizer.in_host_memory
@@ -132,10 +138,14 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter not in names for parameter in group["params"]):
             raise UnsupportedError(
-                f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was made before"
+                f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was"
+                f" made before"
                 f" the model was laid out). Make the optimizer from this ParallelModel's parameters."
             )
-        plain = {key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in group.items()}
+        plain = {
+            key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+            for key, value in group.items()
+        }
         options = {
             key: value
             for key, value in plain.items()

@@ -90,8 +90,10 @@ def holds_weights(folder: Path) -> bool:
     others = [*(path.name for pattern in OTHERS for path in folder.glob(pattern))] if folder.is_dir() else []
     if others:
         raise ConfigError(
-            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read. Save them as safetensors"
-            f" (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with the config.json alone to begin anew"
+            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read."
+            f" Save them as safetensors"
+            f" (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with the config.json"
+            f" alone to begin anew"
         )
     return False
 
@@ -112,7 +114,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
             raise IntegrityError(f"{index} is damaged ({type(error).__name__}: {error})") from None
         absent = [file for file in sorted(by_file) if not paths[file].is_file()]
         if absent:
-            raise IntegrityError(f"{index} names {', '.join(absent)}, and {folder} has no such file: copy it again, whole")
+            raise IntegrityError(
+                f"{index} names {', '.join(absent)}, and {folder} has no such file: copy it again, whole"
+            )
         yield from ((paths[file], names) for file, names in sorted(by_file.items()))
     elif holds_weights(folder):
         yield inside(folder, SINGLE), None
@@ -127,7 +131,9 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}")
+                raise ValueError(
+                    f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}"
+                )
             said = json.loads(file.read(length))
         said.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in said.values()]
@@ -135,13 +141,17 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
     if size != whole:
-        raise IntegrityError(f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again")
+        raise IntegrityError(
+            f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again"
+        )
     if expected is not None and (lacking := expected - said.keys()):
         raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
     try:
         yield from [_stored(path, name, entry) for name, entry in said.items() if expected is None or name in expected]
     except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})") from None
+        raise IntegrityError(
+            f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
@@ -150,9 +160,12 @@ def _stored(path: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
         raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
     if entry["dtype"] not in DTYPES:
         raise UnsupportedError(
-            f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize the model first"
+            f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize the"
+            f" model first"
         )
     dtype = DTYPES[entry["dtype"]]
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise IntegrityError(f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes")
+        raise IntegrityError(
+            f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes"
+        )
     return StoredTensor(name, path, shape, dtype)

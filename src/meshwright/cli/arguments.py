@@ -101,7 +101,9 @@ def _from_path(path: Path) -> LaunchConfig:
     if not path.is_dir():
         return load_toml(LaunchConfig, path)
     if not (path / "config.toml").is_file():
-        raise ConfigError(f"{path} is a folder without a config.toml, so it is no run; give a config file or the folder of a run")
+        raise ConfigError(
+            f"{path} is a folder without a config.toml, so it is no run; give a config file or the folder of a run"
+        )
     _check_run(str(path))
     config = replace(load_toml(LaunchConfig, path / "config.toml"), run=str(path))
     submitted = path / FOLDER / "config.toml"

@@ -2,7 +2,8 @@
 
 --step N           a checkpoint other than the newest
 --dtype bfloat16   of the weights (default: as the run keeps them)
---like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It is proven by equal
+--like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It is
+proven by equal
                    logits before anything is written, or refused.
 --trust            run the model code that the run keeps
 """
@@ -31,11 +32,18 @@ def run(argv: list[str]) -> int:
     like, argv = take_option(argv, "--like", str)
     trusted, argv = take_trust(argv)
     if form not in FORMATS:
-        what = "--to is missing." if form is None else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
+        what = (
+            "--to is missing."
+            if form is None
+            else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
+        )
         raise ConfigError(f"{what} Legal: {', '.join(FORMATS)}, as in: meshwright convert runs/demo-… --to hf FOLDER")
     refuse_rest(argv[2:], "meshwright convert", "--to, --step, --dtype, --like, --trust")
     if len(argv) < 2 or any(word.startswith("-") for word in argv):
-        raise ConfigError("meshwright convert needs the folder of a run and a new folder: meshwright convert runs/demo-… --to hf FOLDER")
+        raise ConfigError(
+            "meshwright convert needs the folder of a run and a new folder: meshwright convert runs/demo-… --to hf"
+            " FOLDER"
+        )
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
     folder, config = open_run(argv[0], trusted=trusted)
     from meshwright.training.run.convert import convert, of_hugging_face

@@ -26,7 +26,9 @@ def run(argv: list[str]) -> int:
     trusted, argv = take_trust(argv)
     _check(tokens, temperature, seed)
     if not argv:
-        raise ConfigError("meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '")
+        raise ConfigError(
+            "meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '"
+        )
     folder, config = open_run(argv[0], trusted=trusted)
     refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step, --trust")
     from meshwright.training.run.sampling import Sampler

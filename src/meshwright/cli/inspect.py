@@ -1,13 +1,13 @@
-"""``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to a model.
-``meshwright inspect --schedule NAME|FILE.csv|RUN``: what the ranks of a pipeline do, and when.
+"""``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to
+a model. ``meshwright inspect --schedule NAME|FILE.csv|RUN``: what the ranks of a pipeline do, and when.
 
 RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
-MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json; ``--trust`` runs code that lies
-there), or "package.module:factory" for a function or class that returns your own nn.Module.
-DATA is a file or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
---data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[ ]].
-``--schedule`` takes --pp N (default 4), --microbatches N (default 8), --stages-per-rank N and --svg FILE; with a run it shows the run's
-last step as it was measured.
+MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json; ``--trust`` runs code
+that lies there), or "package.module:factory" for a function or class that returns your own nn.Module. DATA is a file
+or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
+--data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[
+]]. ``--schedule`` takes --pp N (default 4), --microbatches N (default 8), --stages-per-rank N and --svg FILE; with a
+run it shows the run's last step as it was measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def run(argv: list[str]) -> int:
     refuse_rest(argv[1:], "meshwright inspect", "none")
     if name not in SIZES and ":" not in name:
         raise ConfigError(
-            f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model size.{nearest(name, SIZES)}"
+            f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model"
+            f" size.{nearest(name, SIZES)}"
             f" Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
         )
     from meshwright.introspection.source import as_module
@@ -77,7 +78,9 @@ def _schedule(argv: list[str]) -> int:
     if folder.is_dir() or (folder / TIMES).is_file():
         text, picture = drawn_run(folder)
     else:
-        made = schedule_of(str(name), numbers["--pp"] or 4, numbers["--microbatches"] or 8, numbers["--stages-per-rank"])
+        made = schedule_of(
+            str(name), numbers["--pp"] or 4, numbers["--microbatches"] or 8, numbers["--stages-per-rank"]
+        )
         text, picture = drawn(made)
     print(text)
     if target is not None:

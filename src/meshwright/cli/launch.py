@@ -2,8 +2,8 @@
 
     meshwright launch run.toml --slurm.nodes=2 --slurm.gpus_per_node=8 --slurm.time=12:00:00
 
-The keys of the job may also stand in the config file, under [slurm]; its setup and extra run code, as other keys may, and need --trust.
---dry-run prints the batch script and submits nothing.
+The keys of the job may also stand in the config file, under [slurm]; its setup and extra run code, as other keys may,
+and need --trust. --dry-run prints the batch script and submits nothing.
 """
 
 from __future__ import annotations

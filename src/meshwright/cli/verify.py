@@ -1,19 +1,22 @@
-"""``meshwright verify [config.toml] --layout "dp_shard=2,dp_replicate=2"``: prove that a layout equals one process, on this machine.
+"""``meshwright verify [config.toml] --layout "dp_shard=2,dp_replicate=2"``: prove that a layout equals one process,
+on this machine.
 
-The model of the config is trained for a few steps by one process with plain torch, and by each layout over local processes, from the
-same weights and the same global batches; losses, norms, activations, gradients and parameters are compared in fp64 and fp32. Exit
+The model of the config is trained for a few steps by one process with plain torch, and by each layout over local
+processes, from the same weights and the same global batches; losses, norms, activations, gradients and parameters are
+compared in fp64 and fp32. Exit
 status 0: all equal within rounding; 1: a layout differs, and the first place where it does is named.
 
   --layout "axis=size,…"  a layout to verify; may be given several times (default: the config's own)
   --all [--max-world N]   every layout of the data axes on up to N ranks (default 8)
   --model package.module:factory   your own model instead of the config's
   --steps N               optimizer steps (default 3)
-  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it; with float8 that or fp32)
-  --shrink                a small model of the same structure: head ratios, ties and norms stay
-  --json                  everything, for machines
-  --trust                 run code that the config names
-  --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own data, for
-                          `meshwright train CONFIG --check-trace FILE` to compare a real run with; --steps is then the config's
+  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it; with
+  float8 that or fp32) --shrink                a small model of the same structure: head ratios, ties and norms stay
+  --json                  everything, for machines --trust                 run code that the config names
+  --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own
+  data, for
+                          `meshwright train CONFIG --check-trace FILE` to compare a real run with; --steps is then the
+                          config's
   --trace-steps N         steps of the trace (default 3)
 
 Any flag of ``meshwright train`` may follow, such as --techniques.activation_checkpointing=full.
@@ -64,7 +67,15 @@ def run(argv: list[str]) -> int:
     layouts = [_closed(text) for text in wanted]
     layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
     dtypes = _dtypes(named, config)
-    return _verify(config, factory, layouts or [_own(config)], steps or 3, dtypes, shrink=flags["--shrink"], as_json=flags["--json"])
+    return _verify(
+        config,
+        factory,
+        layouts or [_own(config)],
+        steps or 3,
+        dtypes,
+        shrink=flags["--shrink"],
+        as_json=flags["--json"],
+    )
 
 
 def _closed(text: str) -> Layout:
@@ -75,7 +86,8 @@ def _closed(text: str) -> Layout:
 def _own(config: Config) -> Layout:
     if not config.layout.is_resolved:
         raise ConfigError(
-            'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves its own open'
+            'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves'
+            " its own open"
         )
     return config.layout
 
@@ -85,7 +97,9 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
     if steps < 1:
         raise ConfigError(f"--trace-steps = {steps}: at least 1 is written")
     if others:
-        raise ConfigError(f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is")
+        raise ConfigError(
+            f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is"
+        )
     from meshwright.training.views.display import build_progress
     from meshwright.verification.trace_writer import summary, write_trace
 
@@ -114,7 +128,14 @@ def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
 
 
 def _verify(
-    config: Config, factory: str | None, layouts: list[Layout], steps: int, dtypes: tuple[str, ...], *, shrink: bool, as_json: bool
+    config: Config,
+    factory: str | None,
+    layouts: list[Layout],
+    steps: int,
+    dtypes: tuple[str, ...],
+    *,
+    shrink: bool,
+    as_json: bool,
 ) -> int:
     from meshwright.distributed.process.workers import WorkerPool
     from meshwright.verification.subject import subject_of

@@ -19,7 +19,8 @@ Key = TypeVar("Key")
 EXACT = 1e-10
 """Bound in float64."""
 ROUNDED = 1e-6
-"""Least bound in float32 (in bfloat16 too: weights and sums are float32), in float64 for models that cast to float32."""
+"""Least bound in float32 (in bfloat16 too: weights and sums are float32), in float64 for models that cast to float32.
+"""
 FLOORS = 4.0
 """Multiple of the floor that still counts as rounding: a layout orders its sums differently than the floor's run."""
 HALVES = ("bfloat16", "float16", "float8")
@@ -32,7 +33,8 @@ def relative_errors(found: Named, reference: Named) -> dict[str, float]:
     """Compute each tensor's error, by name; infinite for a tensor missing on one side, misshapen or not finite."""
     whole = math.sqrt(sum(r.double().norm().item() ** 2 for r in reference.values()))
     errors = dict.fromkeys(
-        [*(name for name in reference if name not in found), *(name for name in found if name not in reference)], math.inf
+        [*(name for name in reference if name not in found), *(name for name in found if name not in reference)],
+        math.inf,
     )
     for name in reference:
         if name in found:
@@ -51,7 +53,9 @@ def ratio(found: Tensor, reference: Tensor) -> float | None:
 def _error(found: Tensor, reference: Tensor, whole: float) -> float:
     if found.shape != reference.shape:
         return math.inf
-    error = ((found - reference).norm() / max(reference.norm().item(), 1e-6 * whole, torch.finfo(torch.float64).tiny)).item()
+    error = (
+        (found - reference).norm() / max(reference.norm().item(), 1e-6 * whole, torch.finfo(torch.float64).tiny)
+    ).item()
     return error if math.isfinite(error) else math.inf
 
 
@@ -82,7 +86,10 @@ def traced_bound(dtype: str, floor: float) -> float:
 def farthest(runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> dict[Key, dict[str, float]]:
     """Take the largest error over several runs for each key and name."""
     return {
-        what: {name: max(run[what].get(name, 0.0) for run in runs) for name in dict.fromkeys(name for run in runs for name in run[what])}
+        what: {
+            name: max(run[what].get(name, 0.0) for run in runs)
+            for name in dict.fromkeys(name for run in runs for name in run[what])
+        }
         for what in runs[0]
     }
 

@@ -102,7 +102,9 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """The first difference beyond its bound, in the order in which steps compute."""
-        return min((d for d in self.differences if d.is_beyond), key=lambda d: (d.step, STAGES.index(d.stage)), default=None)
+        return min(
+            (d for d in self.differences if d.is_beyond), key=lambda d: (d.step, STAGES.index(d.stage)), default=None
+        )
 
     @property
     def factor(self) -> float | None:
@@ -134,7 +136,9 @@ class Comparison:
                 worst = found[0]
                 verdict = "differs" if worst.is_beyond else "equal"
                 name = f"step {worst.step}" if stage in ("batch", "loss", "norm") else worst.name or "the model"
-                lines.append(f"  {self.dtype:<8} {stage:<10} {verdict:<8} worst {worst.error:.1e} of {worst.bound:.1e}  {name}")
+                lines.append(
+                    f"  {self.dtype:<8} {stage:<10} {verdict:<8} worst {worst.error:.1e} of {worst.bound:.1e}  {name}"
+                )
         beyond = [d for d in self.of("gradient") if d.is_beyond]
         lines += [f"           {d.name}: {d.error:.1e}" for d in beyond[1:WORST] if d.step == beyond[0].step]
         return [*lines, *(f"  {self.dtype}: {note}" for note in self.notes)]
@@ -160,8 +164,14 @@ def _told(first: Difference) -> str:
 
 def _rank(difference: Difference) -> tuple[bool, float]:
     is_finite = math.isfinite(difference.error) and 0 < difference.bound < math.inf
-    return not difference.is_beyond, -difference.error / difference.bound if is_finite else -math.inf if difference.error else 0.0
+    return (
+        not difference.is_beyond,
+        -difference.error / difference.bound if is_finite else -math.inf if difference.error else 0.0,
+    )
 
 
 def _plain(difference: Difference) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(difference).items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(difference).items()
+    }

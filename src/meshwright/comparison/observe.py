@@ -42,7 +42,12 @@ class TokensOfRank:
 
     def are_those_of(self, tensor: Tensor) -> bool:
         """Tell whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
-        return self.share < self.length and tensor.dim() > 2 and tensor.shape[1] == self.share and not hasattr(tensor, "full_tensor")
+        return (
+            self.share < self.length
+            and tensor.dim() > 2
+            and tensor.shape[1] == self.share
+            and not hasattr(tensor, "full_tensor")
+        )
 
     def sketch(self, part: Tensor) -> Tensor:
         """Sketch a part without its padding; the ranks' sketches add up to the sketch of the whole."""
@@ -96,7 +101,9 @@ class Observed:
         tensor = _tensor_of(output)
         if tensor is None or len(tensor) != self._n_rows:
             return
-        if part is not None and (part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number):
+        if part is not None and (
+            part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number
+        ):
             return
         if _is_recomputing():
             if not is_stand_in(tensor):
@@ -188,7 +195,12 @@ def is_stand_in(tensor: Tensor) -> bool:
     computed the loss instead)."""
     if tensor.numel() == 0:
         return True
-    return tensor.is_floating_point() and not any(tensor.stride()) and tensor.dim() > 0 and bool(tensor.flatten()[:1].isnan().any())
+    return (
+        tensor.is_floating_point()
+        and not any(tensor.stride())
+        and tensor.dim() > 0
+        and bool(tensor.flatten()[:1].isnan().any())
+    )
 
 
 def _is_recomputing() -> bool:
@@ -202,7 +214,9 @@ def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.M
 
 
 @contextmanager
-def observing(*models: nn.Module, opaque: Collection[str] = (), tokens: TokensOfRank = TokensOfRank()) -> Iterator[Observed]:
+def observing(
+    *models: nn.Module, opaque: Collection[str] = (), tokens: TokensOfRank = TokensOfRank()
+) -> Iterator[Observed]:
     """Sketch the outputs of ``models``, a model or parts of one, inside the block.
 
     Args:

@@ -112,7 +112,9 @@ class TraceFile:
             said = (file.metadata() or {}).get("trace")
             self._said = json.loads(said) if said else {}
             if self._said.get("format") != FORMAT:
-                raise ConfigError(f"check_trace = {path}: the file is no trace that this version reads ('{FORMAT}'); write one anew")
+                raise ConfigError(
+                    f"check_trace = {path}: the file is no trace that this version reads ('{FORMAT}'); write one anew"
+                )
             _ = self.facts, self.drawn_on, self.shapes, self.n_steps, self.dtypes
             self.initial = Sketches(self._said["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
 
@@ -157,9 +159,19 @@ class TraceFile:
         try:
             with safe_open(self.path, "pt") as file:
                 yield file
-        except (OSError, SafetensorError, json.JSONDecodeError, RecursionError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (
+            OSError,
+            SafetensorError,
+            json.JSONDecodeError,
+            RecursionError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+        ) as error:
             raise ConfigError(
-                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write one with:"
+                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write"
+                f" one with:"
                 f" meshwright verify CONFIG --write-trace FILE"
             ) from None
 

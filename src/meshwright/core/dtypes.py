@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "double": "float64", "fp64": "float64"}
+_ALIASES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "double": "float64",
+    "fp64": "float64",
+}
 
 
 def canonical_dtype(name: str, *, where: str = "dtype") -> str:
@@ -26,7 +33,10 @@ def canonical_dtype(name: str, *, where: str = "dtype") -> str:
     canonical = _ALIASES.get(name, name)
     if canonical not in _BYTES:
         legal = ", ".join("/".join([full, *(alias for alias, of in _ALIASES.items() if of == full)]) for full in _BYTES)
-        raise ConfigError(f"{where} = {name!r} is not a dtype that meshwright knows.{nearest(name, [*_BYTES, *_ALIASES])} Legal: {legal}.")
+        raise ConfigError(
+            f"{where} = {name!r} is not a dtype that meshwright knows.{nearest(name, [*_BYTES, *_ALIASES])} Legal:"
+            f" {legal}."
+        )
     return canonical
 
 

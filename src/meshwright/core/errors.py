@@ -36,7 +36,8 @@ class MissingExtraError(MeshwrightError, ImportError):
 
     def __init__(self, what: str, package: str, extra: str):
         super().__init__(
-            f"{what} needs the package '{package}', which is not installed. Install it with: pip install 'meshwright[{extra}]'"
+            f"{what} needs the package '{package}', which is not installed. Install it with: pip install"
+            f" 'meshwright[{extra}]'"
         )
         self._made_of = what, package, extra
 

@@ -65,14 +65,19 @@ def inside(folder: Path, name: str, by: str = "") -> Path:
     """
     path = folder / name
     if not name or not name.isprintable() or os.path.isabs(name) or ".." in Path(name).parts:
-        raise ConfigError(f"{folder / by} names {name!r}, which is no file in {folder} and is not read: put the file there, and name it so")
+        raise ConfigError(
+            f"{folder / by} names {name!r}, which is no file in {folder} and is not read: put the file there, and"
+            f" name it so"
+        )
     try:
         home, real = folder.resolve(), path.resolve()
     except (OSError, RuntimeError) as error:  # a circle of links
         raise ConfigError(f"{path} cannot be found: {error}") from None
     if real.is_relative_to(home) or _is_blob(home, real):
         return path
-    raise ConfigError(f"{path} is a link to {real}, which is outside {folder} and is not read: copy the file to its place")
+    raise ConfigError(
+        f"{path} is a link to {real}, which is outside {folder} and is not read: copy the file to its place"
+    )
 
 
 def _is_blob(home: Path, real: Path) -> bool:
@@ -80,7 +85,10 @@ def _is_blob(home: Path, real: Path) -> bool:
     for place in (home, *home.parents):
         if place.parent.name == "snapshots":
             repository = place.parent.parent
-            return bool(_REPOSITORY.fullmatch(repository.name) and _BLOB.fullmatch(real.name)) and real.parent == repository / "blobs"
+            return (
+                bool(_REPOSITORY.fullmatch(repository.name) and _BLOB.fullmatch(real.name))
+                and real.parent == repository / "blobs"
+            )
     return False
 
 

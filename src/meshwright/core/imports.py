@@ -37,7 +37,9 @@ def import_classes_from_paths(class_paths: list[str]) -> list[type]:
         try:
             value = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ImportError(f"cannot import the class '{path}': {error}. A class path is 'package.module.Class'.") from error
+            raise ImportError(
+                f"cannot import the class '{path}': {error}. A class path is 'package.module.Class'."
+            ) from error
         if not isinstance(value, type):
             raise ImportError(f"'{path}' is a {type(value).__name__}, not a class")
         found.append(value)

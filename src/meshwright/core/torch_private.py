@@ -47,7 +47,8 @@ __all__ = [
 
 
 class EagerDispatchMode(TorchDispatchMode):
-    """A dispatch mode for code that is never compiled: torch wraps others by its compiler, which takes a second to import.
+    """A dispatch mode for code that is never compiled: torch wraps others by its compiler, which takes a second to
+    import.
 
     Until a mode can say in public that it has nothing to do with the compiler.
     """
@@ -150,7 +151,9 @@ def resetting(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def forward_hooks(module: nn.Module) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
+def forward_hooks(
+    module: nn.Module,
+) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
     """Return the mutable tables of a module's forward pre-hooks and hooks, until public tables exist."""
     return module._forward_pre_hooks, module._forward_hooks
 

@@ -19,15 +19,17 @@ def check_fraction(fraction: float) -> None:
     """Raise ConfigError unless 0 <= ``fraction`` < 1."""
     if not 0 <= fraction < 1:
         raise ConfigError(
-            f"data.validation_fraction = {fraction}: it is the part of the bytes that is held out, at least 0 (none) and below 1, like 0.01"
+            f"data.validation_fraction = {fraction}: it is the part of the bytes that is held out, at least 0 (none)"
+            f" and below 1, like 0.01"
         )
 
 
 def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.ndarray:
     """Choose documents whose sizes add up to about ``fraction`` of all.
 
-    Documents stand in the order of a keyed hash of their names, and each is held out that still fits into what is wanted. Where
-    none fits, the smallest is held out, so that several documents always leave something on either side. One document alone is
+    Documents stand in the order of a keyed hash of their names, and each is held out that still fits into what is
+    wanted. Where none fits, the smallest is held out, so that several documents always leave something on either
+    side. One document alone is
     not chosen: see ``cut_point``.
 
     Args:
@@ -54,7 +56,8 @@ def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.
 
 
 def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float) -> list[np.ndarray]:
-    """Choose ``fraction`` of all rows of all files, at least one where there are two: those with the smallest keyed hash.
+    """Choose ``fraction`` of all rows of all files, at least one where there are two: those with the smallest keyed
+    hash.
 
     Args:
         digests: of the files, as hex digits. counts: their rows. fraction: 0 (none) or more, below 1.
@@ -70,14 +73,18 @@ def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float
     if fraction == 0 or total < 2:
         return [np.zeros(count, dtype=bool) for count in counts]
     wanted = min(max(1, round(fraction * total)), total - 1)
-    ranks = np.concatenate([np.random.Philox(key=_key_of(digest)).random_raw(count) for digest, count in zip(digests, counts, strict=True)])
+    ranks = np.concatenate(
+        [np.random.Philox(key=_key_of(digest)).random_raw(count) for digest, count in zip(digests, counts, strict=True)]
+    )
     chosen = np.zeros(total, dtype=bool)
     chosen[np.argpartition(ranks, wanted - 1)[:wanted]] = True
     return np.split(chosen, np.cumsum(counts)[:-1])
 
 
 def cut_point(n_characters: int, fraction: float) -> int:
-    """Where a corpus of one document is cut: characters before it train, the rest (at least one, where there are two) is held out."""
+    """Tell where a corpus of one document is cut: characters before it train, the rest (at least one, where there are
+    two) is held out.
+    """
     check_fraction(fraction)
     if fraction == 0 or n_characters < 2:
         return n_characters

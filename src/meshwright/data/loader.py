@@ -36,16 +36,16 @@ class SampleSequence(Protocol):
         ...
 
     def rows(self, indexes: np.ndarray) -> Rows:
-        """The samples at ``indexes`` (int64, shape (rows,))."""
+        """Return the samples at ``indexes`` (int64, shape (rows,))."""
         ...
 
 
 class Loader(Iterator["dict[str, torch.Tensor]"]):
     """An endless iterator over one data rank's part of the global batches.
 
-    The global batch that follows ``consumed`` samples is those at the indexes [consumed, consumed + B); data rank r of D takes the
-    contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of microbatches may change between two
-    batches and the samples go on as if nothing had.
+    The global batch that follows ``consumed`` samples is those at the indexes [consumed, consumed + B); data rank r
+    of D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of
+    microbatches may change between two batches and the samples go on as if nothing had.
 
     ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Rows`` for the keys.
 
@@ -55,8 +55,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         rank: this process's data rank, in [0, world).
         world: number of data ranks (D).
         workers: threads that read ahead; 0 reads when asked.
-        skip_unreadable: a sample whose reader raises an OSError or one of our errors becomes a row without labels, and is noted in
-            ``unreadable``; else ``next`` raises it.
+        skip_unreadable: a sample whose reader raises an OSError or one of our errors becomes a row without labels,
+            and is noted in ``unreadable``; else ``next`` raises it.
 
     Raises:
         ConfigError: ``world`` does not divide ``global_batch``; a size out of range.
@@ -76,12 +76,17 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         if global_batch < 1 or global_batch % world:
             near = max(global_batch // world, 1) * world
             raise ConfigError(
-                f"batch.global_batch = {global_batch} samples cannot be dealt evenly to {world} data ranks (dp_replicate * dp_shard)."
-                f" Legal: a multiple of {world}, like {near} or {near + world}; or a number of data ranks that divides {global_batch}"
+                f"batch.global_batch = {global_batch} samples cannot be dealt evenly to {world} data ranks"
+                f" (dp_replicate * dp_shard)."
+                f" Legal: a multiple of {world}, like {near} or {near + world}; or a number of data ranks that"
+                f" divides {global_batch}"
             )
         if workers < 0:
-            raise ConfigError(f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more")
-        self._read = _BatchReader(samples, rank * (global_batch // world), global_batch // world, {} if skip_unreadable else None)
+            raise ConfigError(
+                f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more"
+            )
+        rows = global_batch // world
+        self._read = _BatchReader(samples, rank * rows, rows, {} if skip_unreadable else None)
         self.global_batch = global_batch
         self._consumed = 0
         self._threads = _Threads(self._read, workers)
@@ -97,7 +102,10 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
 
     @property
     def unreadable(self) -> dict[int, str]:
-        """Index of each sample of this rank that could not be read and was left out, and why; those read ahead included."""
+        """Index of each sample of this rank that could not be read and was left out, and why.
+
+        Those read ahead included.
+        """
         return dict(self._read.unreadable or {})
 
     def seek(self, consumed: int) -> None:
@@ -113,7 +121,10 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             self._pending.popleft().cancel()
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next batch. What a reader raised is raised here; the state is then unchanged, and the next call tries again."""
+        """Return the next batch.
+
+        What a reader raised is raised here; the state is then unchanged, and the next call tries again.
+        """
         if not self._stop.alive:
             raise MeshwrightError(f"this loader was closed; make another and go on with seek({self._consumed})")
         while len(self._pending) < self._depth:
@@ -141,13 +152,15 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
 def validation_batches(
     split: Split, seq_len: int, samples: int, rows: int, rank: int = 0, world: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """A fixed choice of at most ``samples`` samples, spread evenly over ``split``, in batches of ``rows`` per data rank.
+    """Yield a fixed choice of at most ``samples`` samples, spread evenly over ``split``, in batches of ``rows`` per
+    data rank.
 
-    All ranks yield the same number of batches of the same shape (so they may meet in collectives), and together the same samples
-    whatever ``world`` is. Rows that only fill a batch have every label IGNORE_INDEX.
+    All ranks yield the same number of batches of the same shape (so they may meet in collectives), and together the
+    same samples whatever ``world`` is. Rows that only fill a batch have every label IGNORE_INDEX.
 
     Raises:
-        ConfigError: at the call: a size below 1, a rank outside [0, world), or a split without a sample (see ``n_samples``).
+        ConfigError: at the call: a size below 1, a rank outside [0, world), or a split without a sample (see
+            ``n_samples``).
     """
     _check_rank(rank, world)
     for name, value in (("samples", samples), ("rows", rows)):
@@ -203,15 +216,17 @@ class _BatchReader:
 class _Threads:
     """Threads that read batches ahead.
 
-    Not a ThreadPoolExecutor: that one's threads are joined when the interpreter exits, so a read that never returns (a file
-    system that is gone) would keep the process alive for ever.
+    Not a ThreadPoolExecutor: that one's threads are joined when the interpreter exits, so a read that never returns
+    (a file system that is gone) would keep the process alive for ever.
     """
 
     def __init__(self, read: _BatchReader, workers: int):
         self._tasks: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
         self._workers = workers
         for number in range(workers):
-            threading.Thread(target=_serve, args=(self._tasks, read), name=f"meshwright-reader-{number}", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(self._tasks, read), name=f"meshwright-reader-{number}", daemon=True
+            ).start()
 
     def submit(self, consumed: int) -> Future:
         future: Future = Future()

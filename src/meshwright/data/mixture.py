@@ -31,11 +31,13 @@ class Stage:
 
 
 class Interleave:
-    """Deals indexes to sources so that of the first n indexes of a stage each source has n times its share, give or take a few.
+    """Deals indexes to sources so that of the first n indexes of a stage each source has n times its share, give or
+    take a few.
 
-    Sources are split off one after another: among the places that are left, source k takes place p where floor(p * share + 1/2)
-    rises (a Bresenham line, or Sturmian sequence). So each batch has nearly the weights asked for, which a draw at random would
-    not give, and how many samples a source has given before an index is one multiplication per source.
+    Sources are split off one after another: among the places that are left, source k takes place p where floor(p *
+    share + 1/2) rises (a Bresenham line, or Sturmian sequence). So each batch has nearly the weights asked for, which
+    a draw at random would not give, and how many samples a source has given before an index is one multiplication per
+    source.
 
     Raises:
         ConfigError: no stage from sample 0, stages out of order, or weights that cannot be shares.
@@ -47,18 +49,28 @@ class Interleave:
             raise ConfigError("a mixture needs weights from sample 0 on")
         n = len(self.stages[0].weights)
         for stage in self.stages:
-            if len(stage.weights) != n or not all(0 <= w < float("inf") for w in stage.weights) or not sum(stage.weights) > 0:
-                raise ConfigError(f"weights {list(stage.weights)}: there must be one for each of the {n} parts, 0 or more, not all 0")
+            if (
+                len(stage.weights) != n
+                or not all(0 <= w < float("inf") for w in stage.weights)
+                or not sum(stage.weights) > 0
+            ):
+                raise ConfigError(
+                    f"weights {list(stage.weights)}: there must be one for each of the {n} parts, 0 or more, not all 0"
+                )
         self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)
         if (np.diff(self._firsts) <= 0).any():
-            raise ConfigError(f"stages begin at samples {self._firsts.tolist()}: each must begin after the one before it")
+            raise ConfigError(
+                f"stages begin at samples {self._firsts.tolist()}: each must begin after the one before it"
+            )
         self._shares = [_shares(stage.weights) for stage in self.stages]
         self._given = [np.zeros(n, dtype=np.int64)]  # by each source, before the stage begins
         for i, length in enumerate(np.diff(self._firsts)):
             self._given.append(self._given[i] + self._counts(i, int(length)))
 
     def take(self, indexes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each index (int64, shape (m,)) the number of its source, and how many samples that source gave before it."""
+        """For each index (int64, shape (m,)) the number of its source, and how many samples that source gave before
+        it.
+        """
         indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
         if len(indexes) and indexes.min() < 0:
             raise IndexError(f"index {indexes.min()}: a mixture begins at 0")
@@ -76,7 +88,7 @@ class Interleave:
         return source, place
 
     def given(self, index: int) -> np.ndarray:
-        """How many samples each source gave before ``index``; int64 of shape (sources,)."""
+        """Tell how many samples each source gave before ``index``; int64 of shape (sources,)."""
         stage = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return self._given[stage] + self._counts(stage, index - int(self._firsts[stage]))
 
@@ -89,7 +101,10 @@ class Interleave:
 
 
 def _shares(weights: tuple[float, ...]) -> list[int]:
-    """Each source's share of what those before it left, in parts of 2**_BITS; the last that has any takes all."""
+    """Return each source's share of what those before it left, in parts of 2**_BITS.
+
+    The last that has any takes all.
+    """
     shares = []
     for k, weight in enumerate(weights):
         rest = sum(weights[k:])
@@ -127,7 +142,12 @@ class Samples:
 
     @classmethod
     def of(
-        cls, splits: Sequence[Split], seq_len: int, seed: int, names: Sequence[str] = (), interleave: Interleave | None = None
+        cls,
+        splits: Sequence[Split],
+        seq_len: int,
+        seed: int,
+        names: Sequence[str] = (),
+        interleave: Interleave | None = None,
     ) -> Samples:
         """Samples of splits; without ``interleave`` each source has the same weight."""
         names = tuple(names) or tuple(split.name for split in splits)
@@ -136,20 +156,27 @@ class Samples:
         return cls(tuple(splits), names, orders, seq_len, interleave or Interleave([Stage(0, (1.0,) * len(splits))]))
 
     def rows(self, indexes: np.ndarray) -> Rows:
-        """The samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); arrays of shape (rows, seq_len), see ``Rows``."""
+        """Return the samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)).
+
+        Arrays of shape (rows, seq_len), see ``Rows``.
+        """
         source, place = self.interleave.take(indexes)
         return gather(
-            [(self.splits[k], mine, self.orders[k].take(place[mine])) for k in sorted(set(source.tolist())) for mine in [source == k]],
+            [
+                (self.splits[k], mine, self.orders[k].take(place[mine]))
+                for k in sorted(set(source.tolist()))
+                for mine in [source == k]
+            ],
             len(source),
             self.seq_len,
         )
 
     def epochs(self, index: int) -> dict[str, float]:
-        """How often each source has been read before ``index``."""
+        """Tell how often each source has been read before ``index``."""
         given = self.interleave.given(index)
         return {name: float(n) / order.n for name, n, order in zip(self.names, given, self.orders, strict=True)}
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """A seed of a source's own, so that adding another source does not change its order."""
+    """Return a seed of a source's own, so that adding another source does not change its order."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")

@@ -19,24 +19,35 @@ class SourceOptions:
     source: tuple[str, ...] = ("stdlib",)
     """Files or folders; "stdlib" is the source code of Python's own standard library."""
     format: Format = "auto"
-    """How they are written; auto: by the names of the files. dataset: a folder of Hugging Face datasets' save_to_disk; npy, bin and
-    megatron hold token ids, and are read where they lie."""
+    """How they are written; auto: by the names of the files. dataset: a folder of Hugging Face datasets'
+    save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
+    """
     task: Task = "auto"
-    """What is learnt from a record; auto: chat where it has messages, completion where it has prompt and completion, alpaca where it
-    has instruction and output, else text."""
+    """What is learnt from a record.
+
+    Auto: chat where it has messages, completion where it has prompt and completion, alpaca where it has instruction
+    and output, else text.
+    """
     column: str = "text"
     """The column that holds the text; for the task chat, "text" means "messages"."""
     dtype: str = ""
-    """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian; it says nothing about itself."""
+    """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian.
+
+    It says nothing about itself.
+    """
     template: str = ""
     """A file with the Jinja template of a chat; empty: the tokenizer's own."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a record that cannot be used: the run is refused, with file and row, or it is left out, counted and said."""
+    """What becomes of a record that cannot be used: the run is refused, with file and row, or it is left out, counted
+    and said.
+    """
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
-    """What becomes of a conversation that is longer than seq_len (plain text is cut into rows and is never too long)."""
+    """What becomes of a conversation that is longer than seq_len (plain text is cut into rows and is never too long).
+    """
     streaming: bool = False
-    """Records are tokenised as they are needed, in the order of the files, instead of all beforehand: nothing is held out or shuffled,
-    every rank reads everything, and continuing a run reads again what came before."""
+    """Records are tokenised as they are needed, in the order of the files, instead of all beforehand: nothing is held
+    out or shuffled, every rank reads everything, and continuing a run reads again what came before.
+    """
     max_epochs: float = 0.0
     """The run is refused if it would read the source more often than this; 0: as often as it takes."""
 

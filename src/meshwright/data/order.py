@@ -15,7 +15,10 @@ from meshwright.core.errors import ConfigError
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUND_KEYS = tuple(np.uint64(number * _GOLDEN & _U64) for number in range(1, 9))
-"""Added to an epoch's key, one per round. Four rounds would do for large domains; small ones have little in a round to be random with."""
+"""Added to an epoch's key, one per round.
+
+Four rounds would do for large domains; small ones have little in a round to be random with.
+"""
 
 _BLOCK = 512
 """Indexes enciphered at once: neighbours are asked for one after another, and a few cost as much as many."""
@@ -25,10 +28,10 @@ _BLOCK = 512
 class Order:
     """An endless order of ``n`` samples: index i is epoch i // n, and each epoch is its own permutation of all samples.
 
-    The permutation is a balanced Feistel network (Luby and Rackoff 1988) keyed by (seed, epoch), over the smallest domain of an
-    even number of bits that holds n; what falls outside n is enciphered again until it falls inside ("cycle walking": Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"), which keeps it a bijection. Nothing is stored, so any index costs the
-    same. The mixer is that of SplitMix64 (Steele, Lea and Flood 2014).
+    The permutation is a balanced Feistel network (Luby and Rackoff 1988) keyed by (seed, epoch), over the smallest
+    domain of an even number of bits that holds n; what falls outside n is enciphered again until it falls inside
+    ("cycle walking": Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), which keeps it a bijection.
+    Nothing is stored, so any index costs the same. The mixer is that of SplitMix64 (Steele, Lea and Flood 2014).
 
     Raises:
         ConfigError: ``n`` below 1.
@@ -43,18 +46,21 @@ class Order:
 
     def __post_init__(self):
         if self.n < 1:
-            raise ConfigError(f"an order over {self.n} samples: there must be at least 1; add to data.source or lower data.seq_len")
+            raise ConfigError(
+                f"an order over {self.n} samples: there must be at least 1; add to data.source or lower data.seq_len"
+            )
 
     def __getitem__(self, index: int) -> int:
-        """The sample at ``index``; see ``take``."""
+        """Return the sample at ``index``; see ``take``."""
         return int(self.take(np.array([index], dtype=np.int64))[0])
 
     def epoch(self, index: int) -> int:
-        """The epoch, from 0, that ``index`` lies in."""
+        """Return the epoch, from 0, that ``index`` lies in."""
         return index // self.n
 
     def take(self, indexes: np.ndarray) -> np.ndarray:
-        """The samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1), as int64 of the same shape, each in [0, n).
+        """Return the samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1), as int64 of the same shape, each in
+        [0, n).
 
         Raises:
             IndexError: an index below 0.
@@ -72,7 +78,7 @@ class Order:
         return samples.reshape(indexes.shape)
 
     def _permute(self, places: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-        """The permutation of each place's epoch; uint64 arrays of shape (m,)."""
+        """Return the permutation of each place's epoch; uint64 arrays of shape (m,)."""
         seed = _mix(np.array([self.seed & _U64], dtype=np.uint64))
         keys = _mix(seed ^ _mix(epochs + np.uint64(_GOLDEN)))  # (m,)
         out = places.copy()
@@ -83,7 +89,7 @@ class Order:
         return out
 
     def _encipher(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """A bijection of [0, 4**half_bits) onto itself for each key."""
+        """Return a bijection of [0, 4**half_bits) onto itself for each key."""
         half_bits = max(1, ((self.n - 1).bit_length() + 1) // 2)
         shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
         left, right = values >> shift, values & mask
@@ -94,7 +100,7 @@ class Order:
 
 @lru_cache(maxsize=64)
 def _block(order: Order, number: int) -> np.ndarray:
-    """The samples at the indexes [number * _BLOCK, (number + 1) * _BLOCK)."""
+    """Return the samples at the indexes [number * _BLOCK, (number + 1) * _BLOCK)."""
     epochs, places = np.divmod(np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64), np.uint64(order.n))
     return order._permute(places, epochs).astype(np.int64)
 

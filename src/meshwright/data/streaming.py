@@ -1,7 +1,8 @@
 """Tokenise samples as they are needed, of sources too large or too changeable to be tokenised first.
 
-Documents come in the order of the files, again and again; every rank reads all of them and keeps its own rows, so that each layout
-sees the same samples. A stream cannot seek: to go on at sample n, what comes before it is read and tokenised once more, and counted.
+Documents come in the order of the files, again and again; every rank reads all of them and keeps its own rows, so
+that each layout sees the same samples. A stream cannot seek: to go on at sample n, what comes before it is read and
+tokenised once more, and counted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StreamedSamples:
         self._coming, self._epochs = self._read(), 0
 
     def rows(self, indexes: np.ndarray) -> Rows:
-        """The samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); see ``packing.Rows``."""
+        """Return the samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); see ``packing.Rows``."""
         with self._lock:
             try:
                 found = [self._row(int(index)) for index in indexes]
@@ -75,7 +76,7 @@ class StreamedSamples:
         return {key: values[index - first] for key, values in rows.items()}
 
     def _end(self) -> int:
-        """The first index that was not read yet."""
+        """Return the first index that was not read yet."""
         return self._windows[-1][0] + len(self._windows[-1][1]["tokens"]) if self._windows else 0
 
     def _read(self) -> Iterator[Rows]:
@@ -107,7 +108,9 @@ class StreamedSamples:
         tokens = np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)])
         inside = offsets[offsets <= wanted + 1]  # where a document begins that the last label may belong to
-        stream = Stream("training", tokens[: wanted + 1], np.append(inside, wanted + 1) if inside[-1] <= wanted else inside)
+        stream = Stream(
+            "training", tokens[: wanted + 1], np.append(inside, wanted + 1) if inside[-1] <= wanted else inside
+        )
         after = offsets[offsets > wanted]
         edges = [wanted, *after] if after[0] != wanted else list(after)
         return stream, [(tokens[begin:end], None) for begin, end in zip(edges[:-1], edges[1:], strict=True)]

@@ -18,7 +18,10 @@ from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of a resolved layout; all groups are made at once. Needs a process group of ``layout.world`` ranks."""
+    """Return the mesh of a resolved layout; all groups are made at once.
+
+    Needs a process group of ``layout.world`` ranks.
+    """
     shape = tuple(layout.size(axis) for axis in WORLD_AXES)
     made: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
     if layout.ep > 1:
@@ -28,7 +31,9 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def get_expert_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The same ranks as experts see them (pp, dp_replicate, efsdp, ep), of a mesh that was built for a layout with ep > 1; else None."""
+    """Return the same ranks as experts see them (pp, dp_replicate, efsdp, ep), of a mesh that was built for a layout
+    with ep > 1; else None.
+    """
     return getattr(device_mesh, "_meshwright_experts", None)
 
 
@@ -55,10 +60,11 @@ NEMO_NAMES = ("data_parallel", "tensor_parallel")
 
 
 def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> DeviceMesh:
-    """The mesh, when each of its axes is one of ours and there is a technique for those larger than 1.
+    """Return the mesh, when each of its axes is one of ours and there is a technique for those larger than 1.
 
     Args:
-        understands: other names that are taken for ours: the result is then another mesh, of the same ranks under our names.
+        understands: other names that are taken for ours: the result is then another mesh, of the same ranks under our
+            names.
 
     Raises:
         ConfigError: an axis with another name, or without one; the text says ours.
@@ -67,14 +73,19 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> De
     names = device_mesh.mesh_dim_names or ()
     legal = [axis.value for axis in WORLD_AXES]
     if not names:
-        raise ConfigError(f"the mesh of shape {tuple(device_mesh.shape)} has no axis names: give mesh_dim_names=, of {', '.join(legal)}")
+        raise ConfigError(
+            f"the mesh of shape {tuple(device_mesh.shape)} has no axis names: give mesh_dim_names=, of"
+            f" {', '.join(legal)}"
+        )
     strange = [name for name in names if name not in legal and name not in understands]
     if strange:
         hints = [f"{name} is {OTHER_NAMES[name].value} here" for name in strange if name in OTHER_NAMES]
         hint = f" ({'; '.join(hints)})" if hints else ""
         raise ConfigError(f"the mesh has the axes {sorted(strange)}; legal names are {', '.join(legal)}{hint}")
     if any(name in understands for name in names):
-        device_mesh = _renamed(device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names))
+        device_mesh = _renamed(
+            device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
+        )
     raise_all(list(absent_sizes(axis_sizes(device_mesh))))
     return device_mesh
 
@@ -84,14 +95,17 @@ def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     known = getattr(given, "_meshwright_renamed", None)
     if known is None:
         if device_mesh.mesh.numel() != dist.get_world_size():
-            raise ConfigError(f"the axes {device_mesh.mesh_dim_names} are of a part of the ranks: name them as ours, {', '.join(names)}")
+            raise ConfigError(
+                f"the axes {device_mesh.mesh_dim_names} are of a part of the ranks: name them as ours,"
+                f" {', '.join(names)}"
+            )
         known = DeviceMesh(device_mesh.device_type, device_mesh.mesh, mesh_dim_names=names)
         given._meshwright_renamed = known
     return known
 
 
 def can_merge_data(device_mesh: DeviceMesh) -> bool:
-    """Whether ``with_data_on`` can do it: the mesh has all ranks, and was not built for experts."""
+    """Tell whether ``with_data_on`` can do it: the mesh has all ranks, and was not built for experts."""
     return get_expert_mesh(device_mesh) is None and device_mesh.mesh.numel() == dist.get_world_size()
 
 
@@ -102,7 +116,9 @@ def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
     others = [name for name in names if name not in data]
     ranks = device_mesh.mesh.permute([names.index(name) for name in (*others, *data)])
     shape = [sizes[name] for name in others] + [-1 if each is axis else 1 for each in SAMPLES]
-    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in SAMPLES)))
+    return DeviceMesh(
+        device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in SAMPLES))
+    )
 
 
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
@@ -122,13 +138,13 @@ def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
 
 
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
-    """Whether ranks with different samples exist: a data axis larger than 1."""
+    """Tell whether ranks with different samples exist: a data axis larger than 1."""
     sizes = axis_sizes(device_mesh)
     return any(sizes.get(axis.value, 1) > 1 for axis in SAMPLES)
 
 
 def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The data axes: 2-D (dp_replicate, dp_shard) where both are larger than 1, else the larger one.
+    """Return the data axes: 2-D (dp_replicate, dp_shard) where both are larger than 1, else the larger one.
 
     Raises:
         ValueError: neither dp_replicate nor dp_shard is larger than 1 (``has_dp_mesh`` asks first).
@@ -136,21 +152,29 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     large = [axis.value for axis in SAMPLES if _is_large(device_mesh, axis)]
     if not large:
         said = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
-        raise ValueError(f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first")
+        raise ValueError(
+            f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
+        )
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 
 
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than 1; or None."""
+    """Return the axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than
+    1; or None.
+    """
     return sharding_axis(device_mesh) if any(_is_large(device_mesh, axis) for axis in SHARDS) else None
 
 
 def sharding_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The same axis of whatever size; None where the mesh has none of that name."""
+    """Return the same axis of whatever size; None where the mesh has none of that name."""
     large = [axis.value for axis in SHARDS if _is_large(device_mesh, axis)]
     if len(large) > 1:
         return flattened(device_mesh[tuple(large)], "_".join(large))
-    return device_mesh[large[0]] if large else next((device_mesh[name] for name in _named(device_mesh, Axis.DP_SHARD)), None)
+    return (
+        device_mesh[large[0]]
+        if large
+        else next((device_mesh[name] for name in _named(device_mesh, Axis.DP_SHARD)), None)
+    )
 
 
 def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
@@ -158,7 +182,10 @@ def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
 
 
 def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
-    """Whether the mesh has the axis, larger than 1. Raises ConfigError where another system's name stands in its place."""
+    """Tell whether the mesh has the axis, larger than 1.
+
+    Raises ConfigError where another system's name stands in its place.
+    """
     sizes = axis_sizes(device_mesh)
     other = next((name for name in sizes if OTHER_NAMES.get(name) == axis), None)
     if axis.value not in sizes and other is not None:
@@ -167,55 +194,57 @@ def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
 
 
 def get_tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The tensor-parallel axis, or None where the mesh has none larger than 1."""
+    """Return the tensor-parallel axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.TP)
 
 
 def get_pp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The pipeline axis, or None where the mesh has none larger than 1."""
+    """Return the pipeline axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.PP)
 
 
 def get_cp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The context-parallel axis, or None where the mesh has none larger than 1."""
+    """Return the context-parallel axis, or None where the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.CP)
 
 
 def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """The expert-parallel axis, or None where the mesh has none larger than 1 and was not built for a layout with ep > 1."""
+    """Return the expert-parallel axis, or None where the mesh has none larger than 1 and was not built for a layout
+    with ep > 1.
+    """
     experts = get_expert_mesh(device_mesh)
     return experts[Axis.EP.value] if experts is not None else _one_axis(device_mesh, Axis.EP)
 
 
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
-    """This process's pipeline stage; 0 without a pp axis."""
+    """Return this process's pipeline stage; 0 without a pp axis."""
     return device_mesh.get_local_rank(Axis.PP.value) if device_mesh is not None and _named(device_mesh, Axis.PP) else 0
 
 
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
-    """Number of pipeline stages; 1 without a pp axis."""
+    """Return number of pipeline stages; 1 without a pp axis."""
     return axis_sizes(device_mesh).get(Axis.PP.value, 1)
 
 
 def groups_of(device_mesh: DeviceMesh | None, *axes: Axis) -> list[ProcessGroup]:
-    """The process groups of those axes that are larger than 1, in the order given."""
+    """Return the process groups of those axes that are larger than 1, in the order given."""
     sizes = axis_sizes(device_mesh)
     large = [axis.value for axis in axes if sizes.get(axis.value, 1) > 1]
     return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
 
 
 def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
-    """The process groups, larger than 1, of ranks that hold other tokens of the batch, replicas first."""
+    """Return the process groups, larger than 1, of ranks that hold other tokens of the batch, replicas first."""
     return groups_of(device_mesh, *BATCH)
 
 
 def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
-    """Whether this process is the first of those with its rank on the pipeline axis."""
+    """Tell whether this process is the first of those with its rank on the pipeline axis."""
     return all(device_mesh.get_local_rank(name) == 0 for name in axis_sizes(device_mesh) if name != Axis.PP.value)
 
 
 def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """(rank, size) of this process among those that hold different samples, replicas outermost."""
+    """Return (rank, size) of this process among those that hold different samples, replicas outermost."""
     rank, size = 0, 1
     for name in _named(device_mesh, *SAMPLES):
         extent = axis_sizes(device_mesh)[name]
@@ -224,6 +253,6 @@ def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def tensor_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """(rank, size) of this process among those that cut the same layers; (0, 1) without such an axis."""
+    """Return (rank, size) of this process among those that cut the same layers; (0, 1) without such an axis."""
     axis = None if device_mesh is None else get_tp_mesh(device_mesh)
     return (0, 1) if axis is None else (axis.get_local_rank(), axis.size())

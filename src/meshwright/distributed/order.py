@@ -88,11 +88,15 @@ def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
 
 
 ORDER: tuple[Technique, ...] = (
-    Technique("master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast),
+    Technique(
+        "master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast
+    ),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
     Technique(
         "float8",
-        lambda plan, site: plan.float8 is not None and bool(plan.float8.modules) and site.facts.applied_plan(Float8Plan) is None,
+        lambda plan, site: (
+            plan.float8 is not None and bool(plan.float8.modules) and site.facts.applied_plan(Float8Plan) is None
+        ),
         lambda model, plan, site: float8.apply(model, plan),
     ),
     Technique(
@@ -107,9 +111,17 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
         shares=EXPERTS,
     ),
-    Technique("fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)),
-    Technique("activation_checkpoint", lambda plan, site: bool(plan.checkpointed), lambda model, plan, site: recompute.apply(model, plan)),
-    Technique("compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)),
+    Technique(
+        "fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)
+    ),
+    Technique(
+        "activation_checkpoint",
+        lambda plan, site: bool(plan.checkpointed),
+        lambda model, plan, site: recompute.apply(model, plan),
+    ),
+    Technique(
+        "compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)
+    ),
     Technique(
         "fully_shard",
         lambda plan, site: plan.data.technique == "fully_shard",
@@ -123,9 +135,12 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: replicated.apply(model, plan, _mesh(site)),
     ),
 )
-"""Freezing comes before sharding, which reads requires_grad; what cuts weights before recomputation, so that a recomputed forward is that
-of the parts; recomputation inside compilation inside sharding, so that a block's gathered parameters serve its recomputed forward too;
-weights after sharding, so that a rank makes only its share; DDP last, since it copies what it wraps."""
+"""Freezing comes before sharding, which reads requires_grad.
+
+What cuts weights before recomputation, so that a recomputed forward is that of the parts; recomputation inside
+compilation inside sharding, so that a block's gathered parameters serve its recomputed forward too; weights after
+sharding, so that a rank makes only its share; DDP last, since it copies what it wraps.
+"""
 
 NAMES = tuple(row.name for row in ORDER)
 
@@ -166,7 +181,10 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
 
 
 def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
-    """The parts that this process has, laid out. A pipeline is cut first: every technique then sees a stage's part as it sees a model."""
+    """Return the parts that this process has, laid out.
+
+    A pipeline is cut first: every technique then sees a stage's part as it sees a model.
+    """
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if plan.pipeline is None:
@@ -179,27 +197,35 @@ def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
 
 
 def applied(model: nn.Module) -> tuple[str, ...]:
-    """Names of the techniques that are on the model, in the order in which they came."""
+    """Return names of the techniques that are on the model, in the order in which they came."""
     return (recall(model, Applied) or Applied()).techniques
 
 
 def refuse_misorder(name: str, done: tuple[str, ...], kind: str) -> None:
-    later = [other for other in done if other in NAMES and NAMES.index(other) >= NAMES.index(name) and other != "weights"]
+    later = [
+        other for other in done if other in NAMES and NAMES.index(other) >= NAMES.index(name) and other != "weights"
+    ]
     if name in done:
         raise ConfigError(f"{name} is on this {kind} already; apply it once")
     if later:
         order = ", ".join(n for n in NAMES if n != "weights")
-        raise ConfigError(f"{name} must come before {later[0]}, which is on this {kind} already. The order is: {order}.")
+        raise ConfigError(
+            f"{name} must come before {later[0]}, which is on this {kind} already. The order is: {order}."
+        )
 
 
 def _expert_mesh(site: Site) -> DeviceMesh:
     found = get_expert_mesh(_mesh(site))
     if found is None:
-        raise ConfigError("expert parallelism needs a mesh that was built for it: init_distributed(Layout(..., ep=...))")
+        raise ConfigError(
+            "expert parallelism needs a mesh that was built for it: init_distributed(Layout(..., ep=...))"
+        )
     return found
 
 
 def _mesh(site: Site) -> DeviceMesh:
     if site.device_mesh is None:
-        raise ConfigError("data parallelism needs a device mesh, and none was given: start several processes, or pass one")
+        raise ConfigError(
+            "data parallelism needs a device mesh, and none was given: start several processes, or pass one"
+        )
     return site.device_mesh

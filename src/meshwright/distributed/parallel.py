@@ -1,6 +1,13 @@
 """Offer data parallelism, recomputation, float8 and their composition at KempnerForge's path."""
 
-from .doors.functions import ActivationCheckpointing, apply_ac, apply_float8, apply_fsdp2, build_parallel_model, default_mp_policy
+from .doors.functions import (
+    ActivationCheckpointing,
+    apply_ac,
+    apply_float8,
+    apply_fsdp2,
+    build_parallel_model,
+    default_mp_policy,
+)
 from .mesh import get_dp_mesh, has_dp_mesh
 
 __all__ = [

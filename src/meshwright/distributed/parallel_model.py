@@ -95,9 +95,10 @@ class ParallelModel:
         return torch.device("cuda", torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, parameter) of this rank, tied ones once. Sharded parameters are DTensors.
+        """Yield (global name, parameter) of this rank, tied ones once. Sharded parameters are DTensors.
 
-        What a pipeline's first and last stage share has one name; a rank that has both stages holds it twice, equal to the last bit.
+        What a pipeline's first and last stage share has one name; a rank that has both stages holds it twice, equal
+        to the last bit.
         """
         first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
         for model in self.parts:
@@ -108,7 +109,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(global name, buffer) of the buffers that belong to a checkpoint."""
+        """Yield (global name, buffer) of the buffers that belong to a checkpoint."""
         persistent = {fact.name for fact in self.facts.buffers if fact.persistent}
         for model in self.parts:
             for name, buffer in model.named_buffers():
@@ -122,7 +123,10 @@ class ParallelModel:
         return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
 
     def learn_documents(self) -> None:
-        """Find out whether packed documents stay apart in a model that takes positions and no document_ids. Collective: a small forward."""
+        """Find out whether packed documents stay apart in a model that takes positions and no document_ids.
+
+        Collective: a small forward.
+        """
         if self._signature.takes["document_ids"] is None and self._signature.takes["positions"] is not None:
             with self._evaluating():
                 apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
@@ -131,26 +135,33 @@ class ParallelModel:
     # --- the step
 
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
-        """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``; restored also on an exception."""
+        """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``.
+
+        Restored also on an exception.
+        """
         return accumulation.context(self.module, self.plan, is_last_microbatch)
 
     def forward_backward(self, batch: step_batch.Brought) -> StepLoss:
         """Forward and backward of this rank's share of one optimizer step; gradients add up in ``.grad``.
 
         Args:
-            batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys: tokens, labels
-                (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1 weigh), positions, document_ids, and
-                arguments of the model. Where this rank could not read its batch: the error, so that all ranks hear of it.
+            batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys:
+                tokens, labels (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1 weigh),
+                positions, document_ids, and arguments of the model. Where this rank could not read its batch: the
+                error, so that all ranks hear of it.
 
-        The loss is a sum over real tokens divided by their number in the whole step on all data ranks (with weights: by their sum), so
-        accumulation over unequal microbatches and unequal ranks is exact.
+        The loss is a sum over real tokens divided by their number in the whole step on all data ranks (with weights:
+        by their sum), so accumulation over unequal microbatches and unequal ranks is exact.
 
         Raises:
-            ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code runs.
+            ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code
+                runs.
         """
         pieces, tokens, weight, routed = self._open_step(batch)
         for model in self.parts:
-            fully_sharded.reshard(model)  # what a forward of somebody else's left gathered would change gradients on the tensor axis
+            fully_sharded.reshard(
+                model
+            )  # what a forward of somebody else's left gathered would change gradients on the tensor axis
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         routing.begin_step(self._routers, routed, self.device, scale)
         routing.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
@@ -168,8 +179,9 @@ class ParallelModel:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
 
-        A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas agree on the largest norm
-        (what is not finite being larger than anything), so that no copy of a weight is clipped or skipped by itself.
+        A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas
+        agree on the largest norm (what is not finite being larger than anything), so that no copy of a weight is
+        clipped or skipped by itself.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
@@ -197,7 +209,8 @@ class ParallelModel:
         return StepResult(norm, skipped)
 
     def _open_step(self, batch: step_batch.Brought) -> tuple[list[step_batch.Batch], int, float, int]:
-        """Check on every rank, agree, and count the tokens of the whole step that have a loss, what these weigh, and those that are no
+        """Check on every rank, agree, and count the tokens of the whole step that have a loss, what these weigh, and
+        those that are no
         padding: one small all-reduce per data axis."""
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
@@ -208,20 +221,27 @@ class ParallelModel:
             replicated.refuse_other_trained(self.module)
             pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
             for piece in pieces:
-                step_batch.check(piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss)
+                step_batch.check(
+                    piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss
+                )
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        words = torch.tensor([tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.float64)
-        tokens, weight, routed, number, squares, refused = agree.total(words, self._data_groups).tolist()  # counts below 2^53 stay exact
+        words = torch.tensor(
+            [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.float64
+        )
+        tokens, weight, routed, number, squares, refused = agree.total(
+            words, self._data_groups
+        ).tolist()  # counts below 2^53 stay exact
         tokens, routed = int(tokens), int(routed)
         if refused:
             agree.raise_first(refusal, self._data_groups)
         ranks = self.plan.data_ranks
         if number * number != squares * ranks:
             raise ConfigError(
-                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here {len(pieces)}): give as many"
+                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
+                f" {len(pieces)}): give as many"
             )
         return pieces, tokens, weight, routed
 
@@ -233,7 +253,7 @@ class ParallelModel:
         return self.plan.pipeline.rows_per_microbatch(len(tokens))
 
     def _counted_once(self) -> list[nn.Parameter]:
-        """The parameters without the copies that a pipeline's last stage has of the first's."""
+        """Return the parameters without the copies that a pipeline's last stage has of the first's."""
         copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
         return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
 
@@ -246,7 +266,10 @@ class ParallelModel:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; afterwards every module is in the mode it was in, and nothing gathered goes stale."""
+        """Evaluation mode without gradients.
+
+        Afterwards every module is in the mode it was in, and nothing gathered goes stale.
+        """
         modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
         for part in self._parts:
             part.module.eval()
@@ -260,7 +283,7 @@ class ParallelModel:
                 fully_sharded.reshard(model)
 
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
-        """The loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
+        """Return the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
         pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
@@ -269,7 +292,10 @@ class ParallelModel:
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
     ) -> list[int]:
-        """Continue a prompt. Every rank must call it with the same arguments, and gets the same ids. See ``generation``."""
+        """Continue a prompt.
+
+        Every rank must call it with the same arguments, and gets the same ids. See ``generation``.
+        """
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop}
         with self._evaluating():
             return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
@@ -278,30 +304,46 @@ class ParallelModel:
         return self._runner.logits({"tokens": window})[0, -1]
 
     def expert_load(self) -> list[LayerLoad]:
-        """How the tokens of training spread over each layer's experts since the last call; empty without experts. Collective."""
-        return self._expert_load.take(self._token_groups, self._pipeline_groups) if self._expert_load is not None else []
+        """Tell how the tokens of training spread over each layer's experts since the last call.
+
+        Empty without experts. Collective.
+        """
+        return (
+            self._expert_load.take(self._token_groups, self._pipeline_groups) if self._expert_load is not None else []
+        )
 
     def action_times(self) -> tuple[int, list[tuple[Action, float, float]]] | None:
-        """What this rank did in the last step of a pipeline and when it began and ended (seconds since the epoch), with its rank on that
-        axis; None without a pipeline, and on the ranks that are not the first of their stage."""
+        """Return what this rank did in the last step of a pipeline and when it began and ended (seconds since the
+        epoch), with its rank on that axis; None without a pipeline, and on the ranks that are not the first of their
+        stage.
+        """
         if self.plan.pipeline is None or self.mesh is None or not is_first_of_stage(self.mesh):
             return None
         return get_pp_rank(self.mesh), self._runner.action_times()
 
     def copy_shared(self) -> None:
-        """Give what a pipeline's last stage shares with the first the first's values. Collective over the pipeline axis."""
+        """Give what a pipeline's last stage shares with the first the first's values.
+
+        Collective over the pipeline axis.
+        """
         self._runner.copy_shared()
 
     def __str__(self) -> str:
-        """What IS on this rank, read off the model: placements, dtypes, bytes, what was applied where. ``plan`` says what was wished."""
+        """Return what IS on this rank, read off the model: placements, dtypes, bytes, what was applied where.
+
+        ``plan`` says what was wished.
+        """
         return describe.describe(self.parts, self.plan)
 
     def audit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Check that the model is what the plan says: written, placed, tied, frozen, and equal on replicas; and that an optimizer, where
-        one is given, holds exactly its trained parameters. Collective.
+        """Check that the model is what the plan says: written, placed, tied, frozen, and equal on replicas.
+
+        And that an optimizer, where one is given, holds exactly its trained parameters. Collective.
 
         Raises:
             IntegrityError: it is not; the text names the parameters.
         """
-        parts = self._parts if self.plan.pipeline is not None else [replace(part, plan=self.plan) for part in self._parts]
+        parts = (
+            self._parts if self.plan.pipeline is not None else [replace(part, plan=self.plan) for part in self._parts]
+        )
         audit.audit(parts, self._data_groups, optimizer)

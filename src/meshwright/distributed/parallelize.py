@@ -54,18 +54,20 @@ def parallelize(
     """Lay a model onto a mesh; every layout gives the losses, gradients and weights of one process, or is refused.
 
     Args:
-        model: a function or class that returns a module, or a model config: each rank makes only its share of what the constructor
-            computes, as ``introspection/constructor/recording`` says. Or a module: one on meta gets its modules' ``reset_parameters``.
-        mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh are brought up where
-            needed.
+        model: a function or class that returns a module, or a model config: each rank makes only its share of what
+            the constructor computes, as ``introspection/constructor/recording`` says. Or a module: one on meta gets
+            its modules' ``reset_parameters``.
+        mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh
+            are brought up where needed.
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
-        seed: of the initial weights: those that the constructor gives in one process under ``torch.manual_seed(seed)``. Beyond 2^30
-            elements they follow the same distributions, equal on every layout.
+        seed: of the initial weights: those that the constructor gives in one process under
+            ``torch.manual_seed(seed)``. Beyond 2^30 elements they follow the same distributions, equal on every
+            layout.
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
-        draw_on: "cpu" or "cuda": where the initial weights of our own decoder, and of a model beyond 2^30 elements, are drawn; by default
-            where they will be. One seed gives other weights on a CPU than on a GPU.
+        draw_on: "cpu" or "cuda": where the initial weights of our own decoder, and of a model beyond 2^30 elements,
+            are drawn; by default where they will be. One seed gives other weights on a CPU than on a GPU.
         weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
         hints: facts about a model that measurement cannot read (``meshwright.Hints``).
         audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
@@ -79,7 +81,10 @@ def parallelize(
     module = as_module(model, seed, hints)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
-        raise ConfigError("parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights out")
+        raise ConfigError(
+            "parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights"
+            " out"
+        )
     requested = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
         mesh = known_mesh(mesh)
@@ -131,10 +136,12 @@ def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | 
 
 
 def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
-    """A mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
+    """Return a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
     if not dist.is_initialized():
         device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
-        dist.init_process_group(choose_backend(backend)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        dist.init_process_group(
+            choose_backend(backend)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id
+        )
     return build_mesh(Layout(dp_shard=1), device_type)
 
 
@@ -151,5 +158,6 @@ def _refuse_other_sizes(plan: Plan, sizes: dict[str, int]) -> None:
     there = {axis: size for axis, size in (*plan.mesh, *_expert_axis(plan)) if size > 1}
     if here != there:
         raise ConfigError(
-            f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a plan for this mesh"
+            f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a"
+            f" plan for this mesh"
         )

@@ -35,7 +35,9 @@ class DistributedConfig(Layout):
     """A layout, and how its processes talk. Times are seconds; ``backend`` is torch's device:backend list."""
 
     pp_schedule: str = "1f1b"
-    """``techniques.pipeline_schedule`` under another name: read by ``plan`` and ``parallelize`` where they are given this config."""
+    """``techniques.pipeline_schedule`` under another name: read by ``plan`` and ``parallelize`` where they are given
+    this config.
+    """
     nccl_timeout_sec: int = 1800
     """Longest that a collective may take, of any back end, once all processes are connected."""
     backend: str = DEFAULT_BACKEND
@@ -47,12 +49,14 @@ class DistributedConfig(Layout):
         return "" if self.pp_schedule == DistributedConfig.pp_schedule else self.pp_schedule
 
 
-def init_distributed(config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None) -> DeviceMesh | None:
+def init_distributed(
+    config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None
+) -> DeviceMesh | None:
     """Bring up the process group and the mesh of ``config``; None (and no process group) when the world is one process.
 
-    Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller brings; a process
-    group that exists already is used as it is. Seeds
-    the random streams of torch, numpy and Python from (seed, data rank); initial weights follow their own law and do not depend on them.
+    Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller
+    brings; a process group that exists already is used as it is. Seeds the random streams of torch, numpy and Python
+    from (seed, data rank); initial weights follow their own law and do not depend on them.
 
     Raises:
         ConfigError: sizes that do not fit the world, or a back end that this build of torch lacks.
@@ -98,7 +102,10 @@ def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None
 
 
 def destroy_distributed(*, patience_sec: float = 20.0) -> None:
-    """Tear the process group down, also after an exception; gives up waiting after ``patience_sec``. Safe to call twice."""
+    """Tear the process group down, also after an exception; gives up waiting after ``patience_sec``.
+
+    Safe to call twice.
+    """
     if not dist.is_initialized():
         return
     worker = threading.Thread(target=_destroy, daemon=True)
@@ -107,7 +114,9 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
     forget_meshes()
-    gc.collect()  # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until they go
+    # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until
+    # they go
+    gc.collect()
 
 
 def _destroy() -> None:
@@ -118,7 +127,9 @@ def _destroy() -> None:
 
 
 def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
-    """Seed torch's, numpy's and Python's generators: other streams where ranks hold other samples, equal ones elsewhere."""
+    """Seed torch's, numpy's and Python's generators: other streams where ranks hold other samples, equal ones
+    elsewhere.
+    """
     own = seed * 1_000_003 + data_position(device_mesh)[0]
     torch.manual_seed(own)
     numpy.random.seed(own % 2**32)
@@ -126,9 +137,10 @@ def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
 
 
 def choose_backend(request: str) -> tuple[str, str]:
-    """(backend string, device type) of this process.
+    """Return (backend string, device type) of this process.
 
-    Of the default list, what this build or machine lacks is dropped, and said; what the user asked for by name must exist.
+    Of the default list, what this build or machine lacks is dropped, and said; what the user asked for by name must
+    exist.
 
     Raises:
         ConfigError: an explicit back end that torch does not have here, or a malformed list.
@@ -139,14 +151,21 @@ def choose_backend(request: str) -> tuple[str, str]:
         "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
         "mpi": dist.is_mpi_available(),
     }
-    missing = {device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))}
+    missing = {
+        device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))
+    }
     if missing and request != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
         have = ", ".join(sorted(name for name, there in available.items() if there))
-        raise ConfigError(f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available: {have}.")
+        raise ConfigError(
+            f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available:"
+            f" {have}."
+        )
     kept = {device: name for device, name in pairs.items() if device not in missing}
     if missing:
-        log.info("back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items()))
+        log.info(
+            "back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items())
+        )
     device_type = "cuda" if "cuda" in kept and torch.cuda.is_available() else "cpu"
     if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
         return next(iter(kept.values())), device_type
@@ -159,7 +178,7 @@ def _device_and_name(part: str) -> tuple[str, str]:
 
 
 def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, with keys of this restart only.
+    """Return the store at MASTER_ADDR:MASTER_PORT, with keys of this restart only.
 
     Without the prefix a restarted world reads the addresses of the dead one and never comes up.
     """
@@ -167,15 +186,21 @@ def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
         return dist.FileStore(path, world)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
-        raise ConfigError("MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store")
+        raise ConfigError(
+            "MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun or srun, or pass a store"
+        )
     if not port.isdigit() or not 0 < int(port) < 65_536:
         raise ConfigError(f"MASTER_PORT = '{port}' is no port: it is a whole number from 1 to 65535")
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, int(port), world, is_master=not agent_hosts and rank == 0, timeout=timedelta(seconds=timeout_sec))
+    store = dist.TCPStore(
+        host, int(port), world, is_master=not agent_hosts and rank == 0, timeout=timedelta(seconds=timeout_sec)
+    )
     return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _record_flight() -> None:
-    """Switch torch's flight recorder on (it keeps the last collectives for a post-mortem), unless the user decided already."""
+    """Switch torch's flight recorder on (it keeps the last collectives for a post-mortem), unless the user decided
+    already.
+    """
     for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)

@@ -3,8 +3,8 @@
 Each function names the public way that it waits for, or the torch that has another one.
 ``tests/distributed/test_distributed_private.py`` exercises every one.
 
-Each function says which public way it waits for, or since when torch has another one. ``tests/distributed/test_distributed_private.py``
-exercises every one.
+Each function says which public way it waits for, or since when torch has another one.
+``tests/distributed/test_distributed_private.py`` exercises every one.
 """
 
 from __future__ import annotations
@@ -36,18 +36,23 @@ __all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "StridedShardOffsetMode",
 def local_part(tensor: Tensor) -> Tensor:
     """Return the plain tensor that a DTensor holds here, outside autograd; any other tensor itself.
 
-    Waits for: a public form. ``to_local`` records a node whose backward derives placements anew, and a subclass may change it.
+    Waits for: a public form. ``to_local`` records a node whose backward derives placements anew, and a subclass may
+        change it.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return mesh, placements and global shape as one value. Waits for: a public constructor of DTensor that takes them."""
+    """Return mesh, placements and global shape as one value.
+
+    Waits for: a public constructor of DTensor that takes them.
+    """
     return tensor._spec
 
 
 def forget_meshes() -> None:
-    """Empty torch's caches of DTensor operations: they hand out equal meshes of an old process group to tensors of the next one, and keep
+    """Empty torch's caches of DTensor operations: they hand out equal meshes of an old process group to tensors of
+    the next one, and keep
     its threads. Waits for: ``destroy_process_group`` doing so."""
     for forget in (
         lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
@@ -95,7 +100,10 @@ def group_of_recorder(name: str) -> dist.ProcessGroup | None:
 
 
 def recorder_dumps() -> list[Callable[..., bytes]]:
-    """List the dump functions of the flight recorders in this build; none before torch.distributed was imported. Waits for: public ones."""
+    """List the dump functions of the flight recorders in this build; none before torch.distributed was imported.
+
+    Waits for: public ones.
+    """
     module = sys.modules.get("torch._C._distributed_c10d")
     found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
     return [dump for dump in found if dump is not None]
@@ -127,7 +135,10 @@ def has_begun(root: FSDPModule) -> bool:
 
 
 def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
-    """Start the root's backward where this tensor's gradient comes. Waits for: outputs that FSDP2 does not look into, by a hook."""
+    """Start the root's backward where this tensor's gradient comes.
+
+    Waits for: outputs that FSDP2 does not look into, by a hook.
+    """
     _state(root)._register_pre_backward_hook(tensor)
 
 
@@ -197,8 +208,8 @@ def padded_shard(parameter: FSDPParam) -> Tensor:
 def gather_through(parameter: FSDPParam, extension: Any) -> None:
     """Let an object answer what FSDP2 asks a parameter's shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 
-    Waits for: extensions that are registered for a parameter. Today torch asks the shard itself, which would have to be a subclass of
-    Tensor at rest.
+    Waits for: extensions that are registered for a parameter. Today torch asks the shard itself, which would have to
+    be a subclass of Tensor at rest.
     """
     parameter.__class__ = _GatheredThrough
     parameter.__dict__["_meshwright_extension"] = extension

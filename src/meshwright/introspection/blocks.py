@@ -14,13 +14,15 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the repeated blocks, in registration (= forward) order.
+    """Return paths of the repeated blocks, in registration (= forward) order.
 
-    A block is a child of a ``ModuleList`` or ``ModuleDict`` (or of a ``Sequential`` whose children are all of one class) that
-    has parameters and submodules of its own; the outermost such containers count, so the experts inside a block do not. A container
+    A block is a child of a ``ModuleList`` or ``ModuleDict`` (or of a ``Sequential`` whose children are all of one
+    class) that has parameters and submodules of its own; the outermost such containers count, so the experts inside a
+    block do not. A container
     of containers only names what it holds: ``nn.ModuleDict(dict(wte=..., h=nn.ModuleList(...)))``.
     Hints come first: blocks that they name are the blocks.
-    Blocks that share a parameter with the rest of the model, or appear twice, are left out: they cannot be units of their own.
+    Blocks that share a parameter with the rest of the model, or appear twice, are left out: they cannot be units of
+    their own.
     """
     found: dict[str, nn.Module] = {}
     if (hints := hints_of(model)).blocks:
@@ -29,7 +31,9 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     def walk(path: str, module: nn.Module) -> None:
         if isinstance(module, (*CONTAINERS, nn.Sequential)):
             holds_containers = any(isinstance(child, CONTAINERS) for child in module.children())
-            children = {name: child for name, child in module.named_children() if _is_block(child) and not holds_containers}
+            children = {
+                name: child for name, child in module.named_children() if _is_block(child) and not holds_containers
+            }
             uniform = len({type(child) for child in children.values()}) == 1 and len(children) > 1
             if children and (uniform or not isinstance(module, nn.Sequential)):
                 found.update({f"{path}.{name}" if path else name: child for name, child in children.items()})
@@ -45,7 +49,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Paths of the outermost modules within the blocks that are called attention and have parameters."""
+    """Return paths of the outermost modules within the blocks that are called attention and have parameters."""
     found: list[str] = []
     for raw, module in model.named_modules():
         path = clean(raw)

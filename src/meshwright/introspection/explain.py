@@ -69,7 +69,9 @@ def _structure_text(structure: Structure, legal: list[int]) -> str:
 
 def _region(region: Region) -> list[str]:
     what = "heads" if region.kind == "attention" else "hidden features"
-    fewer = f" ({region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
+    fewer = (
+        f" ({region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
+    )
     lines = [f"    {region.kind.replace('_', '-')}: {region.groups:,} {what}{fewer}"]
     for path, role in region.roles:
         cut = region.cut_of(f"{path}.weight")
@@ -81,7 +83,7 @@ def _region(region: Region) -> list[str]:
 
 
 def describe_premises(facts: ModelFacts) -> str:
-    """What a forward does besides giving each row's tokens their logits, and hooks; one line each."""
+    """Return what a forward does besides giving each row's tokens their logits, and hooks; one line each."""
     seen = facts.measurements.premises()
     if seen.unknown:
         return f"forward: could not be rehearsed ({seen.unknown})"
@@ -96,7 +98,10 @@ def describe_premises(facts: ModelFacts) -> str:
         ("no row that was tried uses", _names(seen.unused)),
         ("sparse gradients", _names(seen.sparse)),
         ("a loss of its own in the output", _names(seen.losses)),
-        ("hooks on parameters", _names(hook.parameter for hook in hooks_of(facts.module)) if facts.module is not None else ""),
+        (
+            "hooks on parameters",
+            _names(hook.parameter for hook in hooks_of(facts.module)) if facts.module is not None else "",
+        ),
     ]
     told = [f"  {what}: {names}" for what, names in lines if names]
     return "\n".join(["forward, played on a small copy:", *(told or ["  a function of the weights and each row"])])

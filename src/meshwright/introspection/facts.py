@@ -48,7 +48,9 @@ class BufferFact:
 
 @dataclass(frozen=True)
 class RouterFact:
-    """A router of ours. ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
+    """A router of ours.
+
+    ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
     ``sums_batches``: over all ranks' microbatches."""
 
     path: str
@@ -126,9 +128,13 @@ def model_facts(model: nn.Module) -> ModelFacts:
         names.setdefault(id(parameter), []).append(clean(name))
         tensors[id(parameter)] = parameter
     if not tensors:
-        raise ConfigError(f"the model {type(model).__name__} has no parameters: there is nothing to train or to lay out")
+        raise ConfigError(
+            f"the model {type(model).__name__} has no parameters: there is nothing to train or to lay out"
+        )
     parameters = tuple(
-        ParameterFact(found[0], tuple(tensors[key].shape), _dtype(tensors[key]), tensors[key].requires_grad, tuple(found[1:]))
+        ParameterFact(
+            found[0], tuple(tensors[key].shape), _dtype(tensors[key]), tensors[key].requires_grad, tuple(found[1:])
+        )
         for key, found in names.items()
     )
     blocks = repeated_blocks(model)

@@ -25,7 +25,8 @@ class Hints:
             children of lists of modules.
         residual: argument of a block that is the residual stream (rows, seq, features): its name or position, without
             ``self``. None: the first floating point tensor of three dims.
-        regions: pattern of a module -> its style of tensor parallelism, as in ``techniques.tensor_plan``, which replaces
+        regions: pattern of a module -> its style of tensor parallelism, as in ``techniques.tensor_plan``, which
+            replaces
             these. Empty: what measurement finds is cut.
         whole: patterns of modules that every rank of the tensor axis keeps whole.
     """
@@ -66,7 +67,9 @@ def give(model: nn.Module, hints: Hints) -> None:
         for text in getattr(hints, name):
             if not selected(text, paths):
                 known = dict.fromkeys(pattern(path) for path in paths)
-                raise ConfigError(f"hints: {name}: '{text}' names no module of this {type(model).__name__}.{nearest(text, known)}")
+                raise ConfigError(
+                    f"hints: {name}: '{text}' names no module of this {type(model).__name__}.{nearest(text, known)}"
+                )
     found = blocks_in(model, hints)
     inside = next((path for path in found for other in found if path != other and is_within(path, other)), None)
     if inside is not None:

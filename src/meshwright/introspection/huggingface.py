@@ -33,11 +33,13 @@ class CausalLM:
     """A causal language model by its config; called, it is built on the device of the context.
 
     Attributes:
-        config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built in.
+        config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built
+            in.
         dtype: name of the parameters' dtype.
         trust_remote_code: whether code that lies beside the config may run.
         stored: what the config's file says, where there is one.
-        experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take no float64.
+        experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take
+            no float64.
     """
 
     config: Any
@@ -47,7 +49,8 @@ class CausalLM:
     stored: dict[str, Any] | None = field(default=None, compare=False)
 
     def __call__(self) -> nn.Module:
-        """The module, without a key-value cache: with one, transformers neither keeps packed documents apart nor survives recomputation.
+        """Return the module, without a key-value cache: with one, transformers neither keeps packed documents apart
+        nor survives recomputation.
 
         Raises:
             ConfigError: transformers has no causal language model for the config, or its values do not fit together.
@@ -58,13 +61,18 @@ class CausalLM:
         experts = self.experts or ("eager" if self.dtype == "float64" else "")
         options = {"experts_implementation": experts} if experts else {}
         try:
-            return auto.from_config(config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code, **options)
+            return auto.from_config(
+                config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code, **options
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-            raise ConfigError(f"{KEY}: transformers cannot build a causal language model of {type(config).__name__}: {error}") from error
+            raise ConfigError(
+                f"{KEY}: transformers cannot build a causal language model of {type(config).__name__}: {error}"
+            ) from error
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The config as JSON values, without what says nothing about the model: who wrote it, and how its weights are stored.
+        """The config as JSON values, without what says nothing about the model: who wrote it, and how its weights are
+        stored.
 
         Of a file what it says itself: with the defaults of transformers it would be another after an update.
         """
@@ -73,13 +81,13 @@ class CausalLM:
 
 
 def is_config(model: Any) -> bool:
-    """Whether it is a config object of transformers; does not import it."""
+    """Tell whether it is a config object of transformers; does not import it."""
     found = sys.modules.get("transformers")
     return found is not None and isinstance(model, found.PretrainedConfig)
 
 
 def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> CausalLM:
-    """The model of a folder with a config.json, or of such a file.
+    """Return the model of a folder with a config.json, or of such a file.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -96,14 +104,19 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     _check_type(said, file, transformers, trust_remote_code)
     if said.get("quantization_config"):
         raise UnsupportedError(
-            f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full precision."
+            f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full"
+            f" precision."
         )
     try:
         where = place if place.is_dir() else file
-        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            where, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # its validators raise errors of their own
         first = str(error).strip().splitlines()
-        raise ConfigError(f"{KEY}: {file} is no config that transformers reads: {' '.join(line.strip() for line in first)}") from error
+        raise ConfigError(
+            f"{KEY}: {file} is no config that transformers reads: {' '.join(line.strip() for line in first)}"
+        ) from error
     return CausalLM(config, dtype, trust_remote_code, stored=said)
 
 
@@ -132,21 +145,25 @@ def _refuse_elsewhere(said: dict[str, Any], file: Path) -> None:
     named = said.get("configuration_files")
     if named is not None:
         raise ConfigError(
-            f"{KEY}: {file} names other files for itself (configuration_files = {named!r:.80}): give the one that is meant as {CONFIG}"
+            f"{KEY}: {file} names other files for itself (configuration_files = {named!r:.80}): give the one that is"
+            f" meant as {CONFIG}"
         )
     codes = said.get("auto_map")
     for name in codes.values() if isinstance(codes, dict) else ():
         if "--" in str(name):
             raise ConfigError(
-                f"{KEY}: {file} names code in another repository (auto_map: {name}), and only code beside it can be allowed: copy it there"
+                f"{KEY}: {file} names code in another repository (auto_map: {name}), and only code beside it can be"
+                f" allowed: copy it there"
             )
     for key, kernel in _implementations(said):
         if "/" in kernel:
-            raise ConfigError(f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it")
+            raise ConfigError(
+                f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it"
+            )
 
 
 def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys of a config, and of configs inside it, that say which code computes attention or experts."""
+    """Yield the keys of a config, and of configs inside it, that say which code computes attention or experts."""
     for key, value in said.items():
         if isinstance(value, dict):
             values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
@@ -161,22 +178,29 @@ def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bo
     kind = said.get("model_type")
     codes = said.get("auto_map") or {}
     if not isinstance(codes, dict) or not isinstance(kind, str | None):
-        raise ConfigError(f"{KEY}: {file} has model_type {kind!r} and auto_map {codes!r:.80}: a text and a table were expected")
+        raise ConfigError(
+            f"{KEY}: {file} has model_type {kind!r} and auto_map {codes!r:.80}: a text and a table were expected"
+        )
     if kind in known or (said.get("auto_map") and trusted):
         return
     if said.get("auto_map"):
         raise ConfigError(
-            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, said['auto_map'].values()))}), and transformers"
-            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} = true, on the"
+            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, said['auto_map'].values()))}), and"
+            f" transformers"
+            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} ="
+            f" true, on the"
             f" command line: --{TRUST}=true (of a model to inspect, --trust)"
         )
     if kind is None:
         raise ConfigError(f"{KEY}: {file} has no model_type, so it is not the config of a Hugging Face model")
-    raise ConfigError(f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__} lacks.{nearest(kind, known)}")
+    raise ConfigError(
+        f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__}"
+        f" lacks.{nearest(kind, known)}"
+    )
 
 
 def import_transformers(what: str = KEY) -> Any:
-    """The package. Raises MissingExtraError, saying ``what`` needs it."""
+    """Return the package. Raises MissingExtraError, saying ``what`` needs it."""
     try:
         import transformers
     except ImportError as error:

@@ -64,9 +64,12 @@ class Measurements:
         model = self.model
         if model is None:
             raise UnsupportedError(f"this model {cannot}: the model itself is not at hand")
-        if stated(model, "vocab_size") is None and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        if stated(model, "vocab_size") is None and not any(
+            isinstance(module, nn.Embedding) for module in model.modules()
+        ):
             raise UnsupportedError(
-                f"{type(model).__name__} {cannot}: it has no nn.Embedding and says nowhere how many token ids it takes (config.vocab_size)"
+                f"{type(model).__name__} {cannot}: it has no nn.Embedding and says nowhere how many token ids it"
+                f" takes (config.vocab_size)"
             )
         return self._once(("structure", ranks), lambda: measured(model, Signature.of(model).takes, ranks))
 
@@ -122,6 +125,8 @@ def measurements_of(model: nn.Module) -> Measurements:
 def stated(model: nn.Module, *keys: str) -> int | None:
     """Return the first of these sizes that the model's config states."""
     config = getattr(model, "config", None)
-    if callable(of_text := getattr(config, "get_text_config", None)):  # of transformers: one for text and images has several inside
+    if callable(
+        of_text := getattr(config, "get_text_config", None)
+    ):  # of transformers: one for text and images has several inside
         config = of_text()
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)

@@ -40,7 +40,7 @@ def _kind(module: nn.Module) -> ModuleKind:
 
 
 def tied_modules(model: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of modules that share their weight, together."""
+    """Return paths of modules that share their weight, together."""
     found: dict[int, list[str]] = {}
     for raw, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -50,7 +50,7 @@ def tied_modules(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Whether a tensor is in float8 already."""
+    """Tell whether a tensor is in float8 already."""
     loaded = sys.modules.get("torchao.float8.float8_training_tensor")
     return loaded is not None and isinstance(tensor, loaded.Float8TrainingTensor)
 
@@ -62,10 +62,11 @@ def config_at(module: nn.Module) -> Any:
 
 
 def own_tensor_plan(model: nn.Module) -> dict[str, str]:
-    """What ``_tp_plan`` of the model and of its submodules and ``base_model_tp_plan`` of their configs say, by names of ``model``.
+    """Return what ``_tp_plan`` of the model and of its submodules and ``base_model_tp_plan`` of their configs say, by
+    names of ``model``.
 
-    A plan serves several shapes of a family: patterns that name nothing here are left out. Of a tied weight, whose plan names one module
-    only, the other is there too.
+    A plan serves several shapes of a family: patterns that name nothing here are left out. Of a tied weight, whose
+    plan names one module only, the other is there too.
     """
     found: dict[str, str] = {}
     for raw, module in model.named_modules():
@@ -82,7 +83,11 @@ def own_tensor_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _of_config(module: nn.Module) -> object:
-    return getattr(getattr(module, "config", None), "base_model_tp_plan", None) if hasattr(module, "base_model_prefix") else None
+    return (
+        getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if hasattr(module, "base_model_prefix")
+        else None
+    )
 
 
 def _of_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,9 @@ from meshwright.core.errors import UnsupportedError
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a forward's output: a tensor; what is called ``logits``; or the one floating (rows, seq, vocabulary) of several values.
+    """Return the logits of a forward's output: a tensor.
+
+    What is called ``logits``; or the one floating (rows, seq, vocabulary) of several values.
 
     Raises:
         UnsupportedError: there are none, or several that could be; the text says what to return.
@@ -21,18 +23,22 @@ def logits_of(output: Any) -> Tensor:
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
         return named
-    values = tuple(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    values = (
+        tuple(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    )
     found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3]
     if len(found) == 1:
         return found[0]
     raise UnsupportedError(
-        f"the model's forward returns {_words(output)}, in which {len(found) or 'no'} tensors could be the logits (rows, seq, vocabulary)."
-        " Return the logits alone, or in an object or a dict under the name logits, or as the only floating tensor of three dims."
+        f"the model's forward returns {_words(output)}, in which {len(found) or 'no'} tensors could be the logits"
+        f" (rows, seq, vocabulary)."
+        " Return the logits alone, or in an object or a dict under the name logits, or as the only floating tensor of"
+        " three dims."
     )
 
 
 def _words(output: Any) -> str:
-    """What it consists of."""
+    """Return what it consists of."""
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
     if isinstance(output, (tuple, list)):

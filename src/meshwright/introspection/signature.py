@@ -12,11 +12,17 @@ from torch import Tensor, nn
 
 from .wrapped import layers_of_wrapping
 
-SPELLINGS = {"tokens": ("tokens", "input_ids"), "positions": ("positions", "position_ids"), "document_ids": ("document_ids",)}
+SPELLINGS = {
+    "tokens": ("tokens", "input_ids"),
+    "positions": ("positions", "position_ids"),
+    "document_ids": ("document_ids",),
+}
 SWITCHED_OFF = ("use_cache", "output_router_logits")
-"""Arguments by which models of transformers are asked for what a training forward has no use for: keys and values for generation, which
-take memory and make each compiled block a compilation of its own, since it writes to a place of its own; and the logits of routers with
-the loss that is made of them, of one rank's tokens only (``router_loss`` takes all ranks')."""
+"""Arguments by which models of transformers are asked for what a training forward has no use for: keys and values for
+generation, which take memory and make each compiled block a compilation of its own, since it writes to a place of its
+own; and the logits of routers with the loss that is made of them, of one rank's tokens only (``router_loss`` takes
+all ranks').
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,9 @@ class Signature:
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:
-        names = tuple(dict.fromkeys(name for layer in layers_of_wrapping(model) for name in (*_named(layer), *_of_config(layer))))
+        names = tuple(
+            dict.fromkeys(name for layer in layers_of_wrapping(model) for name in (*_named(layer), *_of_config(layer)))
+        )
         takes = {key: next((s for s in spellings if s in names), None) for key, spellings in SPELLINGS.items()}
         if takes["tokens"] is None and names:
             takes["tokens"] = names[0]
@@ -49,7 +57,7 @@ class Signature:
 
 
 def _of_config(model: nn.Module) -> list[str]:
-    """What a forward that takes any keyword reads from its config where it is not told."""
+    """Return what a forward that takes any keyword reads from its config where it is not told."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     config = getattr(model, "config", None)
     return [name for name in SWITCHED_OFF if takes_any and isinstance(getattr(config, name, None), bool)]

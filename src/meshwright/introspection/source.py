@@ -27,16 +27,22 @@ class _BuiltBy:
 
 
 def builder_of(module: nn.Module) -> Callable[[], nn.Module] | None:
-    """The function, class or config that ``as_module`` built a module by; None where somebody handed over the module."""
+    """Return the function, class or config that ``as_module`` built a module by.
+
+    None where somebody handed over the module.
+    """
     found = recall(module, _BuiltBy)
     return found.build if found is not None else None
 
 
-def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, seed: int = 0, hints: Hints | None = None) -> nn.Module:
-    """The module itself; a config (ours, or one of transformers) or a factory is built on the meta device.
+def as_module(
+    model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, seed: int = 0, hints: Hints | None = None
+) -> nn.Module:
+    """Return the module itself; a config (ours, or one of transformers) or a factory is built on the meta device.
 
     Args:
-        seed: of the weights of a factory that decides by the numbers that it draws: no other is built with weights here.
+        seed: of the weights of a factory that decides by the numbers that it draws: no other is built with weights
+            here.
         hints: given for the module.
 
     Raises:
@@ -59,7 +65,9 @@ def as_module(model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, 
             remember(built, _BuiltBy(model))
             return built
         raise ConfigError(f"the model factory returned {type(built).__name__}, not an nn.Module")
-    raise ConfigError(f"a model is an nn.Module, a model config, or a function that returns a module; got {type(model).__name__}")
+    raise ConfigError(
+        f"a model is an nn.Module, a model config, or a function that returns a module; got {type(model).__name__}"
+    )
 
 
 def _without_memory(build: Callable[[], Any], seed: int) -> Any:

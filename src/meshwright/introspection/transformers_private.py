@@ -18,9 +18,14 @@ ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype
 
 
 def brings_initialiser(module: nn.Module) -> bool:
-    """Ask whether a module is a pretrained model, which can be built again from its config. Waits for: a public base to ask for."""
+    """Ask whether a module is a pretrained model, which can be built again from its config.
+
+    Waits for: a public base to ask for.
+    """
     kind = type(module)  # wrappers show the methods of what is inside as their own
-    return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(module, "config")
+    return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(
+        module, "config"
+    )
 
 
 def build_again(kind: Any, config: Any) -> nn.Module:

@@ -9,21 +9,22 @@ from torch import nn
 
 
 def layers_of_wrapping(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and each one inside that is given whatever the one around it is given; the innermost last."""
+    """Yield the model, and each one inside that is given whatever the one around it is given; the innermost last."""
     yield model
     while (inner := _inside(model)) is not None:
         yield (model := inner)
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """The innermost of them: what a config builds."""
+    """Return the innermost of them: what a config builds."""
     *_, core = layers_of_wrapping(model)
     return core
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    """The only child with parameters, of a model without any of its own that takes whatever it is given, or any keyword and shows the
-    child's config as its own."""
+    """Return the only child with parameters, of a model without any of its own that takes whatever it is given, or
+    any keyword and shows the child's config as its own.
+    """
     children = [child for child in model.children() if next(child.parameters(), None) is not None]
     if len(children) != 1 or any(parameter is not None for parameter in model._parameters.values()):
         return None

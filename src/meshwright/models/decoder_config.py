@@ -62,19 +62,34 @@ class MoEConfig:
         for name in ("n_experts", "top_k", "n_groups", "top_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 1")
-        for name in ("hidden_dim", "n_shared", "first_dense", "bias_rate", "sequence_loss", "batch_loss", "z_loss", "capacity_factor"):
+        for name in (
+            "hidden_dim",
+            "n_shared",
+            "first_dense",
+            "bias_rate",
+            "sequence_loss",
+            "batch_loss",
+            "z_loss",
+            "capacity_factor",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 0")
         if self.router not in ROUTERS:
             raise ValueError(f"model.moe.router = {self.router!r}: legal are {' and '.join(ROUTERS)}")
         if self.n_experts % self.n_groups:
-            raise ValueError(f"model.moe.n_groups = {self.n_groups} does not divide model.moe.n_experts = {self.n_experts}")
+            raise ValueError(
+                f"model.moe.n_groups = {self.n_groups} does not divide model.moe.n_experts = {self.n_experts}"
+            )
         if self.top_groups > self.n_groups:
-            raise ValueError(f"model.moe.top_groups = {self.top_groups} is more than model.moe.n_groups = {self.n_groups}")
+            raise ValueError(
+                f"model.moe.top_groups = {self.top_groups} is more than model.moe.n_groups = {self.n_groups}"
+            )
         reached = self.n_experts // self.n_groups * self.top_groups
         if self.top_k > reached:
             where = "" if self.n_groups == 1 else f" of {self.top_groups} of {self.n_groups} groups"
-            raise ValueError(f"model.moe.top_k = {self.top_k} is more than the {reached} experts{where} that a token can choose from")
+            raise ValueError(
+                f"model.moe.top_k = {self.top_k} is more than the {reached} experts{where} that a token can choose from"
+            )
 
 
 OTHER_NAMES = {
@@ -118,7 +133,9 @@ class DecoderConfig:
     def __new__(cls, *args: object, **fields: object) -> DecoderConfig:
         """Refuses fields by other systems' names, with ours."""
         if other := [name for name in fields if name in OTHER_NAMES]:
-            raise ValueError(f"DecoderConfig has no field {', '.join(other)}: write {', '.join(OTHER_NAMES[name] for name in other)}")
+            raise ValueError(
+                f"DecoderConfig has no field {', '.join(other)}: write {', '.join(OTHER_NAMES[name] for name in other)}"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -130,11 +147,15 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"model.dim / model.n_heads = {self.head_dim}: rotary embeddings need an even head size")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_heads = {self.n_kv_heads}")
+            raise ValueError(
+                f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_heads = {self.n_kv_heads}"
+            )
         if self.moe is not None:
             self.moe.check()
         if self.moe is not None and self.moe.first_dense >= self.n_layers:
-            raise ValueError(f"model.moe.first_dense = {self.moe.first_dense} leaves no layer of {self.n_layers} for experts")
+            raise ValueError(
+                f"model.moe.first_dense = {self.moe.first_dense} leaves no layer of {self.n_layers} for experts"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -153,7 +174,16 @@ SIZES: dict[str, DecoderConfig] = {
     "125M": DecoderConfig(32_000, 576, 30, 9, 3, 1536, 2048, tied_embeddings=True),
     # Llama 3.2 1B
     "1B": DecoderConfig(
-        128_256, 2048, 16, 32, 8, 8192, 131_072, rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied_embeddings=True
+        128_256,
+        2048,
+        16,
+        32,
+        8,
+        8192,
+        131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=32.0),
+        tied_embeddings=True,
     ),
     # Llama 3 8B and 70B (arXiv 2407.21783)
     "8B": DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=500_000.0),
@@ -177,4 +207,8 @@ def parameter_count(config: DecoderConfig) -> int:
 def idle_parameters(config: DecoderConfig) -> int:
     """Count the parameters of the experts that a token does not go to."""
     c = config
-    return 0 if c.moe is None else (c.n_layers - c.moe.first_dense) * (c.moe.n_experts - c.moe.top_k) * 3 * c.dim * c.expert_dim
+    return (
+        0
+        if c.moe is None
+        else (c.n_layers - c.moe.first_dense) * (c.moe.n_experts - c.moe.top_k) * 3 * c.dim * c.expert_dim
+    )

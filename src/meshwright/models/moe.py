@@ -108,7 +108,9 @@ class Router(nn.Module):
             scores = scores + self.bias.to(scores.dtype)
         if c.n_groups > 1:
             groups = scores.unflatten(-1, (c.n_groups, -1))
-            best = groups.amax(-1) if c.router == "softmax" else groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+            best = (
+                groups.amax(-1) if c.router == "softmax" else groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+            )
             chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(c.top_groups, -1).indices, True)
             scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(c.top_k, -1).indices
@@ -129,7 +131,9 @@ class Router(nn.Module):
             load = counts.to(torch.float64)
             self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
 
-    def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, index: Tensor, routed: Tensor | None) -> Tensor:
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, index: Tensor, routed: Tensor | None
+    ) -> Tensor:
         """Return ``weights`` such that their backward adds the auxiliary losses' gradients."""
         c = self.config
         real = torch.ones_like(index[..., 0], dtype=logits.dtype) if routed is None else routed.to(logits.dtype)
@@ -194,7 +198,9 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w_down = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None
+    ) -> Tensor:
         """Sum the weighted outputs of each token's experts, (n, dim).
 
         Args:
@@ -270,7 +276,9 @@ def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) ->
     chosen = F.one_hot(index, config.n_experts)  # (rows, seq, k, experts)
     if routed is not None:
         chosen = chosen * routed[..., None, None]
-    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))  # each expert's tokens in the sequence up to this one
+    before = (
+        chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))
+    )  # each expert's tokens in the sequence up to this one
     return index.masked_fill((before * chosen).sum(-1) > limit, config.n_experts)
 
 
@@ -293,7 +301,9 @@ class MixtureOfExperts(nn.Module):
         index, weights = self.router(x, routed)
         if self.shared is None:
             return self.experts(x.flatten(0, 1), index, weights).view_as(x)
-        if torch.compiler.is_compiling():  # The compiler cannot pass a function that it compiles to one that it does not.
+        if (
+            torch.compiler.is_compiling()
+        ):  # The compiler cannot pass a function that it compiles to one that it does not.
             return self.experts(x.flatten(0, 1), index, weights).view_as(x) + self.shared(x)
         shared = functools.cache(functools.partial(self.shared, x))
         return self.experts(x.flatten(0, 1), index, weights, meanwhile=shared).view_as(x) + shared()

@@ -99,7 +99,8 @@ def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
     said = layout.requested_schedule
     if said and requested.pipeline_schedule not in (Techniques.pipeline_schedule, said):
         raise ConfigError(
-            f"pp_schedule = {said}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one thing; leave one out"
+            f"pp_schedule = {said}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one"
+            f" thing; leave one out"
         )
     return replace(requested, pipeline_schedule=said) if said else requested
 
@@ -116,7 +117,13 @@ def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionP
 
 
 def _assemble(
-    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan, technique: str, device: str, reduction: str
+    facts: ModelFacts,
+    layout: Layout,
+    requested: Techniques,
+    precision: PrecisionPlan,
+    technique: str,
+    device: str,
+    reduction: str,
 ) -> Plan:
     mesh = {axis.value: layout.size(axis) for axis in WORLD_AXES}
     facts = _frozen(facts, requested)
@@ -131,7 +138,10 @@ def _assemble(
     reshard = requested.reshard_after_forward
     assert reshard != "auto"  # resolved above
     optimizer = OptimizerPlan(
-        requested.optimizer_state, requested.stochastic_rounding, requested.cpu_offload == "optimizer", requested.optimizer
+        requested.optimizer_state,
+        requested.stochastic_rounding,
+        requested.cpu_offload == "optimizer",
+        requested.optimizer,
     )
     shards = shares_of(layout, technique).shards
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
@@ -178,37 +188,52 @@ def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:
     if not requested.freeze:
         return facts
     chosen = matching(requested.freeze, [p.name for p in facts.parameters], "techniques.freeze")
-    return replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters))
+    return replace(
+        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters)
+    )
 
 
 def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     """List the collectives of a step without a pipeline."""
     shares, tensor, experts, precision = plan.shares, plan.tensor, plan.experts, plan.precision
     dense = without_experts(facts, experts)
-    recomputed = recomputed_in(facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep))
+    recomputed = recomputed_in(
+        facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
+    )
     activations = (
-        *(tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shares.shards, plan.float8) if tensor is not None else ()),
+        *(
+            tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shares.shards, plan.float8)
+            if tensor is not None
+            else ()
+        ),
         *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
         *scales_of_gathered(plan.float8, tensor, shares.shards),
         *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
     )
     trained = sum(p.trainable for p in facts.parameters)
-    return step_collectives(shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained)
+    return step_collectives(
+        shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained
+    )
 
 
-def _expert_plan(facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]) -> ExpertPlan | None:
+def _expert_plan(
+    facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]
+) -> ExpertPlan | None:
     experts = facts.applied_plan(ExpertPlan)
     if experts is None and layout.ep > 1:
         experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
     if experts is not None and tensor is not None and not tensor.sequence_parallel:
         raise UnsupportedError(
-            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and those of"
+            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
+            f" those of"
             f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
         )
     return experts
 
 
-def _data_plan(facts: ModelFacts, requested: Techniques, layout: Layout, technique: str, device: str, reduction: str) -> DataParallel:
+def _data_plan(
+    facts: ModelFacts, requested: Techniques, layout: Layout, technique: str, device: str, reduction: str
+) -> DataParallel:
     return DataParallel(
         technique,  # type: ignore[arg-type]
         reduction,  # type: ignore[arg-type]
@@ -240,7 +265,9 @@ def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: Pipeline
     sizes = [sum(c.elements * (c.calls or 1) for c in found) for found in tried]
     busiest = sizes.index(max(sizes))
     note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
-    return replace(plan, collectives=tried[busiest], stage_units=units_of_stages(facts, plan), notes=(*plan.notes, note))
+    return replace(
+        plan, collectives=tried[busiest], stage_units=units_of_stages(facts, plan), notes=(*plan.notes, note)
+    )
 
 
 def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
@@ -252,10 +279,13 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
     words = words_for(facts, requested.tensor_plan)
     if layout.ep > 1 and facts.module is not None:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
-    made, said = make_tensor_plan(measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words)
+    made, said = make_tensor_plan(
+        measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words
+    )
     if requested.async_tensor_parallel and not made.sequence_parallel:
         raise UnsupportedError(
-            f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of {facts.kind} stay whole:"
+            f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of"
+            f" {facts.kind} stay whole:"
             f" {'; '.join(said)}. Set techniques.async_tensor_parallel = false."
         )
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), said
@@ -284,7 +314,9 @@ def _parameters(
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
         places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
         placements = tuple(
-            (axis.value, places.get(axis, "Replicate()")) for axis in WORLD_AXES if layout.size(axis) > 1 and axis is not Axis.PP
+            (axis.value, places.get(axis, "Replicate()"))
+            for axis in WORLD_AXES
+            if layout.size(axis) > 1 and axis is not Axis.PP
         )
         if experts is not None and experts.has(p.name):
             placements = experts.placements(p.shape)
@@ -297,7 +329,9 @@ def _parameters(
     return tuple(rows.values())
 
 
-def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str) -> Plan:
+def plan_for_mesh_sizes(
+    facts: ModelFacts, sizes: dict[str, int], device: str, techniques: Techniques, reduction: str
+) -> Plan:
     """Plan for an existing mesh of these axis sizes, ep included if it has an expert mesh; others count as 1.
 
     Raises:
@@ -305,6 +339,8 @@ def plan_for_mesh_sizes(facts: ModelFacts, sizes: dict[str, int], device: str, t
     """
     unknown = set(sizes) - {axis.value for axis in (*WORLD_AXES, Axis.EP)}
     if unknown:
-        raise ConfigError(f"the mesh has the axes {sorted(unknown)}; legal names are {', '.join(a.value for a in WORLD_AXES)}")
+        raise ConfigError(
+            f"the mesh has the axes {sorted(unknown)}; legal names are {', '.join(a.value for a in WORLD_AXES)}"
+        )
     layout = Layout(**{axis.value: sizes.get(axis.value, 1) for axis in (*WORLD_AXES, Axis.EP)})
     return plan(facts, layout, cluster=Cluster(layout.world, 0, device), techniques=techniques, reduction=reduction)

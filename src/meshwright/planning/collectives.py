@@ -109,7 +109,9 @@ def sharded_units(
     for unit in units:
         own = experts if unit.experts else None
         shard, shards = (Axis.DP_SHARD.value, shares.shards) if own is None else (Axis.EFSDP.value, own.shards)
-        gather = Collective("all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch")
+        gather = Collective(
+            "all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch"
+        )
         if shards > 1:
             kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
             if unit.in_float8:  # beside other dtypes, torch sends bytes
@@ -119,7 +121,15 @@ def sharded_units(
                 again = unit.reshard_after_forward
                 yield replace(gather, ranks=shards if again is True else int(again))
             if unit.trainable_elements:
-                yield replace(gather, op="reduce_scatter", elements=unit.trainable_elements, dtype=precision.reduce, per=scatter_per)
+                yield replace(
+                    gather,
+                    op="reduce_scatter",
+                    elements=unit.trainable_elements,
+                    dtype=precision.reduce,
+                    per=scatter_per,
+                )
         if shares.replicas > 1 and unit.trainable_elements:
             own, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
-            yield Collective("all_reduce", axis, shares.replicas, unit.name or "root", own, precision.reduce, reduce_per)
+            yield Collective(
+                "all_reduce", axis, shares.replicas, unit.name or "root", own, precision.reduce, reduce_per
+            )

@@ -28,7 +28,11 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
     if batch is not None:
         parts.append(_traffic(plan, batch))
     parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), estimate))
-    unknown = (f"activations and logits are not foreseen: {estimate.why_not}",) if estimate is not None and estimate.why_not else ()
+    unknown = (
+        (f"activations and logits are not foreseen: {estimate.why_not}",)
+        if estimate is not None and estimate.why_not
+        else ()
+    )
     if notes := (*plan.notes, *unknown):
         parts.append("notes\n" + "\n".join(f"  {note}" for note in notes))
     return "\n\n".join(parts)
@@ -37,7 +41,9 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
 def columns(rows: list[tuple[str, ...]], heads: tuple[str, ...]) -> str:
     """Format rows as left-aligned text columns under a heading."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]
+    ]
     return "\n".join("  " + line for line in lines)
 
 
@@ -46,7 +52,8 @@ def _header(plan: Plan) -> str:
     total = sum(p.count * math.prod(p.shape) for p in plan.parameters)
     p, data = plan.precision, plan.data
     lines = [
-        f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}), mesh {mesh}",
+        f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}),"
+        f" mesh {mesh}",
         f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.data_ranks} data ranks"
         + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
         + (f" (ZeRO-{stage})" if (stage := stage_of(plan)) else "")
@@ -70,7 +77,11 @@ def _optimizer(plan: Plan) -> list[str]:
     units = plan.units if plan.pipeline is None else [unit for units in plan.stage_units for unit in units]
     few, every = sum(unit.rounded_tensors for unit in units), sum(p.count for p in plan.parameters if p.trainable)
     said = [
-        *([f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"] if o.state != "full" else []),
+        *(
+            [f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"]
+            if o.state != "full"
+            else []
+        ),
         *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
         *(["state in host memory"] if o.in_host_memory else []),
     ]
@@ -110,7 +121,11 @@ def _experts(plan: Plan) -> list[str]:
 
 def _reshard(plan: Plan) -> str:
     values = [str(unit.reshard_after_forward) for unit in plan.units if unit.name]
-    return values[0].lower() + (" (root and last block stay gathered)" if values[0] != "False" else "") if values else "false"
+    return (
+        values[0].lower() + (" (root and last block stay gathered)" if values[0] != "False" else "")
+        if values
+        else "false"
+    )
 
 
 def _kept(plan: Plan) -> str:
@@ -146,11 +161,19 @@ def _collectives(plan: Plan) -> str:
         unit = pattern(c.unit)
         elements = c.elements // (c.calls or 1) if c.by_token or c.by_row else c.elements
         group = groups.setdefault(
-            (c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else "row" if c.by_row else c.per, elements), [0, c.calls is None]
+            (c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else "row" if c.by_row else c.per, elements),
+            [0, c.calls is None],
         )
         group[0] += c.calls or 1
     rows = [
-        (op, f"{axis} ({ranks})", unit, "in buckets" if bucketed else str(calls), f"{count_text(elements)} {dtype}", per)
+        (
+            op,
+            f"{axis} ({ranks})",
+            unit,
+            "in buckets" if bucketed else str(calls),
+            f"{count_text(elements)} {dtype}",
+            per,
+        )
         for (op, axis, ranks, unit, dtype, per, elements), (calls, bucketed) in groups.items()
     ]
     if not rows:
@@ -163,7 +186,9 @@ def _traffic(plan: Plan, batch: Batch) -> str:
         (t.op, f"{t.axis} ({t.ranks})", "in buckets" if t.calls is None else str(t.calls), bytes_text(t.bytes))
         for t in step_traffic(plan, batch)
     ]
-    head = f"bytes sent per rank and step ({batch.global_rows} rows, {batch.microbatches(plan.data_ranks)} microbatches)"
+    head = (
+        f"bytes sent per rank and step ({batch.global_rows} rows, {batch.microbatches(plan.data_ranks)} microbatches)"
+    )
     return head + "\n" + (columns(rows, ("op", "axis (ranks)", "calls", "bytes")) if rows else "  none")
 
 
@@ -185,7 +210,11 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
         ),
         *([("of it on the device, during the step", "0 B", bytes_text(m.moving))] if m.moving else []),
         *keeps,
-        ("together" + ", on the device" * bool(m.moving), bytes_text(m.at_rest + m.gradients), bytes_text(m.at_peak + sum(held.values()))),
+        (
+            "together" + ", on the device" * bool(m.moving),
+            bytes_text(m.at_rest + m.gradients),
+            bytes_text(m.at_peak + sum(held.values())),
+        ),
     ]
     where = f"rank {m.pipeline_rank} of the pipeline" if plan.pipeline is not None else "each rank"
     host = ", at rest in host memory" if m.in_host_memory else ""

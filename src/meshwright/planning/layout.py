@@ -48,7 +48,9 @@ class Layout:
             try:
                 sizes[axis.strip()] = int(size)
             except ValueError:
-                raise ConfigError(f"layout {text!r}: '{item}' is not 'axis=size' with a whole number, like dp_shard=2") from None
+                raise ConfigError(
+                    f"layout {text!r}: '{item}' is not 'axis=size' with a whole number, like dp_shard=2"
+                ) from None
         return from_dict(cls, sizes, where="layout")
 
     def size(self, axis: Axis) -> int:
@@ -57,7 +59,9 @@ class Layout:
 
     @property
     def requested_schedule(self) -> str:
-        """A pipeline schedule that comes with the layout; "" where ``techniques`` alone say it, as they do unless a subclass knows more."""
+        """A pipeline schedule that comes with the layout; "" where ``techniques`` alone say it, as they do unless a
+        subclass knows more.
+        """
         return ""
 
     @property
@@ -74,8 +78,8 @@ class Layout:
     def resolve(self, world: int, *, ranks_per_node: int | None = None) -> Layout:
         """Fill the open size so that the product is ``world``.
 
-        Where both data axes are open, dp_shard takes the ranks of one node and dp_replicate the nodes (hybrid sharding);
-        without ``ranks_per_node`` the whole world counts as one node.
+        Where both data axes are open, dp_shard takes the ranks of one node and dp_replicate the nodes (hybrid
+        sharding); without ``ranks_per_node`` the whole world counts as one node.
 
         Raises:
             ConfigError: a size below 1 that is not -1, several open axes other than the two data axes, or a world size
@@ -83,9 +87,14 @@ class Layout:
         """
         for axis in (*WORLD_AXES, Axis.EP):
             if self.size(axis) < 1 and self.size(axis) != -1:
-                raise ConfigError(f"layout.{axis} = {self.size(axis)}: a mesh axis has size 1 or more, or -1 for what is left")
+                raise ConfigError(
+                    f"layout.{axis} = {self.size(axis)}: a mesh axis has size 1 or more, or -1 for what is left"
+                )
         if self.ep == -1:
-            raise ConfigError("layout.ep = -1: expert parallelism does not fill the world; give it a size that divides dp_shard * cp * tp")
+            raise ConfigError(
+                "layout.ep = -1: expert parallelism does not fill the world; give it a size that divides dp_shard *"
+                " cp * tp"
+            )
         if world < 1:
             raise ConfigError(f"layout: a world of {world} processes cannot be laid out; it has 1 or more")
         open_axes = [axis for axis in WORLD_AXES if self.size(axis) == -1]
@@ -99,8 +108,10 @@ class Layout:
             legal = f"a multiple of {fixed}" if open_axes else str(fixed)
             if not open_axes and self.ep > 1 and fixed * self.ep == world:
                 raise ConfigError(
-                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world, since experts are"
-                    f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set layout.dp_shard ="
+                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world,"
+                    f" since experts are"
+                    f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set"
+                    f" layout.dp_shard ="
                     f" {self.dp_shard * self.ep}."
                 )
             raise ConfigError(
@@ -117,7 +128,9 @@ class Layout:
             shard = math.gcd(left, max(1, (ranks_per_node or world) // inner))
             return replace(self, dp_shard=shard, dp_replicate=left // shard)._with_experts()
         names = ", ".join(axis.value for axis in open_axes)
-        raise ConfigError(f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard together")
+        raise ConfigError(
+            f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard together"
+        )
 
     def _with_experts(self) -> Layout:
         """The same, resolved. Raises ConfigError where experts cannot be shared out so."""
@@ -125,7 +138,8 @@ class Layout:
         if among % self.ep:
             legal = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
             raise ConfigError(
-                f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts are shared out; it"
+                f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts"
+                f" are shared out; it"
                 f" never multiplies the world. Legal here: {legal}."
             )
         return self

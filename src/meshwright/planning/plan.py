@@ -67,7 +67,11 @@ class Plan:
     @property
     def shares(self) -> Shares:
         """Who shares what."""
-        return Shares(dict(self.mesh), self.data.technique == "fully_shard", self.tensor is not None and self.tensor.sequence_parallel)
+        return Shares(
+            dict(self.mesh),
+            self.data.technique == "fully_shard",
+            self.tensor is not None and self.tensor.sequence_parallel,
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

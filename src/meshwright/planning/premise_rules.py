@@ -16,7 +16,11 @@ from .recompute.plan import checkpointed_modules
 def calls_differ(case: Case) -> bool:
     """Tell whether ranks have other rows, other parameters or other calls of the forward than one process."""
     layout, requested = case.layout, case.techniques
-    return layout.world > 1 or case.technique == "fully_shard" or requested.activation_checkpointing not in ("none", "offload")
+    return (
+        layout.world > 1
+        or case.technique == "fully_shard"
+        or requested.activation_checkpointing not in ("none", "offload")
+    )
 
 
 def rows_stand_alone(case: Case) -> Found:
@@ -25,20 +29,25 @@ def rows_stand_alone(case: Case) -> Found:
     where = case.facts.measurements.premises().mixes_rows
     if case.layout.tp > 1 and where.startswith(GRADIENT):
         yield UnsupportedError(
-            f"{where} is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch), which a cut table does"
+            f"{where} is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch),"
+            f" which a cut table does"
             f" not know. Leave it out, or set layout.tp = 1."
         )
     elif case.data_ranks * case.layout.pp > 1 and where:
         yield UnsupportedError(
-            f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result would be another one"
-            f" than that of one process. Compute over the features or the tokens of one row (such as LayerNorm, RMSNorm, GroupNorm),"
+            f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result"
+            f" would be another one"
+            f" than that of one process. Compute over the features or the tokens of one row (such as LayerNorm,"
+            f" RMSNorm, GroupNorm),"
             f" or set layout.dp_replicate = layout.dp_shard = layout.pp = 1."
         )
 
 
 def _others(case: Case) -> str:
     return (
-        f"The {case.data_ranks} data ranks have other rows each" if case.data_ranks > 1 else "A pipeline cuts the batch into microbatches"
+        f"The {case.data_ranks} data ranks have other rows each"
+        if case.data_ranks > 1
+        else "A pipeline cuts the batch into microbatches"
     )
 
 
@@ -48,33 +57,43 @@ def state_stays(case: Case) -> Found:
         return
     seen, kind = case.facts.measurements.premises(), case.facts.kind
     written = _some(w.name for w in seen.buffers)
-    by_data = _some(w.name for w in seen.buffers if w.by_data) or ("what an earlier batch was" if seen.remembers else "")
+    by_data = _some(w.name for w in seen.buffers if w.by_data) or (
+        "what an earlier batch was" if seen.remembers else ""
+    )
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
     if case.data_ranks > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.data_ranks} data ranks have other rows each,"
-            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use one data rank."
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.data_ranks} data ranks"
+            f" have other rows each,"
+            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use"
+            f" one data rank."
         )
     if case.layout.pp > 1 and state:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state: {state}. A pipeline calls its parts once per microbatch and for rows that only fill up, and"
+            f"a forward of {kind} keeps state: {state}. A pipeline calls its parts once per microbatch and for rows"
+            f" that only fill up, and"
             f" each stage keeps its own. Set layout.pp = 1."
         )
     if case.layout.tp > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. Ranks of the tensor axis have parts of them. Set"
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. Ranks of the tensor axis have"
+            f" parts of them. Set"
             f" layout.tp = 1."
         )
     if case.layout.tp > 1 and case.techniques.sequence_parallel and seen.changes:
         yield UnsupportedError(
-            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does then could not be"
+            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does"
+            f" then could not be"
             f" rehearsed with cut sequences. Set techniques.sequence_parallel = false."
         )
     mode = case.techniques.activation_checkpointing
-    again = _recomputed(case, [w.name for w in seen.buffers]) or (state if not written and mode not in ("none", "offload") else "")
+    again = _recomputed(case, [w.name for w in seen.buffers]) or (
+        state if not written and mode not in ("none", "offload") else ""
+    )
     if again:
         yield UnsupportedError(
-            f"techniques.activation_checkpointing = {mode} calls forwards of {kind} a second time, and they keep state: {again}, which"
+            f"techniques.activation_checkpointing = {mode} calls forwards of {kind} a second time, and they keep"
+            f" state: {again}, which"
             f" would be written twice. Set it to none, or to a mode that leaves those modules out (modules)."
         )
 
@@ -95,8 +114,10 @@ def weights_are_read_only(case: Case) -> Found:
         written = tuple(w for w in written if w.by_data)
     if written:
         yield UnsupportedError(
-            f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where parameters are cut, a forward"
-            f" writes a copy that is thrown away, and replicas write what their own rows say. Write them behind the optimizer's step, on"
+            f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where"
+            f" parameters are cut, a forward"
+            f" writes a copy that is thrown away, and replicas write what their own rows say. Write them behind the"
+            f" optimizer's step, on"
             f" the local tensors (Embedding: leave max_norm out)."
         )
 
@@ -112,17 +133,20 @@ def parameters_are_reached(case: Case) -> Found:
         return
     if layout.ep > 1:
         yield UnsupportedError(
-            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which nobody tried beside experts"
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which nobody"
+            f" tried beside experts"
             f" that are shared out. Set layout.ep = 1."
         )
     if layout.pp > 1:
         yield UnsupportedError(
-            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, and stages of a pipeline are cut by"
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, and stages of"
+            f" a pipeline are cut by"
             f" what a batch without it computes. Set layout.pp = 1."
         )
     if layout.tp > 1 and case.techniques.sequence_parallel:
         yield UnsupportedError(
-            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which ranks of the tensor axis"
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which ranks"
+            f" of the tensor axis"
             f" would see on parts of the sequence. Set techniques.sequence_parallel = false."
         )
 
@@ -130,7 +154,8 @@ def parameters_are_reached(case: Case) -> Found:
 def gradients_are_dense(case: Case) -> Found:
     if calls_differ(case) and (names := case.facts.measurements.premises().sparse):
         yield UnsupportedError(
-            f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or clip. Leave sparse"
+            f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce"
+            f" or clip. Leave sparse"
             f" out: the values are the same."
         )
 
@@ -143,13 +168,19 @@ def hooks_are_called(case: Case) -> Found:
     for hook in hooks_of(case.facts.module):
         if hook.kind == "accumulated" and (case.data_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
             yield UnsupportedError(
-                f"{hook.parameter} has a hook that is called once its gradient is there (register_post_accumulate_grad_hook): each rank"
+                f"{hook.parameter} has a hook that is called once its gradient is there"
+                f" (register_post_accumulate_grad_hook): each rank"
                 f" would call it with its own summand, or never. Do it between the backward and the optimizer's step."
             )
         elif hook.kind == "gradient" and not (keeps and hook.adds_up):
-            why = "it does not add up over ranks" if keeps else "the parameters of this layout are others, and would lose it"
+            why = (
+                "it does not add up over ranks"
+                if keeps
+                else "the parameters of this layout are others, and would lose it"
+            )
             yield UnsupportedError(
-                f"{hook.parameter} has a hook on its gradient (register_hook), and {why}. Change the gradient between the backward and the"
+                f"{hook.parameter} has a hook on its gradient (register_hook), and {why}. Change the gradient between"
+                f" the backward and the"
                 f" optimizer's step, or in forward (such as weight * mask)."
             )
 

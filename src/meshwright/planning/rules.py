@@ -68,7 +68,8 @@ def absent_sizes(sizes: Mapping[str, int]) -> Found:
     for axis, technique in ABSENT.items():
         if (size := sizes.get(axis.value, 1)) > 1:
             yield UnsupportedError(
-                f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the ranks to"
+                f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the"
+                f" ranks to"
                 f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
             )
 
@@ -78,21 +79,26 @@ def half_precision(case: Case) -> Found:
     for key, dtype in (("master", p.master), ("reduce", p.reduce)):
         if dtype == "float16":
             yield UnsupportedError(
-                f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set techniques.precision.{key} ="
+                f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set"
+                f" techniques.precision.{key} ="
                 f" float32, and techniques.precision.compute = float16 to compute in it."
             )
     if p.output == "float16" and p.compute != "float16":
         yield UnsupportedError(
-            f"techniques.precision.output = float16 with techniques.precision.compute = {p.compute} would lose small gradients of the"
+            f"techniques.precision.output = float16 with techniques.precision.compute = {p.compute} would lose small"
+            f" gradients of the"
             f" logits: the loss is scaled where compute is float16. Set output = {p.compute}, or compute = float16."
         )
     if p.compute != "float16" and request.loss_scale != Precision.loss_scale:
         yield ConfigError(
-            f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs no scaling of the"
+            f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs"
+            f" no scaling of the"
             f" loss. Leave it out."
         )
     elif request.loss_scale < 1 or math.frexp(request.loss_scale)[0] != 0.5:
-        yield ConfigError(f"techniques.precision.loss_scale = {request.loss_scale:g}: it is a power of two from 1 on, such as 65536")
+        yield ConfigError(
+            f"techniques.precision.loss_scale = {request.loss_scale:g}: it is a power of two from 1 on, such as 65536"
+        )
 
 
 def ddp_fits(case: Case) -> Found:
@@ -100,10 +106,15 @@ def ddp_fits(case: Case) -> Found:
         return
     if case.layout.dp_shard > 1:
         yield ConfigError(
-            f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = {case.layout.dp_shard} cuts them."
-            f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel = fully_shard."
+            f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard ="
+            f" {case.layout.dp_shard} cuts them."
+            f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel ="
+            f" fully_shard."
         )
-    for key, wanted in (("precision (mixed)", case.precision.is_mixed), ("cpu_offload", case.techniques.cpu_offload is True)):
+    for key, wanted in (
+        ("precision (mixed)", case.precision.is_mixed),
+        ("cpu_offload", case.techniques.cpu_offload is True),
+    ):
         if wanted:
             yield UnsupportedError(
                 f"techniques.{key} does not go with techniques.data_parallel = ddp; fully_shard does it for"
@@ -117,21 +128,26 @@ def resharding(case: Case) -> Found:
         return
     if case.technique != "fully_shard":
         yield ConfigError(
-            f"techniques.reshard_after_forward = {value} is about sharded parameters, and {case.technique} has none. Leave it true."
+            f"techniques.reshard_after_forward = {value} is about sharded parameters, and {case.technique} has none."
+            f" Leave it true."
         )
         return
     legal = [n for n in range(2, shards) if shards % n == 0]
     if value not in legal:
         yield ConfigError(
-            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and be neither 1 nor"
+            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and"
+            f" be neither 1 nor"
             f" {shards}; legal here: {', '.join(map(str, legal)) or 'none'}, or true / false."
         )
 
 
 def postponed_all_reduce(case: Case) -> Found:
-    if case.techniques.sync_grad_accum == "shard" and not (case.technique == "fully_shard" and case.layout.dp_replicate > 1):
+    if case.techniques.sync_grad_accum == "shard" and not (
+        case.technique == "fully_shard" and case.layout.dp_replicate > 1
+    ):
         yield ConfigError(
-            f"techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate > 1 with"
+            f"techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs"
+            f" layout.dp_replicate > 1 with"
             f" fully_shard; here layout.dp_replicate = {case.layout.dp_replicate}, {case.technique}. Use true or false."
         )
 
@@ -147,7 +163,8 @@ def shardable_parameters(case: Case) -> Found:
         if len(dtypes) > 1:
             where = f"block '{unit}'" if unit else "the parameters outside the blocks"
             yield UnsupportedError(
-                f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model first."
+                f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model"
+                f" first."
             )
 
 
@@ -160,7 +177,10 @@ def something_trains(case: Case) -> Found:
     names = [p.name for p in case.facts.parameters]
     frozen = matching(case.techniques.freeze, names, "techniques.freeze") if case.techniques.freeze else set()
     if all(not p.trainable or p.name in frozen for p in case.facts.parameters):
-        yield ConfigError(f"all {len(names)} parameters of {case.facts.kind} are frozen: nothing would be trained (see techniques.freeze)")
+        yield ConfigError(
+            f"all {len(names)} parameters of {case.facts.kind} are frozen: nothing would be trained (see"
+            f" techniques.freeze)"
+        )
 
 
 RULES: tuple[Callable[[Case], Found], ...] = (
@@ -214,14 +234,18 @@ def check_batch(plan: Plan, batch: Batch) -> None:
     ranks, rows = plan.data_ranks, batch.global_rows
     if rows < 1 or batch.seq_len < 1 or batch.microbatch_rows < 0:
         raise ConfigError(
-            f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at 1 (0 per forward: all)"
+            f"batch: {rows} rows of {batch.seq_len} tokens, {batch.microbatch_rows} rows per forward: sizes start at"
+            f" 1 (0 per forward: all)"
         )
     if plan.tensor is not None and plan.tensor.async_tensor_parallel and batch.seq_len % (tp := plan.tensor.ranks):
-        raise ConfigError(f"techniques.async_tensor_parallel: data.seq_len = {batch.seq_len} must be a multiple of layout.tp = {tp}")
+        raise ConfigError(
+            f"techniques.async_tensor_parallel: data.seq_len = {batch.seq_len} must be a multiple of layout.tp = {tp}"
+        )
     if rows % ranks:
         near = max(ranks, rows // ranks * ranks)
         raise ConfigError(
-            f"batch.global_batch = {rows} rows do not divide over {ranks} data ranks (dp_replicate = {plan.size(Axis.DP_REPLICATE)} ×"
+            f"batch.global_batch = {rows} rows do not divide over {ranks} data ranks (dp_replicate ="
+            f" {plan.size(Axis.DP_REPLICATE)} ×"
             f" dp_shard = {plan.size(Axis.DP_SHARD)}). Use a multiple of {ranks}, such as {near} or {near + ranks}."
         )
     if plan.pipeline is not None:
@@ -232,12 +256,14 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     """Check that the model can take the data; raises ConfigError."""
     if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
         raise ConfigError(
-            f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len = {facts.max_seq_len}."
+            f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len ="
+            f" {facts.max_seq_len}."
             f" Lower data.seq_len, or raise model.max_seq_len of meshwright's own decoder."
         )
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids from"
+            f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}:"
+            f" ids from"
             f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size}"
             f" (of meshwright's own decoder) or use a smaller tokenizer."
         )
@@ -246,7 +272,11 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
 def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> PrecisionPlan:
     """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype."""
     request = techniques.precision
-    master = canonical_dtype(request.master, where="techniques.precision.master") if request.master != "auto" else model_dtype
+    master = (
+        canonical_dtype(request.master, where="techniques.precision.master")
+        if request.master != "auto"
+        else model_dtype
+    )
     compute = (
         canonical_dtype(request.compute, where="techniques.precision.compute")
         if request.compute != "auto"
@@ -258,4 +288,6 @@ def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> 
         else ("float32" if master != "float64" else master)
     )
     output = canonical_dtype(request.output, where="techniques.precision.output") if request.output else None
-    return PrecisionPlan(master, compute, reduce, output, loss_scale=request.loss_scale if compute == "float16" else 0.0)
+    return PrecisionPlan(
+        master, compute, reduce, output, loss_scale=request.loss_scale if compute == "float16" else 0.0
+    )

@@ -21,7 +21,9 @@ TOKENS = (Axis.CP,)
 BATCH = (*SAMPLES, *TOKENS)
 """Axes over which counts and losses of tokens are summed."""
 SHARDS = (Axis.DP_SHARD, Axis.CP)
-"""Axes over which fully_shard cuts dense parameters, as one: ranks that hold other tokens of a row use the same weights."""
+"""Axes over which fully_shard cuts dense parameters, as one: ranks that hold other tokens of a row use the same
+weights.
+"""
 REPLICAS = (Axis.DP_REPLICATE,)
 """Axes along which ranks hold equal shards, whose gradients are summed."""
 COPIES = (*REPLICAS, Axis.TP)

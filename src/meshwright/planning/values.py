@@ -71,8 +71,8 @@ class Unit:
     unit is a rank's share of a stack of experts on the expert axis, and travels along efsdp. ``trainable_behind``:
     elements outside the blocks that backward reaches before them. ``in_float8``: those of ``elements`` that are
     gathered in float8. On the first rank, of its share of each trained parameter: ``largest``, the most elements of
-    one; ``state_elements``, those of the optimizer's state; ``rounded_tensors`` and ``rounded_elements``, those of trained
-    parameters whose optimizer state is low-bit.
+    one; ``state_elements``, those of the optimizer's state; ``rounded_tensors`` and ``rounded_elements``, those of
+    trained parameters whose optimizer state is low-bit.
     """
 
     name: str

@@ -35,7 +35,16 @@ from meshwright.planning.values import Batch
 from .config import Config
 from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
 from .metrics.timeline import StartupTimeline
-from .model_source import ModelSource, Shape, first_weights, identity_of, model_source, resolved_model, shape_of, where_weights_come_from
+from .model_source import (
+    ModelSource,
+    Shape,
+    first_weights,
+    identity_of,
+    model_source,
+    resolved_model,
+    shape_of,
+    where_weights_come_from,
+)
 from .optim.build import FULL, BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .stopping import StopRequest
@@ -77,7 +86,9 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     batch = batch_of(config, tokenizer)
-    module = as_module(source, config.seed)  # one for plan and layout: what is measured of a model is remembered with it
+    module = as_module(
+        source, config.seed
+    )  # one for plan and layout: what is measured of a model is remembered with it
     facts = model_facts(module)
     plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)
@@ -117,11 +128,12 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
 
 
 def open_trace(config: Config) -> TraceFile | None:
-    """The trace that a config names.
+    """Return the trace that a config names.
 
     Raises:
         ConfigError: it cannot be read.
-        UnsupportedError: the run is to multiply in float8, or to round its optimizer's state or new weights, and traces do not.
+        UnsupportedError: the run is to multiply in float8, or to round its optimizer's state or new weights, and
+            traces do not.
     """
     t = config.techniques
     if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
@@ -129,13 +141,17 @@ def open_trace(config: Config) -> TraceFile | None:
         raise UnsupportedError(f"{request} rounds further than a trace (check_trace) allows. Check the run without it.")
     if config.check_trace and config.techniques.float8 != "none":
         raise UnsupportedError(
-            f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check the run without it."
+            f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check"
+            f" the run without it."
         )
     return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
 def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch | None = None) -> Plan:
-    """The plan of a config on a cluster, checked against a batch where one is given. No process group, no GPU."""
+    """Return the plan of a config on a cluster, checked against a batch where one is given.
+
+    No process group, no GPU.
+    """
     return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
 
 
@@ -148,7 +164,9 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
     return Batch(config.batch.global_batch, config.data.seq_len, config.batch.microbatch, tokenizer.vocab_size)
 
 
-def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan = FULL) -> BuiltOptimizer:
+def build_optimizer(
+    config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan = FULL
+) -> BuiltOptimizer:
     """Make the optimizer of a config over a model's parameters."""
     o, named = config.optimizer, list(named_parameters)
     overrides = []
@@ -157,7 +175,9 @@ def build_optimizer(config: Config, named_parameters: Iterable[tuple[str, nn.Par
         if row.weight_decay is not None:
             options["weight_decay"] = row.weight_decay
         overrides.append((row.pattern, options))
-    groups = make_parameter_groups(named, weight_decay=o.weight_decay, overrides=overrides, decayed_dims=plan.row.decayed_dims)
+    groups = make_parameter_groups(
+        named, weight_decay=o.weight_decay, overrides=overrides, decayed_dims=plan.row.decayed_dims
+    )
     return make_optimizer(groups, lr=o.lr, plan=plan, named_parameters=named, seed=config.seed, **plan.row.takes(o))
 
 
@@ -168,7 +188,10 @@ def build_schedule(config: Config) -> LearningRateSchedule:
 
 
 def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:
-    """What must stay the same for a run to be continued. Layout, batch, workers, logging and steps may change."""
+    """Return what must stay the same for a run to be continued.
+
+    Layout, batch, workers, logging and steps may change.
+    """
     return {
         "model": identity_of(source),
         **feed.identity,
@@ -179,7 +202,9 @@ def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed
 
 
 def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
-    """The config with everything filled in that was left open about the model and its dtypes, and readable from any folder."""
+    """Return the config with everything filled in that was left open about the model and its dtypes, and readable
+    from any folder.
+    """
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     warmup = build_schedule(config).warmup_steps
@@ -197,7 +222,10 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
 def _distributed_config(config: Config) -> DistributedConfig:
     p = config.process
     return DistributedConfig(
-        **vars(config.layout), backend=p.backend, startup_timeout_sec=p.startup_timeout_sec, nccl_timeout_sec=p.startup_timeout_sec
+        **vars(config.layout),
+        backend=p.backend,
+        startup_timeout_sec=p.startup_timeout_sec,
+        nccl_timeout_sec=p.startup_timeout_sec,
     )
 
 

@@ -1,4 +1,7 @@
-"""The one user-facing config tree. Every key is a TOML key and a flag; the text below a field is its help. Torch-free."""
+"""The one user-facing config tree.
+
+Every key is a TOML key and a flag; the text below a field is its help. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class ModelConfig:
     """The model: a size by name and what differs from it, or a model of Hugging Face."""
 
     hf: str = ""
-    """Folder of a Hugging Face model, or its config.json: instead of a size. Weights that lie there are read; nothing is downloaded."""
+    """Folder of a Hugging Face model, or its config.json: instead of a size.
+
+    Weights that lie there are read; nothing is downloaded.
+    """
     trust_remote_code: bool = False
     """Run model code that lies in that folder."""
     size: str = "demo"
@@ -57,13 +63,18 @@ class DataConfig(SourceOptions):
     """The text to train on: one source, or a mixture of several."""
 
     mixture: tuple[MixturePart, ...] = ()
-    """Tables of sources, each with the keys of a source of its own, a name and a weight; then data.source and its like are not given."""
+    """Tables of sources, each with the keys of a source of its own, a name and a weight.
+
+    Then data.source and its like are not given.
+    """
     curriculum: tuple[CurriculumStage, ...] = ()
     """Tables of other weights of the mixture from some step on."""
     tokenizer: str = "auto"
-    """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte); a tokenizer.json, or a folder that
-    holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256" (vocabulary, end-of-document id; for token ids
-    without their tokenizer)."""
+    """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte).
+
+    A tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
+    (vocabulary, end-of-document id; for token ids without their tokenizer).
+    """
     seq_len: int = 128
     """Tokens per row."""
     validation_fraction: float = 0.05
@@ -113,7 +124,9 @@ class OptimizerConfig:
     max_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     max_skipped_steps: int = 10
-    """The run stops with an error after so many steps in a row that were skipped for a gradient that is not finite; 0: after the first."""
+    """The run stops with an error after so many steps in a row that were skipped for a gradient that is not finite;
+    0: after the first.
+    """
     overrides: tuple[GroupOverride, ...] = ()
     """Tables of values for parameters whose names match a pattern; the first match counts."""
 
@@ -231,17 +244,25 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Config:
-        """A checked config from nested dicts. Raises ConfigError for an unknown key, a wrong type or a value out of range."""
+        """Return a checked config from nested dicts.
+
+        Raises ConfigError for an unknown key, a wrong type or a value out of range.
+        """
         return _checked(from_dict(cls, data))
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
-        """A checked config from a TOML file. Raises ConfigError as ``from_dict`` does, with file and line where known."""
+        """Return a checked config from a TOML file.
+
+        Raises ConfigError as ``from_dict`` does, with file and line where known.
+        """
         return _checked(load_toml(cls, path))
 
 
 def check(config: Config) -> None:
-    """Whether every value of a config is one that a run could use, whatever the model and the mesh; touches nothing.
+    """Tell whether every value of a config is one that a run could use, whatever the model and the mesh.
+
+    Touches nothing.
 
     Raises:
         ConfigError: a value of the wrong type or out of its range; names the dotted key, the value and the legal range.

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.units import count_text
-from meshwright.data import Corpus, Interleave, Loader, Prepared, Samples, SourceOptions, Split, Stage, Tokenizer, open_corpus, prepare
+from meshwright.data import (
+    Corpus,
+    Interleave,
+    Loader,
+    Prepared,
+    Samples,
+    SourceOptions,
+    Split,
+    Stage,
+    Tokenizer,
+    open_corpus,
+    prepare,
+)
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.whole import Whole
 from meshwright.data.options import MixturePart
@@ -52,7 +64,9 @@ class Feed:
     """What the user should know before the first step."""
 
     def next_batch(self) -> Any:
-        """This rank's part of the next global batch, or the error that kept it from being read: ``forward_backward`` takes either."""
+        """Return this rank's part of the next global batch, or the error that kept it from being read:
+        ``forward_backward`` takes either.
+        """
         try:
             return next(self.loader)
         except Exception as error:  # noqa: BLE001 (whatever a reader raises, the other ranks must hear of it)
@@ -60,26 +74,35 @@ class Feed:
             last = first + self.loader.global_batch - 1
             return MeshwrightError(
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
-                f" {type(error).__name__}: {error}. Mend the file, or leave such samples out with data.on_bad_row = 'skip'"
+                f" {type(error).__name__}: {error}. Mend the file, or leave such samples out with data.on_bad_row ="
+                f" 'skip'"
             )
 
     def unreadable(self) -> list[str]:
-        """What was left out on any rank because it could not be read. Collective."""
-        mine = [f"sample {index} (rank {get_world_info()[0]}): {why}" for index, why in sorted(self.loader.unreadable.items())]
+        """Return what was left out on any rank because it could not be read. Collective."""
+        mine = [
+            f"sample {index} (rank {get_world_info()[0]}): {why}"
+            for index, why in sorted(self.loader.unreadable.items())
+        ]
         return [line for rank in agree.everybody_says(mine) for line in rank]
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """The sources of a config: the parts of its mixture, or the one source as a part of its own. Reads nothing.
+    """Return the sources of a config: the parts of its mixture, or the one source as a part of its own. Reads nothing.
 
     Raises:
-        ConfigError: both, two parts of one name, a curriculum that does not fit them, or a stream of which an epoch should be known.
+        ConfigError: both, two parts of one name, a curriculum that does not fit them, or a stream of which an epoch
+            should be known.
         UnsupportedError: a stream in a mixture.
     """
     if any(part.streaming for part in data.mixture):
-        raise UnsupportedError("data.mixture has a part with streaming = true: only a source alone can be streamed. Leave streaming out")
+        raise UnsupportedError(
+            "data.mixture has a part with streaming = true: only a source alone can be streamed. Leave streaming out"
+        )
     if data.streaming and data.max_epochs:
-        raise ConfigError("data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end")
+        raise ConfigError(
+            "data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end"
+        )
     own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}
     if not data.mixture:
         if data.curriculum:
@@ -87,7 +110,9 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
         return (MixturePart(**own, name="training"),)
     changed = [name for name, value in own.items() if value != getattr(SourceOptions(), name)]
     if changed:
-        raise ConfigError(f"data.{changed[0]} and data.mixture are both given: in a mixture each part has its own {changed[0]}")
+        raise ConfigError(
+            f"data.{changed[0]} and data.mixture are both given: in a mixture each part has its own {changed[0]}"
+        )
     parts = tuple(replace(part, name=part.name or Path(part.source[0]).stem) for part in data.mixture)
     names = [part.name for part in parts]
     for name in names:
@@ -96,7 +121,8 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     for i, stage in enumerate(data.curriculum):
         if len(stage.weights) != len(parts):
             raise ConfigError(
-                f"data.curriculum[{i}].weights has {len(stage.weights)} values, and the mixture {len(parts)} parts: {', '.join(names)}"
+                f"data.curriculum[{i}].weights has {len(stage.weights)} values, and the mixture {len(parts)} parts:"
+                f" {', '.join(names)}"
             )
     return parts
 
@@ -105,7 +131,8 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
     """Prepare, open and mix. Collective.
 
     Raises:
-        ConfigError: sources that cannot be used, nodes that see different ones, or more epochs than a source may be read.
+        ConfigError: sources that cannot be used, nodes that see different ones, or more epochs than a source may be
+            read.
     """
     data = config.data
     parts = parts_of(data)
@@ -127,12 +154,21 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
             raise ConfigError(
-                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read {_source(part, data)}"
-                f" {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps or its weight, or raise max_epochs"
+                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
+                f" {_source(part, data)}"
+                f" {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps or its weight, or"
+                f" raise max_epochs"
             )
     return Feed(
         samples,
-        Loader(samples, config.batch.global_batch, rank, ranks, data.workers, skip_unreadable=any(p.on_bad_row == "skip" for p in parts)),
+        Loader(
+            samples,
+            config.batch.global_batch,
+            rank,
+            ranks,
+            data.workers,
+            skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
+        ),
         tuple(_held_out(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
         _description(parts, corpora, epochs, config),
@@ -140,24 +176,37 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
     )
 
 
-def _streamed(config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
+def _streamed(
+    config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress
+) -> Feed:
     part, data = parts[0], config.data
     scan = agree.together(lambda: list_sources(part.source, part.format))
     assert scan is not None
     if scan.format in TOKEN_FORMATS:
-        raise ConfigError(f"data.streaming: {scan.format} files hold token ids, which are used where they lie: leave streaming out")
+        raise ConfigError(
+            f"data.streaming: {scan.format} files hold token ids, which are used where they lie: leave streaming out"
+        )
     recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0))
     assert recipe is not None
     if len(set(agree.everybody_says(recipe.key))) > 1:
-        raise ConfigError(f"the ranks see different files under {_source(part, data)}: copy the same files to each, or use a shared folder")
+        raise ConfigError(
+            f"the ranks see different files under {_source(part, data)}: copy the same files to each, or use a shared"
+            f" folder"
+        )
     samples = StreamedSamples(recipe, data.seq_len, progress.say)
     return Feed(
         samples,
-        Loader(samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)),  # threads out of order would make it begin again
+        Loader(
+            samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)
+        ),  # threads out of order would make it begin again
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
-        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per step",
-        ("a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is continued",),
+        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per"
+        f" step",
+        (
+            "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
+            " continued",
+        ),
     )
 
 
@@ -171,7 +220,7 @@ def refuse_contradictions(config: Config) -> None:
 
 
 def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
-    """The weights over the run, by sample.
+    """Return the weights over the run, by sample.
 
     Raises:
         ConfigError: steps out of order.
@@ -201,8 +250,13 @@ def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokeniz
     mine = agree.together(prepared, here=first)
     said = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
     if len({p.key for _, p in said}) > 1:
-        raise ConfigError(f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared folder")
-    own = [p for host, p in said if host == socket.gethostname()]  # of files used where they lie, each node has an index of its own
+        raise ConfigError(
+            f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared"
+            f" folder"
+        )
+    own = [
+        p for host, p in said if host == socket.gethostname()
+    ]  # of files used where they lie, each node has an index of its own
     return mine or next((p for p in own or [p for _, p in said] if p.folder.is_dir()), said[0][1])
 
 
@@ -210,16 +264,25 @@ def _source(part: MixturePart, data: DataConfig) -> str:
     return f"the part '{part.name}' of data.mixture" if data.mixture else f"data.source = {list(part.source)}"
 
 
-def _held_out(config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]) -> Iterator[HeldOut]:
-    """Each source's rows of a validation: as many of all as its last weight, so that the loss is that of the mixture."""
+def _held_out(
+    config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
+) -> Iterator[HeldOut]:
+    """Yield each source's rows of a validation: as many of all as its last weight, so that the loss is that of the
+    mixture.
+    """
     weights = stages[-1].weights
     for part, corpus, weight in zip(parts, corpora, weights, strict=True):
         if weight and corpus.validation.n_documents and _has_a_row(corpus.validation, config.data.seq_len):
-            yield HeldOut(part.name, corpus.validation, max(1, round(config.validation.samples * weight / sum(weights))))
+            yield HeldOut(
+                part.name, corpus.validation, max(1, round(config.validation.samples * weight / sum(weights)))
+            )
 
 
 def _has_a_row(split: Split, seq_len: int) -> bool:
-    """Whether there is enough of it. Raises ConfigError where a conversation is too long, which is another matter."""
+    """Tell whether there is enough of it.
+
+    Raises ConfigError where a conversation is too long, which is another matter.
+    """
     try:
         return split.n_samples(seq_len) > 0
     except ConfigError:
@@ -230,19 +293,26 @@ def _has_a_row(split: Split, seq_len: int) -> bool:
 
 def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: list[Stage]) -> dict[str, Any]:
     if len(parts) == 1:
-        return {"data": prepared[0].key} | ({"too_long": parts[0].too_long} if getattr(prepared[0].meta, "is_whole", False) else {})
+        return {"data": prepared[0].key} | (
+            {"too_long": parts[0].too_long} if getattr(prepared[0].meta, "is_whole", False) else {}
+        )
     rows = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
     return {"data": rows, "mixture": [asdict(stage) for stage in stages]}
 
 
-def _description(parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config) -> str:
+def _description(
+    parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config
+) -> str:
     tokens, documents = sum(c.meta.n_tokens for c in corpora), sum(c.meta.n_documents for c in corpora)
     text = f"{count_text(tokens)} tokens of {documents:,} documents · {config.data.seq_len} per row"
     text += f" · {config.batch.global_batch} rows per step"
     if len(parts) == 1:
         return f"{text} · {epochs[parts[0].name]:.2f} epochs"
     weights = stages_of(config, parts)[-1].weights
-    rows = [f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs" for part, weight in zip(parts, weights, strict=True)]
+    rows = [
+        f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs"
+        for part, weight in zip(parts, weights, strict=True)
+    ]
     return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
 
 
@@ -250,14 +320,20 @@ def _notes(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) 
     for part, corpus in zip(parts, corpora, strict=True):
         if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
             what = "left out" if part.too_long == "skip" else "cut short"
-            yield f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and are {what}"
+            yield (
+                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and"
+                f" are {what}"
+            )
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
-            yield f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row = 'skip')"
+            yield (
+                f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row ="
+                f" 'skip')"
+            )
 
 
 def absolute_paths(data: DataConfig) -> dict[str, Any]:
-    """The paths of the data section, whatever folder a run is continued from."""
+    """Return the paths of the data section, whatever folder a run is continued from."""
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else ""
@@ -271,4 +347,9 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
     is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
     parts = tuple(replace(part, **source(part)) for part in data.mixture)
     own = {} if data.mixture else source(data)
-    return {**own, "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer, "cache": absolute(data.cache), "mixture": parts}
+    return {
+        **own,
+        "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer,
+        "cache": absolute(data.cache),
+        "mixture": parts,
+    }

@@ -28,9 +28,9 @@ CPU_PROCESSES = 4
 def launch(config: Config) -> int:
     """Run the config to its end and return the exit status.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: what the layout asks
-    for, else one per GPU, else four), or trains right here when that is one. When a worker is lost, it starts new ones that
-    continue the run's folder, at most ``process.max_restarts`` times.
+    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: what the layout
+    asks for, else one per GPU, else four), or trains right here when that is one. When a worker is lost, it starts
+    new ones that continue the run's folder, at most ``process.max_restarts`` times.
 
     Raises:
         MeshwrightError: refused, or failed; the text is for the user.
@@ -41,7 +41,10 @@ def launch(config: Config) -> int:
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count)
-    with _Signals(pool) as signals, closing(pool):  # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
+    with (
+        _Signals(pool) as signals,
+        closing(pool),
+    ):  # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
         return _Attempts(pool, signals, config, started).run()
 
 
@@ -53,7 +56,7 @@ def train(config: Config, started: float) -> int:
 
 
 def process_count(config: Config) -> int:
-    """How many processes to start here.
+    """Tell how many processes to start here.
 
     Raises:
         ConfigError: the layout cannot be spread over that many.
@@ -90,7 +93,11 @@ class _Attempts:
                 if stopped := self.signals.explain(trouble):
                     raise stopped from None
                 said = self._words(trouble)
-                if self.signals.first or self.restarts >= self.config.process.max_restarts or not _is_worth_a_restart(trouble):
+                if (
+                    self.signals.first
+                    or self.restarts >= self.config.process.max_restarts
+                    or not _is_worth_a_restart(trouble)
+                ):
                     raise said from None
                 self._continue(said)
 
@@ -99,7 +106,9 @@ class _Attempts:
         self.restarts += 1
         folder = run_folder(self.pool.folder)
         latest = latest_checkpoint(folder) if folder else ""
-        where = f"continuing {folder} from {latest or 'step 0: it has no checkpoint yet'}" if folder else "beginning again"
+        where = (
+            f"continuing {folder} from {latest or 'step 0: it has no checkpoint yet'}" if folder else "beginning again"
+        )
         first_line = next(iter(str(said).strip().splitlines()[-1:]), "")
         limit = f"restart {self.restarts} of {self.config.process.max_restarts}"
         print(f"meshwright: {limit}: {first_line.rstrip('.')}; {where}", file=sys.stderr, flush=True)
@@ -107,7 +116,10 @@ class _Attempts:
         self.started = time.time()
 
     def _words(self, trouble: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
-        """What the worker meant to say: our own errors as they are, anything else with its traceback; of a death, where it was."""
+        """Return what the worker meant to say: our own errors as they are, anything else with its traceback.
+
+        Of a death, where it was.
+        """
         if isinstance(trouble, WorkerFailed):
             return _for_the_user(trouble)
         from .health.postmortem import find_stall, name_of, whereabouts
@@ -150,7 +162,9 @@ class Stopped(MeshwrightError):
 
 
 class _Signals:
-    """Lets the workers answer signals: all are passed on, also the Ctrl-C that a terminal sends them anyway; a third ends all at once.
+    """Lets the workers answer signals: all are passed on, also the Ctrl-C that a terminal sends them anyway.
+
+    A third ends all at once.
 
     Before there are workers the first signal ends the command.
     """
@@ -170,14 +184,18 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def workers_are_up(self) -> None:
-        """From now on signals are the workers' to answer. Raises Stopped where one came while they were started again."""
+        """From now on signals are the workers' to answer.
+
+        Raises Stopped where one came while they were started again.
+        """
         self.reach_workers = True
         if self.first:
             raise Stopped(self.first)
 
     def explain(self, trouble: WorkerFailed | WorkerDied) -> BaseException | None:
-        """What to raise where a signal was the cause: a second Ctrl-C breaks off whatever is done, and a worker that has not yet
-        begun to take note of signals dies of the first."""
+        """Return what to raise where a signal was the cause: a second Ctrl-C breaks off whatever is done, and a
+        worker that has not yet begun to take note of signals dies of the first.
+        """
         if self.interrupts > 1:
             return KeyboardInterrupt()
         died_of_it = isinstance(trouble, WorkerDied) and trouble.exit_code in (-self.first, -INTERRUPT, 0, 1)

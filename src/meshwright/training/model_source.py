@@ -31,7 +31,7 @@ LEFT = ("*.index.json",)
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> ModelSource:
-    """What ``model.hf`` names, or the named size with the config's overrides.
+    """Return what ``model.hf`` names, or the named size with the config's overrides.
 
     Raises:
         ConfigError: sizes that do not fit together, or no such model on this machine.
@@ -40,7 +40,7 @@ def model_source(config: Config, tokenizer: Tokenizer) -> ModelSource:
 
 
 def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
-    """The named size with the config's overrides; an open vocabulary grows to the tokenizer's.
+    """Return the named size with the config's overrides; an open vocabulary grows to the tokenizer's.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -55,8 +55,10 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
 
 
 def causal_lm(config: Config) -> CausalLM:
-    """The Hugging Face model of a run, in the dtype at rest. Its config's own dtype says how weights were stored, and is not taken over:
-    training small updates into bfloat16 weights loses them, so "auto" is float32.
+    """Return the Hugging Face model of a run, in the dtype at rest.
+
+    Its config's own dtype says how weights were stored, and is not taken over: training small updates into bfloat16
+    weights loses them, so "auto" is float32.
 
     A run with a checkpoint goes on from what it kept of the model, where the folder that it began from is gone.
     """
@@ -69,7 +71,8 @@ def causal_lm(config: Config) -> CausalLM:
 
 
 def with_kept_model(config: Config, run: Path) -> Config:
-    """The config with the Hugging Face model that the run kept, whatever became of the folder that it began from.
+    """Return the config with the Hugging Face model that the run kept, whatever became of the folder that it began
+    from.
 
     Raises:
         ConfigError: it kept none, and what its config names may be anything on this machine.
@@ -79,13 +82,14 @@ def with_kept_model(config: Config, run: Path) -> Config:
         return config
     if not (kept / CONFIG).is_file():
         raise ConfigError(
-            f"{run} keeps no {FOLDER}/{CONFIG}, and what its config.toml names (model.hf = {config.model.hf}) is not its own: copy it there"
+            f"{run} keeps no {FOLDER}/{CONFIG}, and what its config.toml names (model.hf = {config.model.hf}) is not"
+            f" its own: copy it there"
         )
     return replace(config, model=replace(config.model, hf=str(kept)))
 
 
 def file_weights(config: Config) -> Pretrained | None:
-    """The weights that lie beside a Hugging Face model; None without any.
+    """Return the weights that lie beside a Hugging Face model; None without any.
 
     Raises:
         ConfigError: there are some that cannot be read.
@@ -95,7 +99,7 @@ def file_weights(config: Config) -> Pretrained | None:
 
 
 def first_weights(config: Config) -> Weights | None:
-    """Where a run's parameters come from when its model is laid out; None: they are drawn by the model's law."""
+    """Tell where a run's parameters come from when its model is laid out; None: they are drawn by the model's law."""
     if config.model.hf and _has_checkpoint(config):
         return to_be_loaded
     return file_weights(config)
@@ -105,7 +109,11 @@ def where_weights_come_from(config: Config) -> str:
     """In words."""
     if _has_checkpoint(config):
         return "of the run's checkpoint"
-    return f"read from {config.model.hf}" if file_weights(config) else f"drawn from seed {config.seed}: {config.model.hf} holds none"
+    return (
+        f"read from {config.model.hf}"
+        if file_weights(config)
+        else f"drawn from seed {config.seed}: {config.model.hf} holds none"
+    )
 
 
 def _has_checkpoint(config: Config) -> bool:
@@ -118,7 +126,12 @@ def keep_model(config: Config, run: Path) -> None:
     if not config.model.hf or (kept / CONFIG).is_file() or not place.exists():
         return
     kept.mkdir(exist_ok=True)
-    found = {path.name: path for pattern in KEPT for path in place.glob(pattern) if not any(path.match(left) for left in LEFT)}
+    found = {
+        path.name: path
+        for pattern in KEPT
+        for path in place.glob(pattern)
+        if not any(path.match(left) for left in LEFT)
+    }
     config_file = found.pop(CONFIG, place)
     for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it says that all are there
         shutil.copyfile(path if path == place else inside(place, name), kept / f"{name}.new")
@@ -126,12 +139,12 @@ def keep_model(config: Config, run: Path) -> None:
 
 
 def identity_of(source: ModelSource) -> dict[str, Any]:
-    """What must stay the same for a run to be continued, as JSON values."""
+    """Return what must stay the same for a run to be continued, as JSON values."""
     return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
 
 
 def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
-    """The model section with everything filled in, and readable from any folder."""
+    """Return the model section with everything filled in, and readable from any folder."""
     if isinstance(source, CausalLM):
         return replace(model, hf=str(Path(model.hf).expanduser().absolute()))
     known = {field.name for field in dataclasses.fields(model)}
@@ -143,7 +156,8 @@ class Shape:
     """The figures of a model that people and FLOP counts ask for.
 
     Attributes:
-        matmul_parameters: those that enter a matrix product for each token: without the input embedding, of experts the routed share.
+        matmul_parameters: those that enter a matrix product for each token: without the input embedding, of experts
+            the routed share.
         dim_attention: width of all query heads together.
     """
 
@@ -156,23 +170,36 @@ class Shape:
 
 
 def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
-    """The shape of a run's model."""
+    """Return the shape of a run's model."""
     if isinstance(source, DecoderConfig):
         embedding = 0 if source.tied_embeddings else source.vocab_size * source.dim
         numel = parameter_count(source)
         attention = source.n_heads * source.head_dim
-        return Shape(numel, numel - embedding - idle_parameters(source), source.n_layers, source.dim, attention, source.vocab_size)
+        return Shape(
+            numel,
+            numel - embedding - idle_parameters(source),
+            source.n_layers,
+            source.dim,
+            attention,
+            source.vocab_size,
+        )
     said = source.config.get_text_config()
     dim, heads = int(getattr(said, "hidden_size", 0) or 0), int(getattr(said, "num_attention_heads", 0) or 0)
     head_dim = getattr(said, "head_dim", None) or (dim // heads if heads else 0)
     vocabulary = facts.vocab_size or 0
     tables = [p for p in facts.parameters if len(p.shape) == 2 and p.shape[0] == vocabulary]
     lookup = tables[0].numel if tables and not tables[0].aliases else 0
-    return Shape(facts.numel, facts.numel - lookup - _idle(facts, said), len(facts.blocks), dim, heads * head_dim, vocabulary)
+    return Shape(
+        facts.numel, facts.numel - lookup - _idle(facts, said), len(facts.blocks), dim, heads * head_dim, vocabulary
+    )
 
 
 def _idle(facts: ModelFacts, said: Any) -> int:
-    """Parameters of the experts that a token is not routed to: experts of a layer are stacked along the first of three dims."""
+    """Parameters of the experts that a token is not routed to: experts of a layer are stacked along the first of
+    three dims.
+    """
     chosen = getattr(said, "num_experts_per_tok", None)
     stacks = [p for p in facts.parameters if len(p.shape) == 3]
-    return sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks) if isinstance(chosen, int) else 0
+    return (
+        sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks) if isinstance(chosen, int) else 0
+    )

@@ -146,11 +146,13 @@ def check_values(config: Any) -> None:
     _check_model(typed.model)
     _check_optimizer(typed)
     if typed != config:
-        raise ConfigError("a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)")
+        raise ConfigError(
+            "a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)"
+        )
 
 
 def check_ranges(config: Any, ranges: Mapping[str, Range]) -> None:
-    """Whether the values that a table names lie in its ranges. Raises ConfigError."""
+    """Tell whether the values that a table names lie in its ranges. Raises ConfigError."""
     for pattern, (words, is_legal) in ranges.items():
         for key, value in _values(config, pattern):
             if not is_legal(value):
@@ -158,7 +160,10 @@ def check_ranges(config: Any, ranges: Mapping[str, Range]) -> None:
 
 
 def _values(node: Any, pattern: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, value) that a pattern like ``optimizer.overrides[].lr_scale`` stands for; None is passed over."""
+    """Yield every (dotted key, value) that a pattern like ``optimizer.overrides[].lr_scale`` stands for.
+
+    None is passed over.
+    """
     if node is None:
         return
     if not pattern:
@@ -184,10 +189,13 @@ def _check_model(model: Any) -> None:
         _check_hf(model)
     elif model.trust_remote_code:
         raise ConfigError(
-            "model.trust_remote_code = true, and model.hf names no model whose code could be run: set model.hf, or leave it out"
+            "model.trust_remote_code = true, and model.hf names no model whose code could be run: set model.hf, or"
+            " leave it out"
         )
     if model.size not in SIZES:
-        raise ConfigError(f"model.size = {model.size!r} is no built-in size.{nearest(model.size, SIZES)} Sizes: {', '.join(SIZES)}.")
+        raise ConfigError(
+            f"model.size = {model.size!r} is no built-in size.{nearest(model.size, SIZES)} Sizes: {', '.join(SIZES)}."
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         raise ConfigError(
@@ -203,7 +211,8 @@ def _check_optimizer(config: Any) -> None:
     for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
         if key not in row.keys and getattr(settings, key) != getattr(default, key):
             raise ConfigError(
-                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which has no such value: it takes"
+                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which has no such"
+                f" value: it takes"
                 f" {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
             )
 
@@ -211,10 +220,13 @@ def _check_optimizer(config: Any) -> None:
 def _check_hf(model: Any) -> None:
     default = type(model)()
     other = [
-        f"model.{key}" for key, value in vars(model).items() if key not in ("hf", "trust_remote_code") and value != getattr(default, key)
+        f"model.{key}"
+        for key, value in vars(model).items()
+        if key not in ("hf", "trust_remote_code") and value != getattr(default, key)
     ]
     if other:
         raise ConfigError(
-            f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model stand in its config.json. Leave out"
+            f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model stand in its"
+            f" config.json. Leave out"
             f" {', '.join(other)}, or change a copy of that file and give it as model.hf"
         )

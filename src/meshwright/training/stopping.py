@@ -18,7 +18,10 @@ from .views.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2
-"""By this our launcher tells its workers of an INT. An INT of its own would be the second one where a terminal sent it to all."""
+"""By this our launcher tells its workers of an INT.
+
+An INT of its own would be the second one where a terminal sent it to all.
+"""
 
 
 class Interrupted(MeshwrightError):
@@ -30,12 +33,14 @@ class Interrupted(MeshwrightError):
 
 
 def answered() -> tuple[int, ...]:
-    """The signals that end a run cleanly, but for a hang-up that ``nohup`` has the process ignore."""
+    """Return the signals that end a run cleanly, but for a hang-up that ``nohup`` has the process ignore."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 def leave_terminal(number: int) -> None:
-    """Write to nowhere from now on where a hang-up closed the terminal: the first word to it would break the saving off."""
+    """Write to nowhere from now on where a hang-up closed the terminal: the first word to it would break the saving
+    off.
+    """
     if number != signal.SIGHUP:
         return
     for out in (1, 2):
@@ -68,8 +73,8 @@ class StopRequest:
         """In here a signal ends the process, as it would without us: nothing can be agreed before the ranks have met.
 
         Raises:
-            Interrupted: a signal came before, and no launcher watches the ranks: one of them may have died of it, and the others would
-                wait for that one. A launcher ends them when one is lost.
+            Interrupted: a signal came before, and no launcher watches the ranks: one of them may have died of it, and
+                the others would wait for that one. A launcher ends them when one is lost.
         """
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
@@ -82,8 +87,10 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def breaks(self, progress: Progress) -> Progress:
-        """The same progress, but one whose ``portion`` raises Interrupted once a signal came: reading a large corpus takes longer than
-        anybody waits for a run to stop. Give it to actions that the ranks do together, so that all of them raise it."""
+        """Return the same progress, but one whose ``portion`` raises Interrupted once a signal came: reading a large
+        corpus takes longer than anybody waits for a run to stop. Give it to actions that the ranks do together, so
+        that all of them raise it.
+        """
         return _Breaking(progress, self)  # type: ignore[return-value]
 
     def _note(self, number: int, frame: FrameType | None) -> None:

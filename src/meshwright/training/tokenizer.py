@@ -39,15 +39,17 @@ def tokenizer_name(config: Config) -> str:
         return str(folder)
     if holds_weights(folder):
         raise ConfigError(
-            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so nothing says what their token ids mean: name the tokenizer"
+            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so nothing says what their token ids mean:"
+            f" name the tokenizer"
             f" that they were trained with (or bytes)"
         )
     return BYTES
 
 
 def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names; of a run that exists the one it keeps, where it was trained for
-    it or is gone.
+    """Return the tokenizer that ``data.tokenizer`` names.
+
+    Of a run that exists the one it keeps, where it was trained for it or is gone.
 
     Raises:
         ConfigError: there is none of that name.
@@ -62,18 +64,18 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
 
 
 def planned_tokenizer(config: Config) -> Tokenizer:
-    """A tokenizer as far as a plan needs one: one that is yet to be trained is only a size."""
+    """Return a tokenizer as far as a plan needs one: one that is yet to be trained is only a size."""
     name = tokenizer_name(config)
     return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:
-    """The tokenizer in the folder of a run; None where it keeps none (bytes and ids need no files)."""
+    """Return the tokenizer in the folder of a run; None where it keeps none (bytes and ids need no files)."""
     return FileTokenizer(run / FOLDER) if (run / FOLDER / _FILES[0]).is_file() else None
 
 
 def own_tokenizer(config: Config, run: Path) -> Tokenizer:
-    """The tokenizer that a run's folder needs nobody else for: the one that it keeps, bytes, or ids.
+    """Return the tokenizer that a run's folder needs nobody else for: the one that it keeps, bytes, or ids.
 
     Raises:
         ConfigError: it keeps none, and what its config names may be anything on this machine.
@@ -84,7 +86,8 @@ def own_tokenizer(config: Config, run: Path) -> Tokenizer:
     if name == BYTES or name.startswith("ids:"):
         return load_tokenizer(name)
     raise ConfigError(
-        f"{run} keeps no {FOLDER}/{_FILES[0]}, and what its config.toml names (data.tokenizer = {name}) is not its own: copy it there"
+        f"{run} keeps no {FOLDER}/{_FILES[0]}, and what its config.toml names (data.tokenizer = {name}) is not its"
+        f" own: copy it there"
     )
 
 
@@ -94,7 +97,9 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         return
     (run / FOLDER).mkdir(exist_ok=True)
     for name in reversed(_FILES):  # tokenizer.json last: it says that all are there
-        if name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token:  # a file elsewhere, or nobody, stated it
+        if (
+            name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token
+        ):  # a file elsewhere, or nobody, stated it
             said = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
             replace_text(run / FOLDER / name, json.dumps(said, indent=2) + "\n")
             continue

@@ -33,7 +33,7 @@ SAME_WEIGHTS = 1e-5
 
 
 def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps: int) -> dict[str, Any]:
-    """What a run must have in common with a trace of its first steps, as JSON values.
+    """Return what a run must have in common with a trace of its first steps, as JSON values.
 
     Args:
         identity: the run's identity (model, data, tokenizer, seed).
@@ -77,7 +77,7 @@ class TraceCheck:
 
     @classmethod
     def of(cls, run: Run) -> TraceCheck | None:
-        """The comparison that a run asks for; None where it asks for none. Collective."""
+        """Return the comparison that a run asks for; None where it asks for none. Collective."""
         trace = run.trace
         return agree.together(lambda: cls(run, trace)) if trace is not None else None
 
@@ -86,16 +86,22 @@ class TraceCheck:
         changed = list(changes(self.trace.facts, facts))
         if changed:
             raise ConfigError(
-                f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices, microbatches and"
-                f" compute precision may differ, all else must be the same. Write a trace of this config with verify --write-trace"
+                f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
+                f" microbatches and"
+                f" compute precision may differ, all else must be the same. Write a trace of this config with verify"
+                f" --write-trace"
             )
         if self.dtype not in self.trace.dtypes:
             raise ConfigError(
-                f"check_trace = {self.trace.path} does not know how far rounding goes in {self.dtype} (techniques.precision.compute);"
+                f"check_trace = {self.trace.path} does not know how far rounding goes in {self.dtype}"
+                f" (techniques.precision.compute);"
                 f" it knows {', '.join(self.trace.dtypes)}"
             )
         if self.r.config.steps < self.trace.n_steps:
-            raise ConfigError(f"steps = {self.r.config.steps}: the trace {self.trace.path} has {self.trace.n_steps}; train as many or more")
+            raise ConfigError(
+                f"steps = {self.r.config.steps}: the trace {self.trace.path} has {self.trace.n_steps}; train as many"
+                f" or more"
+            )
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
@@ -106,10 +112,15 @@ class TraceCheck:
         tokens = TokensOfRank(*tensor_position(self.r.model.mesh), batch["tokens"].shape[1])
         with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts), tokens=tokens) as self._observed:
             yield
-        self._gradients = sketches({name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None})
+        self._gradients = sketches(
+            {name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None}
+        )
 
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
-        """Compare the step that was taken. Returns what was found once it is known: after the last step, or where something differs."""
+        """Compare the step that was taken.
+
+        Returns what was found once it is known: after the last step, or where something differs.
+        """
         there = self.trace.step(self._step, self._rows)
         floors = self.trace.floors(self.dtype, self._step)
         self._of_batch(there)
@@ -126,11 +137,13 @@ class TraceCheck:
         return comparison if self._step == self.trace.n_steps or not comparison.is_equal else None
 
     def text(self, comparison: Comparison) -> str:
-        """What was found, for people."""
+        """Return what was found, for people."""
         verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
         left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
         left_out += (
-            f"; of {len(self._parts)} modules ranks have some features each: only what comes of those was seen" if self._parts else ""
+            f"; of {len(self._parts)} modules ranks have some features each: only what comes of those was seen"
+            if self._parts
+            else ""
         )
         steps = f"{self._step} of {self.trace.n_steps} steps"
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
@@ -140,7 +153,8 @@ class TraceCheck:
 
         def differs() -> None:
             raise IntegrityError(
-                f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after step {self._step}, and"
+                f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after"
+                f" step {self._step}, and"
                 f" saves nothing. To train all the same, leave check_trace out."
             )
 
@@ -158,11 +172,13 @@ class TraceCheck:
         rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
         self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
 
-    def _of_rows(self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]) -> None:
+    def _of_rows(
+        self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]
+    ) -> None:
         """Each rank compares its rows of the modules that its part of the model has; sums of squares travel.
 
-        Tensor-parallel ranks may each compute a summand of a module's output, or some tokens of each row, whose sketches are summands;
-        where they compute some features each, nothing is compared.
+        Tensor-parallel ranks may each compute a summand of a module's output, or some tokens of each row, whose
+        sketches are summands; where they compute some features each, nothing is compared.
         """
         names, values = there.sketches[stage]
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
@@ -199,24 +215,33 @@ class TraceCheck:
         return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
     def _first_to_see(self, seen: Tensor) -> Tensor:
-        """What several ranks of a pipeline compute is the first one's."""
+        """Return what several ranks of a pipeline compute is the first one's."""
         if not self._stages:
             return seen
         here = get_pp_rank(self.r.model.mesh)
         first = -agree.largest_each(torch.where(seen, -float(here), -math.inf))
         return seen & (first == here)
 
-    def _of_tensors(self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]) -> None:
-        """Every rank compares its replica of the sketch, of what its part of the model has; the largest error counts."""
+    def _of_tensors(
+        self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Every rank compares its replica of the sketch, of what its part of the model has.
+
+        The largest error counts.
+        """
         reference = sketches.by_name()
-        more = sorted({name for names in agree.everybody_says([n for n in found if n not in reference]) for name in names})
+        more = sorted(
+            {name for names in agree.everybody_says([n for n in found if n not in reference]) for name in names}
+        )
         names = [*reference, *more]
         whole = math.sqrt(sum(sketch.square().sum().item() for sketch in reference.values()))
         here = [name for name in names if name in found or name in self._owned]
         errors = {name: _error(found.get(name), reference.get(name), whole) for name in here}
         ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
         mine = [[said.get(name, -math.inf) for name in names] for said in (errors, ratios)]
-        for name, error, along in zip(names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True):
+        for name, error, along in zip(
+            names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True
+        ):
             along = along if stage == "gradient" and math.isfinite(along) else None
             self._add(stage, name, error if error >= 0 else math.inf, floors.get(stage, {}), along)
 
@@ -224,7 +249,9 @@ class TraceCheck:
         error = abs(found - reference) / max(abs(reference), 1e-300)
         self._add(stage, "", error if math.isfinite(error) else math.inf, floors[stage])
 
-    def _add(self, stage: str, name: str, error: float, floors: Mapping[str, float], along: float | None = None) -> None:
+    def _add(
+        self, stage: str, name: str, error: float, floors: Mapping[str, float], along: float | None = None
+    ) -> None:
         bound = SAME_WEIGHTS if stage == "initial weight" else traced_bound(self.dtype, floors.get(name, 0.0))
         self._found.append(Difference(stage, name, error, bound, along, max(self._step, 1)))
 
@@ -237,7 +264,7 @@ def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> floa
 
 
 def _along(found: Tensor, reference: Tensor) -> float:
-    """How many times the reference it is, along the reference; -inf where that says nothing."""
+    """Tell how many times the reference it is, along the reference; -inf where that says nothing."""
     whole = reference.square().sum().item()
     value = (found * reference).sum().item() / whole if whole else math.nan
     return value if math.isfinite(value) else -math.inf

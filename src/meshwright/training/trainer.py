@@ -105,12 +105,18 @@ class Trainer:
 
 
 def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
-    """The run's folder, ours as long as ``held``; a new one says at once what it holds, and an attempt after this one will find it."""
+    """Return the run's folder, ours as long as ``held``.
+
+    A new one says at once what it holds, and an attempt after this one will find it.
+    """
 
     def opened() -> RunFolder:
         before = "" if config.run else elastic.recall("run")
         if before and not Path(before).is_dir():
-            raise ConfigError(f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file system")
+            raise ConfigError(
+                f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file"
+                f" system"
+            )
         folder = RunFolder.open(replace(config, run=config.run or before), run.identity)
         held.enter_context(occupied(folder.path))
         if folder.is_new:
@@ -125,7 +131,15 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
 class _Loop:
     """The state of the loop: how far it is, and the parts that it moves."""
 
-    def __init__(self, run: Run, folder: RunFolder, trainer: Trainer, stop: StopRequest, progress: Progress, trace: TraceCheck | None):
+    def __init__(
+        self,
+        run: Run,
+        folder: RunFolder,
+        trainer: Trainer,
+        stop: StopRequest,
+        progress: Progress,
+        trace: TraceCheck | None,
+    ):
         self.r, self.folder, self.stop = run, folder, stop
         self.config, self.started = run.config, trainer.started
         self.timeline, self.heartbeat, self.peers = trainer.timeline, trainer.heartbeat, trainer.peers
@@ -143,7 +157,9 @@ class _Loop:
         self.r.model.learn_documents()
         self.teller.header()
         if self.at.step >= self.config.steps:
-            self.teller.say(f"this run is complete: step {self.at.step} of {self.config.steps}. Raise steps to train it further.")
+            self.teller.say(
+                f"this run is complete: step {self.at.step} of {self.config.steps}. Raise steps to train it further."
+            )
             return self._close(0)
         self._begin()
         self.watch.begin(self.at.step)
@@ -165,7 +181,10 @@ class _Loop:
         return self._close(stopped)
 
     def _begin(self) -> None:
-        """Write down what the run is made of; what its metrics say of steps that will be taken again belongs to an abandoned past."""
+        """Write down what the run is made of.
+
+        What its metrics say of steps that will be taken again belongs to an abandoned past.
+        """
 
         def write() -> None:
             self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
@@ -177,7 +196,7 @@ class _Loop:
         self.heartbeat.settle(self.folder.heartbeats)
 
     def _validates(self) -> bool:
-        """Whether there will be validations; where they are wanted and cannot be, that is said."""
+        """Tell whether there will be validations; where they are wanted and cannot be, that is said."""
         if not self.config.validation.every:
             return False
         if not self.r.feed.held_out:
@@ -189,7 +208,7 @@ class _Loop:
         return (bool(every) and self.at.step % every == 0) or self.at.step == self.config.steps
 
     def _agree_to_stop(self) -> int:
-        """The signal that some rank has noted, 0 without one.
+        """Return the signal that some rank has noted, 0 without one.
 
         Raises:
             MeshwrightError: a rank cannot go on (then on every rank).
@@ -242,13 +261,16 @@ class _Loop:
             where = self.checkpoints.latest or "none was written yet"
             first = self.r.feed.loader.state - self.skipped_in_a_row * self.config.batch.global_batch
             raise MeshwrightError(
-                f"{self.skipped_in_a_row} steps in a row (the last is step {self.at.step}) had a loss or gradient that is not finite, and"
-                f" were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights are those before them. Lower"
-                f" optimizer.lr, lengthen schedule.warmup_steps, or look at the data from sample {first} on. Last checkpoint: {where}."
+                f"{self.skipped_in_a_row} steps in a row (the last is step {self.at.step}) had a loss or gradient"
+                f" that is not finite, and"
+                f" were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights are those before"
+                f" them. Lower"
+                f" optimizer.lr, lengthen schedule.warmup_steps, or look at the data from sample {first} on. Last"
+                f" checkpoint: {where}."
             )
 
     def _validate(self) -> tuple[Validated | None, int]:
-        """(losses, 0); or (None, signal) where the ranks agreed to stop on the way."""
+        """Return (losses, 0); or (None, signal) where the ranks agreed to stop on the way."""
         self.heartbeat.enter("validation", self.at.step)
         c = self.config
         rows = c.batch.microbatch or max(1, c.batch.global_batch // self.ranks)
@@ -279,6 +301,10 @@ class _Loop:
             return None
         checkpoint.load(self.r.model, saved)
         prompt = self.r.tokenizer.encode(s.prompt)
-        options: dict[str, Any] = {"temperature": s.temperature, "seed": self.config.seed, "stop": self.r.tokenizer.end_of_document}
+        options: dict[str, Any] = {
+            "temperature": s.temperature,
+            "seed": self.config.seed,
+            "stop": self.r.tokenizer.end_of_document,
+        }
         ids = self.r.model.generate([int(i) for i in prompt], s.tokens, **options)
         return self.r.tokenizer.decode([*prompt, *ids])

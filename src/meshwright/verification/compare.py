@@ -20,7 +20,9 @@ Named = Mapping[str, Tensor]
 TINY = 1e-300
 
 
-def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str, *, sees_products: bool = False) -> list[Difference]:
+def differences(
+    found: Outcome, reference: Reference, floors: Floors, dtype: str, *, sees_products: bool = False
+) -> list[Difference]:
     """Compare all that can be compared.
 
     Args:
@@ -30,7 +32,10 @@ def differences(found: Outcome, reference: Reference, floors: Floors, dtype: str
     """
     judge = _Judge(dtype, floors, dtype == "float64" and (reference.narrows or floors.round_inside))
     on_first = [
-        *(Difference("initial weight", name, error, 0.0) for name, error in relative_errors(found.initial, reference.initial).items()),
+        *(
+            Difference("initial weight", name, error, 0.0)
+            for name, error in relative_errors(found.initial, reference.initial).items()
+        ),
         *judge.tensors("gradient", found.gradients, reference.gradients),
         *(
             difference
@@ -74,12 +79,25 @@ class _Judge:
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
             along = ratio(found[name], reference[name]) if known else None
-            yield Difference(stage, name, error, self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter"), along, step)
+            yield Difference(
+                stage,
+                name,
+                error,
+                self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter"),
+                along,
+                step,
+            )
 
     def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float]) -> Iterator[Difference]:
         for step, (here, there) in enumerate(zip(found, reference, strict=True), 1):
             error = abs(here - there) / max(abs(there), TINY)
-            yield Difference(stage, "", error, bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds), step=step)
+            yield Difference(
+                stage,
+                "",
+                error,
+                bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds),
+                step=step,
+            )
 
     def rows(self, stage: str, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """Compare what modules computed of each row, on the rank that has the row."""
@@ -98,7 +116,9 @@ class _Judge:
             for name in reference.seen[0].forward[step]:
                 errors = [errors[name] for errors in by_rank if name in errors]
                 if errors:
-                    yield _worst("recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step)
+                    yield _worst(
+                        "recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step
+                    )
 
     def sketches(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """Compare every rank's state, also where replicas should be equal."""
@@ -111,7 +131,11 @@ class _Judge:
             by_rank = [state_errors(seen.sketches[stage, step], expected) for seen in found.seen]
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
                 stepped = stage in ("parameter", "optimizer")
-                bound = EXACT if stage.startswith("initial") else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
+                bound = (
+                    EXACT
+                    if stage.startswith("initial")
+                    else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
+                )
                 yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
 
 

@@ -14,7 +14,14 @@ TOKENS = 16
 """Tokens of a row, where nothing asks for more."""
 LARGEST = 256
 """The most tokens of a row that a window may ask for."""
-REACHES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window", "local_window_size", "chunk_size")
+REACHES = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window",
+    "local_window_size",
+    "chunk_size",
+)
 """Config keys that hold the number of tokens beyond which a layer computes differently."""
 
 
@@ -28,7 +35,9 @@ def of(problem: Problem) -> str:
     batch = problem.batch(0)
     rows, tokens = batch["tokens"].shape
     beside = sorted(set(batch) - {"tokens", "labels"})
-    covered = f"covered: {problem.steps} steps of {rows} rows of {tokens} tokens" + (f", with {', '.join(beside)}" if beside else "")
+    covered = f"covered: {problem.steps} steps of {rows} rows of {tokens} tokens" + (
+        f", with {', '.join(beside)}" if beside else ""
+    )
     beyond = [f"{key} = {size}" for key, size in _reaches(as_module(problem.source())).items() if size >= tokens]
     return covered + (f"; not reached: {', '.join(beyond)} (give a batch_factory with longer rows)" if beyond else "")
 
@@ -39,7 +48,10 @@ def of_means(problem: Problem) -> str:
     counts = [count(share(batch, rank, max(problem.means, 1))) for rank in range(problem.means)]
     if len(set(counts)) < 2:
         return ""
-    uneven = f"ranks had {min(counts)} to {max(counts)} tokens, so that is not the mean over all tokens, which meshwright's own step takes"
+    uneven = (
+        f"ranks had {min(counts)} to {max(counts)} tokens, so that is not the mean over all tokens, which"
+        f" meshwright's own step takes"
+    )
     return f"compared with the mean of the {len(counts)} ranks' mean losses, as wrappers average gradients; {uneven}"
 
 
@@ -48,4 +60,6 @@ def _reaches(model: nn.Module) -> dict[str, int]:
     if callable(of_text := getattr(config, "get_text_config", None)):
         config = of_text()
     found = {key: getattr(config, key, None) for key in REACHES}
-    return {key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0}
+    return {
+        key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0
+    }

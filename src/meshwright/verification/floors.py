@@ -89,7 +89,9 @@ def references(
 def _from_float32(problem: Problem, one: Reference, are_features_cut: bool, routes: Sequence[Routes]) -> Floors:
     noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # rounding is to nearest
     exact = _started_alike(reference(problem.unrounded, routes=routes), one)
-    return _farthest([_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))])
+    return _farthest(
+        [_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))]
+    )
 
 
 def _more(problem: Problem, orders: Sequence[int], noise: float, routes: Sequence[Routes]) -> Iterator[Reference]:
@@ -103,7 +105,8 @@ def _started_alike(other: Reference, one: Reference) -> Reference:
         for name in {**here, **there}:
             if name not in here or name not in there or not here[name].equal(there[name]):
                 raise IntegrityError(
-                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared: the model factory draws"
+                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared:"
+                    f" the model factory draws"
                     f" random numbers that the seed does not govern. Seed it inside the factory"
                 )
     return other
@@ -111,8 +114,13 @@ def _started_alike(other: Reference, one: Reference) -> Reference:
 
 def _distances(found: Reference, one: Reference) -> Floors:
     whole = {("gradient", 1): relative_errors(found.gradients, one.gradients)}
-    whole |= {("parameter", step): relative_errors(found.parameters[step], kept) for step, kept in one.parameters.items()}
-    for stage, parts, theirs in (("loss", found.loss_parts, one.loss_parts), ("norm", found.norm_parts, one.norm_parts)):
+    whole |= {
+        ("parameter", step): relative_errors(found.parameters[step], kept) for step, kept in one.parameters.items()
+    }
+    for stage, parts, theirs in (
+        ("loss", found.loss_parts, one.loss_parts),
+        ("norm", found.norm_parts, one.norm_parts),
+    ):
         whole |= {(stage, step): {"": sum_floor(*pair)} for step, pair in enumerate(zip(parts, theirs, strict=True), 1)}
     mine, theirs = found.seen[0], one.seen[0]
     seen = {
@@ -121,7 +129,9 @@ def _distances(found: Reference, one: Reference) -> Floors:
         for step, rows in getattr(theirs, stage).items()
     }
     seen |= {key: state_errors(mine.sketches[key], there) for key, there in theirs.sketches.items()}
-    return Floors(whole, seen, {key: _apart(found.scores[key], there) for key, there in one.scores.items() if key in found.scores})
+    return Floors(
+        whole, seen, {key: _apart(found.scores[key], there) for key, there in one.scores.items() if key in found.scores}
+    )
 
 
 def _apart(found: Tensor, reference: Tensor) -> float:

@@ -132,7 +132,9 @@ def _sum_up(parameter: Any) -> None:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
-def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None, *, dropout: bool = False) -> LaidOut:
+def lay_out(
+    problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None, *, dropout: bool = False
+) -> LaidOut:
     """Lay out the model of a problem. Collective.
 
     Args:
@@ -147,5 +149,7 @@ def lay_out(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None
         torch.compiler.reset()
     module = as_module(problem.source())
     module = module if dropout else without_dropout(module)
-    made = parallelize(module, layout, techniques=problem.requested, seed=problem.seed, microbatch_rows=problem.microbatch_rows)
+    made = parallelize(
+        module, layout, techniques=problem.requested, seed=problem.seed, microbatch_rows=problem.microbatch_rows
+    )
     return Ours(made, problem)

@@ -87,7 +87,13 @@ class OneProcess:
         return Replay(self._computing, routes)
 
     def forward_backward(
-        self, batch: Batch, *, observe: bool = True, replay: Replay | None = None, microbatches: Sequence[int] = (), means: int = 0
+        self,
+        batch: Batch,
+        *,
+        observe: bool = True,
+        replay: Replay | None = None,
+        microbatches: Sequence[int] = (),
+        means: int = 0,
     ) -> OneStep:
         """Add the gradients of the mean loss over the real tokens of ``batch`` to the parameters' ``grad``.
 
@@ -101,7 +107,9 @@ class OneProcess:
         losses: list[Tensor] = []
         needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
         loads, shares = self._loads(batch, replay, microbatches) if needs_loads else ({}, torch.zeros(0))
-        watched = observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
+        watched = (
+            observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
+        )
         with watched as observed, noting([self._computing]) as routes:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
                 first, rows = sum(map(len, losses)), len(piece["tokens"])
@@ -114,14 +122,18 @@ class OneProcess:
                     loss = loss / tokens[first : first + rows].to(loss.dtype)
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
                 if self._router_loss is not None:
-                    auxiliary.append(_balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed)
+                    auxiliary.append(
+                        _balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed
+                    )
                 (sum(auxiliary, loss.sum()) * self.scale).backward()
                 losses.append(loss.detach())
                 self._collect_gradients()
         return OneStep(torch.cat(losses).double().cpu(), observed, routes)
 
     @torch.no_grad()
-    def _loads(self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]) -> tuple[dict[Router, Tensor], Tensor]:
+    def _loads(
+        self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]
+    ) -> tuple[dict[Router, Tensor], Tensor]:
         """Count for each row what all rows of its microbatch count together, in a separate forward.
 
         Returns:

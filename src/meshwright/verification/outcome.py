@@ -65,7 +65,11 @@ class Seen:
 
     def join(self, other: Seen) -> None:
         """Merge what another pipeline stage saw of the same rows."""
-        for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward), (self.recomputed, other.recomputed)):
+        for mine, theirs in (
+            (self.forward, other.forward),
+            (self.backward, other.backward),
+            (self.recomputed, other.recomputed),
+        ):
             for step, named in theirs.items():
                 mine[step] = {**named, **mine.get(step, {})}  # type: ignore[assignment]
         for key, named in other.sketches.items():
@@ -74,11 +78,16 @@ class Seen:
         self.compiled = tuple(dict.fromkeys((*self.compiled, *other.compiled)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: _mapped(value, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf) for key, value in vars(self).items()}
+        return {
+            key: _mapped(value, lambda leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf)
+            for key, value in vars(self).items()
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # arrays, since thousands of small tensors unpickle slowly
         for key, value in state.items():
-            setattr(self, key, _mapped(value, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf))
+            setattr(
+                self, key, _mapped(value, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf)
+            )
 
     def sketch(self, stage: str, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Sketch the tensors of a stage. Collective over the ranks that share a tensor."""
@@ -148,7 +157,13 @@ def watches(problem: Problem, step: int) -> bool:
 
 
 def reference(
-    problem: Problem, rows: int = 0, *, noise: float = 0.0, seed: int = 0, always_clips: bool = False, routes: Sequence[Routes] = ()
+    problem: Problem,
+    rows: int = 0,
+    *,
+    noise: float = 0.0,
+    seed: int = 0,
+    always_clips: bool = False,
+    routes: Sequence[Routes] = (),
 ) -> Reference:
     """Compute the oracle.
 
@@ -161,7 +176,9 @@ def reference(
         routes: routing to give the tokens of each step's batch.
     """
     model = build(problem)
-    one = OneProcess(model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed, scale=problem.loss_scale)
+    one = OneProcess(
+        model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed, scale=problem.loss_scale
+    )
     optimizer = problem.make_optimizer(model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
@@ -189,7 +206,9 @@ def reference(
         outcome.norm_parts.append(torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]))
         if step == 1:
             norm = outcome.norm_parts[0].sum().sqrt().item()
-            outcome.max_norm = norm / 2 if always_clips and problem.max_norm and 0 < norm <= problem.max_norm else problem.max_norm
+            outcome.max_norm = (
+                norm / 2 if always_clips and problem.max_norm and 0 < norm <= problem.max_norm else problem.max_norm
+            )
         outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, outcome.max_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -206,7 +225,10 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
     named = laid_out.parameters()
-    outcome, seen = Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)), Seen(laid_out.place, laid_out.stage)
+    outcome, seen = (
+        Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)),
+        Seen(laid_out.place, laid_out.stage),
+    )
     seen.summed = laid_out.summed_elsewhere()
     _sketch_initial(seen, named, laid_out.buffers())
     opaque = stack_paths(*laid_out.models)
@@ -215,7 +237,11 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
         tokens = TokensOfRank(laid_out.part, laid_out.parts, batch["tokens"].shape[1])
-        watched = observing(*laid_out.models, opaque=opaque, tokens=tokens) if watches(problem, step) else nullcontext(Observed())
+        watched = (
+            observing(*laid_out.models, opaque=opaque, tokens=tokens)
+            if watches(problem, step)
+            else nullcontext(Observed())
+        )
         noted_routes = noting(laid_out.models if opaque and not problem.techniques.get("compile") else ())
         with watched as observed, noted_routes as routes, counting(seen.products, problem, step):
             outcome.losses.append(laid_out.forward_backward(mine))
@@ -230,9 +256,15 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         _sketch_step(seen, step, problem, named, optimizer)
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
-    nowhere = {path: number for said in agree.everybody_says(numbers_of_experts(laid_out.models)) for path, number in said.items()}
+    nowhere = {
+        path: number
+        for said in agree.everybody_says(numbers_of_experts(laid_out.models))
+        for path, number in said.items()
+    }
     if nowhere:
-        for step, said in enumerate(zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)):
+        for step, said in enumerate(
+            zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)
+        ):
             outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
     said = agree.everybody_says(seen)
     outcome.products = together([seen.products for seen in said])
@@ -253,13 +285,17 @@ def _sketch_initial(seen: Seen, named: Mapping[str, Tensor], buffers: Mapping[st
     seen.sketch("initial buffer", 1, buffers)
 
 
-def _sketch_backward(seen: Seen, step: int, problem: Problem, buffers: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+def _sketch_backward(
+    seen: Seen, step: int, problem: Problem, buffers: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> None:
     if problem.dtype == "float64":
         seen.sketch("buffer", step, buffers)
         seen.sketch("gradient", step, gradients)
 
 
-def _sketch_step(seen: Seen, step: int, problem: Problem, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _sketch_step(
+    seen: Seen, step: int, problem: Problem, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     if problem.dtype == "float64":
         seen.sketch("parameter", step, named)
         seen.sketch("optimizer", step, dict(_state(named, optimizer)))

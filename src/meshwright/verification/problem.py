@@ -140,7 +140,9 @@ class Problem:
     def unrounded(self) -> Problem:
         """The same problem in float32 only."""
         return replace(
-            self, dtype="float32", techniques={key: value for key, value in self.techniques.items() if not key.startswith("float8")}
+            self,
+            dtype="float32",
+            techniques={key: value for key, value in self.techniques.items() if not key.startswith("float8")},
         )
 
     def of_one_process(self) -> Problem:
@@ -154,14 +156,19 @@ class Problem:
         model = import_object(self.model) if isinstance(self.model, str) else self.model
         model = CausalLM(model) if is_config(model) else model
         if isinstance(model, CausalLM) and self.dtype == "float64":
-            return replace(model, experts="eager")  # grouped kernels take no float64; in other dtypes as training computes
+            return replace(
+                model, experts="eager"
+            )  # grouped kernels take no float64; in other dtypes as training computes
         return Hinted(model, self.hints) if self.hints is not None and callable(model) else model
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the global batch of a step; ConfigError where the factory returns no valid batch."""
         batch = dict(self.batches(step))
         if not {"tokens", "labels"} <= set(batch) or len({len(value) for value in batch.values()}) != 1:
-            raise ConfigError(f"the batch of step {step} must be a dict of tensors of equal numbers of rows, tokens and labels among them")
+            raise ConfigError(
+                f"the batch of step {step} must be a dict of tensors of equal numbers of rows, tokens and labels"
+                f" among them"
+            )
         return batch
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:

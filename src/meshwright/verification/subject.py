@@ -55,7 +55,9 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
     techniques.pop("precision")
     if factory is not None:
         if shrink:
-            raise UnsupportedError("--shrink makes the decoder of a config smaller, not your own model: let its factory build a small one")
+            raise UnsupportedError(
+                "--shrink makes the decoder of a config smaller, not your own model: let its factory build a small one"
+            )
         model: Any = factory
         batches = default_batches(model, world)
     else:
@@ -69,11 +71,14 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
     return Subject(model, batches, techniques)
 
 
-def _of_hugging_face(model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool) -> Subject:
+def _of_hugging_face(
+    model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool
+) -> Subject:
     """Build a Hugging Face model's subject; its weights are drawn, in float64 and float32, so only sizes count."""
     if shrink:
         raise UnsupportedError(
-            "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json and give it as model.hf"
+            "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json"
+            " and give it as model.hf"
         )
     check_size(model, BYTES_PER_PARAMETER, f"one process and a layout of {world} ranks in float64")
     batches = replace(default_batches(model, world), rows=config.batch.global_batch)
@@ -86,6 +91,7 @@ def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
     needed, free = numel * bytes_per_parameter, psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
-            f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are free here."
+            f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are"
+            f" free here."
             f" --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
         )

@@ -64,15 +64,21 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     device = choose_backend(config.process.backend)[1]
     master = resolve_precision(config.techniques, "float32", device).master
     if master not in COMPUTED:
-        raise UnsupportedError(f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}")
+        raise UnsupportedError(
+            f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}"
+        )
     if config.techniques.float8 != "none":
-        raise UnsupportedError(f"techniques.float8 = {config.techniques.float8}: a trace is of products in high precision. Set it to none.")
+        raise UnsupportedError(
+            f"techniques.float8 = {config.techniques.float8}: a trace is of products in high precision. Set it to none."
+        )
     tokenizer = run_tokenizer(config, progress.say)
     model = model_source(config, tokenizer)
     if model_facts(as_module(model)).balances_microbatches:
         raise UnsupportedError(
-            "model.moe.batch_loss depends on how a layout cuts batches into microbatches, and so does output_router_logits of a model of"
-            " transformers: a trace does not know that. Compare the layout by meshwright verify --layout, or write and check it without."
+            "model.moe.batch_loss depends on how a layout cuts batches into microbatches, and so does"
+            " output_router_logits of a model of"
+            " transformers: a trace does not know that. Compare the layout by meshwright verify --layout, or write"
+            " and check it without."
         )
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
@@ -124,7 +130,9 @@ class _TraceRecorder:
     def record(self, dtype: str, draw: int = 0) -> list[_Recorded]:
         """Compute the steps in a dtype; ``draw`` is the number of a perturbed run, or 0 without perturbation."""
         c = self.config
-        problem = Problem(self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze})
+        problem = Problem(
+            self.model, self._batch, dtype=self.master, seed=c.seed, techniques={"freeze": c.techniques.freeze}
+        )
         model = build(problem, weights=file_weights(c)).to(self.device)
         noise = torch.finfo(torch_dtype(dtype)).eps * (draw > 0) * (1.0 if dtype == self.master else 0.5)
         rows = 1 if draw == 1 else rows_per_forward(c)
@@ -149,9 +157,13 @@ class _TraceRecorder:
             one.end_step()
             found["parameter"] = Sketches.of(sketches(named))
             moved += rate
-            turns = {name: 2 * moved / max(p.detach().norm().item(), 1e-300) for name, p in named.items() if p.requires_grad}
+            turns = {
+                name: 2 * moved / max(p.detach().norm().item(), 1e-300) for name, p in named.items() if p.requires_grad
+            }
             loss = computed.losses.sum().item()
-            recorded.append(_Recorded(TracedStep(fingerprints(batch), loss, norm, found), computed.losses, norms, turns))
+            recorded.append(
+                _Recorded(TracedStep(fingerprints(batch), loss, norm, found), computed.losses, norms, turns)
+            )
         return recorded
 
     def _batch(self, step: int) -> dict[str, Tensor]:
@@ -209,7 +221,10 @@ def _refuse_not_finite(recorded: list[_Recorded]) -> None:
     for number, row in enumerate(recorded, 1):
         for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
             if not math.isfinite(value):
-                raise ConfigError(f"the {what} of step {number} is {value} in one process already: there is nothing to compare a run with")
+                raise ConfigError(
+                    f"the {what} of step {number} is {value} in one process already: there is nothing to compare a"
+                    f" run with"
+                )
 
 
 def summary(trace: Trace, path: Path) -> str:
@@ -219,4 +234,7 @@ def summary(trace: Trace, path: Path) -> str:
     losses = ", ".join(f"{step.loss:.6g}" for step in trace.steps)
     kept = f"{len(trace.steps)} steps, {modules} modules, {len(trace.initial.names)} parameters"
     size = f"{path.stat().st_size / 2**20:.1f} MiB"
-    return f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it: meshwright train CONFIG --check-trace {path}"
+    return (
+        f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it: meshwright train CONFIG"
+        f" --check-trace {path}"
+    )

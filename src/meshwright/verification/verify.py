@@ -45,7 +45,9 @@ TINY = 1e-300
 DEPENDENT = 1e-3
 """Relative distance by which rounding never moves gradients of the first step."""
 
-_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Floors]]]] = WeakKeyDictionary()
+_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Floors]]]] = (
+    WeakKeyDictionary()
+)
 _NATURES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, Nature]]] = WeakKeyDictionary()
 KEPT = 4
 """Number of problems whose answers a pool remembers."""
@@ -78,7 +80,8 @@ def verify(
     should.
 
     Args:
-        model_factory: a model config, "package.module:factory", or a function or class, importable by name, that makes a module.
+        model_factory: a model config, "package.module:factory", or a function or class, importable by name, that
+            makes a module.
         layout: a layout; its world size is the number of local processes.
         batch_factory: step → global batch; by default random tokens with padding, documents and masked labels.
         steps: number of optimizer steps.
@@ -99,9 +102,11 @@ def verify(
         A Report; true where the layout is equal within rounding.
 
     Raises:
-        ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that is not finite.
+        ConfigError: rows that the layout's data ranks do not divide, a model that is not importable, a reference that
+            is not finite.
         UnsupportedError: techniques that round the optimizer's state, or new weights at random.
-        IntegrityError: two one-process runs begin with different weights, are given different batches, or compute different things.
+        IntegrityError: two one-process runs begin with different weights, are given different batches, or compute
+            different things.
         UnsupportedError: a layout that is refused, or float8 in which rounding reroutes tokens unseen (see
             ``float8.refuse_unseen``).
     """
@@ -128,7 +133,9 @@ def verify(
         else:
             problem = replace(problem, means=shares_of(layout).data_ranks)
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
-        problems = [replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes]
+        problems = [
+            replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes
+        ]
         comparisons = list(_compared(pool, problems, layout, parallelize_fn))
     except (WorkerFailed, WorkerDied) as trouble:
         error = getattr(trouble, "error", None)
@@ -140,14 +147,19 @@ def verify(
 
 
 def _optimizer(techniques: dict[str, Any]) -> str:
-    """Return the optimizer's word; refuse an unknown one, and state in low bits, whose rounding would hide every fault."""
+    """Return the optimizer's word.
+
+    Refuse an unknown one, and state in low bits, whose rounding would hide every fault.
+    """
     word = techniques.get("optimizer", OptimizerPlan.kind)
     kind_of(word)
     for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
         if (said := techniques.get(key, plain)) != plain:
             raise UnsupportedError(
-                f"techniques.{key} = {str(said).lower()}: verify compares steps in full precision, beside which such rounding would hide"
-                f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not depend on it."
+                f"techniques.{key} = {str(said).lower()}: verify compares steps in full precision, beside which such"
+                f" rounding would hide"
+                f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not"
+                f" depend on it."
             )
     return word
 
@@ -168,10 +180,14 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     takes = Signature.of(module).takes
     wanted = coverage.tokens_wanted(module)
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
-    return RandomBatches(facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key]))
+    return RandomBatches(
+        facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
+    )
 
 
-def _compared(pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None) -> Iterator[Comparison]:
+def _compared(
+    pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None
+) -> Iterator[Comparison]:
     """In each dtype one process several times (its sums in other orders), then the layout; random numbers once."""
     _check_rows(problems[0], shares_of(layout).data_ranks)
     _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
@@ -209,7 +225,8 @@ def _check_rows(problem: Problem, ranks: int) -> None:
     rows = len(problem.batch(0)["tokens"])
     if rows % ranks:
         raise ConfigError(
-            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like {rows + -rows % ranks}"
+            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
+            f" {rows + -rows % ranks}"
         )
 
 
@@ -222,8 +239,10 @@ def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
             continue
         where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
         raise IntegrityError(
-            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give the same global"
-            f" batch for the same step, whoever asks and however often. Draw it from a torch.Generator that is seeded by the step alone"
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must"
+            f" give the same global"
+            f" batch for the same step, whoever asks and however often. Draw it from a torch.Generator that is seeded"
+            f" by the step alone"
         )
 
 
@@ -270,7 +289,9 @@ def _rerouted(
         The new references, None where the old ones stand; and a note.
     """
     flipped = [flips(*pair) for pair in zip(found.routes, one.routes, strict=False)]
-    told = ", ".join(f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items())
+    told = ", ".join(
+        f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items()
+    )
     if not told:
         return None, ""
     ask = partial(references, are_features_cut=_are_features_cut(problem, layout), routes=found.routes)
@@ -281,9 +302,16 @@ def _rerouted(
     worst = max(again.lacks, key=lambda key: again.lacks[key] / limits[key])
     lack, limit = again.lacks[worst], limits[worst]
     if not lack <= limit:
-        return None, f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is rounding: {told}"
+        return (
+            None,
+            f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is"
+            f" rounding: {told}",
+        )
     rounded = f"worse by at most {lack:.1e}, of which {limit:.1e} is rounding"
-    return (again, floors), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {told}"
+    return (
+        again,
+        floors,
+    ), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {told}"
 
 
 def _limit(scores: Tensor, floor: float, dtype: str) -> float:
@@ -297,7 +325,8 @@ def _check_finite(one: Reference) -> None:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise ConfigError(
-                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at model and batch"
+                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
+                    f" model and batch"
                 )
 
 
@@ -309,10 +338,13 @@ def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Referen
     for name, error in relative_errors(again.gradients, one.gradients).items():
         if error > DEPENDENT:
             raise IntegrityError(
-                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be compared: the backward"
+                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
+                f" compared: the backward"
                 f" draws random numbers"
             )
     raise ConfigError(
-        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients that are"
-        f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal one process"
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets"
+        f" gradients that are"
+        f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal"
+        f" one process"
     )

@@ -61,7 +61,9 @@ def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
         if section := section_of(annotation):
             _refuse_repeated_lists(section, flags, join(prefix, name))
         elif get_origin(annotation) is tuple and flags.count(flag) > 1:
-            raise ConfigError(f"{flag} is given {flags.count(flag)} times; give all items after one: {flag} first second")
+            raise ConfigError(
+                f"{flag} is given {flags.count(flag)} times; give all items after one: {flag} first second"
+            )
 
 
 def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:

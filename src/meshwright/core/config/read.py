@@ -19,7 +19,9 @@ T = TypeVar("T")
 _NO = object()
 
 
-def from_dict(cls: type[T], data: Mapping[str, Any], *, where: str = "config", lines: Mapping[str, int] | None = None) -> T:
+def from_dict(
+    cls: type[T], data: Mapping[str, Any], *, where: str = "config", lines: Mapping[str, int] | None = None
+) -> T:
     """Build a dataclass from nested dicts and lists.
 
     A whole number serves where a number is wanted; true and false are not numbers, and numbers are not true or false.
@@ -71,7 +73,9 @@ class _ConfigReader:
         for field in dataclasses.fields(cls):
             if field.init and field.name not in data and default_of(field) is dataclasses.MISSING:
                 wanted = type_words(types[field.name])
-                raise ConfigError(f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default.")
+                raise ConfigError(
+                    f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default."
+                )
         made = {name: self._value(types[name], value, join(key, name)) for name, value in data.items()}
         try:
             return cls(**made)
@@ -98,7 +102,10 @@ class _ConfigReader:
             types = item_types(arm, len(value)) if isinstance(value, (tuple, list)) else None
             if types is None:
                 return _NO
-            return origin(self._value(wanted, item, f"{key}[{i}]") for i, (wanted, item) in enumerate(zip(types, value, strict=True)))
+            return origin(
+                self._value(wanted, item, f"{key}[{i}]")
+                for i, (wanted, item) in enumerate(zip(types, value, strict=True))
+            )
         if origin is dict:
             if not isinstance(value, Mapping):
                 return _NO
@@ -113,13 +120,17 @@ class _ConfigReader:
 
     def _mismatch(self, wanted: Any, value: Any, key: str) -> ConfigError:
         name = f"{key} = {shown(value)}" if key else shown(value)
-        return ConfigError(f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{_hint(wanted, value, key)}")
+        return ConfigError(
+            f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{_hint(wanted, value, key)}"
+        )
 
     def _unknown(self, cls: type, name: str, prefix: str) -> ConfigError:
         title = f"Keys of [{prefix}]" if prefix else "Keys here"
         keys = ", ".join(field_types(cls))
         repair = _right_place(self.root, cls, name, prefix)
-        return ConfigError(f"{self._at(join(prefix, name))}: unknown key '{join(prefix, name)}'.{repair} {title}: {keys}.")
+        return ConfigError(
+            f"{self._at(join(prefix, name))}: unknown key '{join(prefix, name)}'.{repair} {title}: {keys}."
+        )
 
 
 def _scalar(arm: Any, value: Any, key: str) -> Any:

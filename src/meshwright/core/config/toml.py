@@ -134,7 +134,9 @@ def _table(instance: Any, prefix: str) -> Iterator[str]:
         elif value is not None:
             yield f"{field.name} = {_spelt(value, key)}"
         elif default_of(field) is not None:
-            raise ConfigError(f"{key} = None cannot be written to TOML: a key left out means its default, {default_of(field)!r}")
+            raise ConfigError(
+                f"{key} = None cannot be written to TOML: a key left out means its default, {default_of(field)!r}"
+            )
     for key, value in tables:
         for row in value if isinstance(value, (tuple, list)) else (value,):
             yield ""

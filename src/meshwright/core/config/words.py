@@ -8,7 +8,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from .schema import is_fixed, is_section, union_arms
 
-_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "nothing", Any: "anything"}
+_SCALARS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "nothing",
+    Any: "anything",
+}
 _BARE = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 

@@ -43,7 +43,8 @@ class TokenisingRecipe:
         self.task = self._choose_task()
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
-                f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no encode_aligned (see"
+                f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
+                f" encode_aligned (see"
                 f" meshwright.data.text.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json files have it"
             )
 
@@ -51,10 +52,13 @@ class TokenisingRecipe:
         if self.scan.format == "text":
             if self.options.task not in ("auto", "text"):
                 raise ConfigError(
-                    f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these files are text"
+                    f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these"
+                    f" files are text"
                 )
             return choose_task(SourceOptions(task="text"), self.tokenizer, {})
-        return choose_task(self.options, self.tokenizer, first_record([file.path for file in self.scan.files], self.scan.format))
+        return choose_task(
+            self.options, self.tokenizer, first_record([file.path for file in self.scan.files], self.scan.format)
+        )
 
     @property
     def key(self) -> str:
@@ -74,7 +78,10 @@ class TokenisingRecipe:
         return f"corpus-{self.key}"
 
     def find_damage(self, folder: Path) -> str:
-        """Describe the damage in ``folder``; a corpus with another key counts as damaged (see ``corpus.find_damage``)."""
+        """Describe the damage in ``folder``.
+
+        A corpus with another key counts as damaged (see ``corpus.find_damage``).
+        """
         trouble = find_damage(folder, contents=True)
         if not trouble and (meta := read_meta(folder)).key != self.key:
             return f"it was made of something else, with the tokenizer {meta.tokenizer}"
@@ -91,7 +98,9 @@ class TokenisingRecipe:
             IntegrityError: a file changed since the scan.
         """
         n = len(self.scan.files)
-        what = f"{n} documents" if self.scan.format == "text" else f"{n} {self.scan.format} files (task: {self.task.name})"
+        what = (
+            f"{n} documents" if self.scan.format == "text" else f"{n} {self.scan.format} files (task: {self.task.name})"
+        )
         say(f"tokenising {what} with {self.tokenizer!r} into {target}")
         skipped: dict[str, int] = {}
         facts = {
@@ -110,7 +119,9 @@ class TokenisingRecipe:
         if not meta.training.n_learnt:
             why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
             n = meta.training.n_documents
-            raise ConfigError(f"data.source = {list(self.options.source)} holds nothing to learn: {n} documents to train on, {why}")
+            raise ConfigError(
+                f"data.source = {list(self.options.source)} holds nothing to learn: {n} documents to train on, {why}"
+            )
         learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
 
@@ -131,7 +142,9 @@ class TokenisingRecipe:
         if len(files) == 1:
             text = files[0].read()
             cut = cut_point(len(text), self.fraction)
-            yield from ((split, ((part, True),)) for split, part in ((TRAINING, text[:cut]), (VALIDATION, text[cut:])) if part)
+            yield from (
+                (split, ((part, True),)) for split, part in ((TRAINING, text[:cut]), (VALIDATION, text[cut:])) if part
+            )
             return
         held = hold_out([file.name for file in files], [file.n_bytes for file in files], self.fraction)
         done = 0
@@ -140,7 +153,9 @@ class TokenisingRecipe:
             done += file.n_bytes
             progress(done, self.scan.n_bytes)
 
-    def _records(self, skipped: dict[str, int], say: Say, progress: Callable[[int, int], None]) -> Iterator[tuple[Split, Example]]:
+    def _records(
+        self, skipped: dict[str, int], say: Say, progress: Callable[[int, int], None]
+    ) -> Iterator[tuple[Split, Example]]:
         files = self.scan.files
         held = hold_out_rows([file.digest for file in files], [file.n_records for file in files], self.fraction)
         done, total = 0, sum(file.n_records for file in files)
@@ -211,7 +226,9 @@ def _check_text(examples: list[Example], where: str) -> None:
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
-                raise BadRow(f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})") from None
+                raise BadRow(
+                    f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
+                ) from None
 
 
 def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[Split, Example]]]:

@@ -105,7 +105,11 @@ def prepare(
         IntegrityError: a file changed while it was being tokenised.
     """
     check_fraction(validation_fraction)
-    options = source if isinstance(source, SourceOptions) else SourceOptions((source,) if isinstance(source, str) else tuple(source))
+    options = (
+        source
+        if isinstance(source, SourceOptions)
+        else SourceOptions((source,) if isinstance(source, str) else tuple(source))
+    )
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     scan = scan_sources(options.source, options.format, memory=root)
     say(f"sources: {scan}")
@@ -119,7 +123,8 @@ def prepare(
                 was_built = _build_unless_whole(folder, alone, recipe, say, progress)
     except OSError as error:
         raise ConfigError(
-            f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about four times the bytes of the sources;"
+            f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about four times the bytes of"
+            f" the sources;"
             f" set data.cache to a folder that has room and can be written"
         ) from error
     meta = recipe.read_meta(folder)
@@ -200,6 +205,9 @@ def only_one(path: Path, say: Say, what: str = "corpus") -> Iterator[bool]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            say(f"{path.parent} cannot lock files ({error.strerror}): processes that start together each make the {what}, and one is kept")
+            say(
+                f"{path.parent} cannot lock files ({error.strerror}): processes that start together each make the"
+                f" {what}, and one is kept"
+            )
             alone = False
         yield alone

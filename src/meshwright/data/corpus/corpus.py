@@ -110,7 +110,9 @@ def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
     """Open a corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
     trouble = find_damage(folder)
     if trouble:
-        raise IntegrityError(f"{folder} holds no whole corpus: {trouble}. Call prepare(...) again: it makes the corpus anew")
+        raise IntegrityError(
+            f"{folder} holds no whole corpus: {trouble}. Call prepare(...) again: it makes the corpus anew"
+        )
     meta = read_meta(folder)
 
     def split(name: str) -> Split:
@@ -165,7 +167,8 @@ def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, An
         for name, ids, learnt in documents:
             if len(ids) and not (ids.min() >= 0 and ids.max() < facts["vocab_size"]):
                 raise ConfigError(
-                    f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size is"
+                    f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size"
+                    f" is"
                     f" {facts['vocab_size']}: vocab_size must be one more than the largest id"
                 )
             writers[name].add(ids, learnt)
@@ -199,7 +202,12 @@ class _SplitWriter:
         offsets = np.cumsum(self._lengths, dtype="<i8")
         self._files["offsets"][1].write(offsets)
         learnt = self._n_learnt if "learnt" in self._files else int(offsets[-1])
-        return SplitSize(len(offsets) - 1, int(offsets[-1]), learnt, {name: file.digest.hexdigest() for name, file in self._files.values()})
+        return SplitSize(
+            len(offsets) - 1,
+            int(offsets[-1]),
+            learnt,
+            {name: file.digest.hexdigest() for name, file in self._files.values()},
+        )
 
 
 class ArrayFile:

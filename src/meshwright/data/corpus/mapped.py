@@ -119,17 +119,29 @@ class IndexingRecipe:
 
     @property
     def folder_name(self) -> str:
-        made_of: list[object] = [VERSION, self.format, self.tokenizer.vocab_size, self.tokenizer.end_of_document, float(self.fraction)]
+        made_of: list[object] = [
+            VERSION,
+            self.format,
+            self.tokenizer.vocab_size,
+            self.tokenizer.end_of_document,
+            float(self.fraction),
+        ]
         for file in self.files:
             documents = self._documents.get(file.path)
             known = "" if documents is None else hashlib.blake2b(documents.tobytes(), digest_size=16).hexdigest()
             made_of.append([file.path, file.n_bytes, file.changed_ns, file.dtype, file.begin, known])
-        return PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        return (
+            PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        )
 
     def documents(self, file: MappedFile, ids: np.ndarray) -> list[np.ndarray]:
         """Split the first ids of a file into one array per document."""
         offsets = self._documents.get(file.path)
-        cuts = np.flatnonzero(ids == self.tokenizer.end_of_document) + 1 if offsets is None else offsets[1:-1][offsets[1:-1] < len(ids)]
+        cuts = (
+            np.flatnonzero(ids == self.tokenizer.end_of_document) + 1
+            if offsets is None
+            else offsets[1:-1][offsets[1:-1] < len(ids)]
+        )
         return [part for part in np.split(ids, cuts) if len(part)]
 
     def find_damage(self, folder: Path) -> str:
@@ -139,7 +151,9 @@ class IndexingRecipe:
     def read_meta(self, folder: Path) -> Index:
         return read_index(folder)
 
-    def build(self, folder: Path, target: Path, say: Callable[[str], None], progress: Callable[[int, int], None]) -> None:
+    def build(
+        self, folder: Path, target: Path, say: Callable[[str], None], progress: Callable[[int, int], None]
+    ) -> None:
         """Read every id and write the index.
 
         Raises:
@@ -148,7 +162,9 @@ class IndexingRecipe:
         total, done = sum(file.n_tokens for file in self.files), 0
         say(f"indexing {total} token ids of {len(self.files)} files into {target}")
         all_offsets, files = [], []
-        key = hashlib.blake2b(json.dumps([VERSION, self.tokenizer.end_of_document, float(self.fraction)]).encode(), digest_size=16)
+        key = hashlib.blake2b(
+            json.dumps([VERSION, self.tokenizer.end_of_document, float(self.fraction)]).encode(), digest_size=16
+        )
         for number, file in enumerate(self.files):
             digest, ends = hashlib.blake2b(digest_size=16), []
             for begin, ids in _chunks(file.open()):
@@ -186,9 +202,12 @@ class IndexingRecipe:
             return
         place = int(np.flatnonzero((ids < 0) | (ids >= vocabulary))[0])
         raise ConfigError(
-            f"data.source: {file.path} holds the id {int(ids[place])} at position {begin + place} of {file.n_tokens}, outside the"
-            f" vocabulary of {self.tokenizer!r} (0 to {vocabulary - 1}). Set data.tokenizer to the one that made the file (or"
-            f" 'ids:VOCABULARY:END', without its texts){', and see whether data.dtype is right' if file.path.endswith('.bin') else ''}"
+            f"data.source: {file.path} holds the id {int(ids[place])} at position {begin + place} of {file.n_tokens},"
+            f" outside the"
+            f" vocabulary of {self.tokenizer!r} (0 to {vocabulary - 1}). Set data.tokenizer to the one that made the"
+            f" file (or"
+            f" 'ids:VOCABULARY:END', without its"
+            f" texts){', and see whether data.dtype is right' if file.path.endswith('.bin') else ''}"
         )
 
 
@@ -219,7 +238,9 @@ def open_index(folder: Path) -> Corpus:
     """
     trouble = find_damage(folder)
     if trouble:
-        raise IntegrityError(f"{folder} is no index of the files that are there: {trouble}. Call prepare(...) again: it makes it anew")
+        raise IntegrityError(
+            f"{folder} is no index of the files that are there: {trouble}. Call prepare(...) again: it makes it anew"
+        )
     index = read_index(folder)
     parts: dict[str, list[Stream]] = {TRAINING: [], VALIDATION: []}
     before = 0
@@ -272,7 +293,8 @@ def _npy(path: Path) -> MappedFile:
         raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(
-            f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be 1-D, of whole numbers"
+            f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be 1-D, of"
+            f" whole numbers"
             f" (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
         )
     return _mapped(path, array.dtype.str, int(array.offset), len(array))
@@ -280,12 +302,17 @@ def _npy(path: Path) -> MappedFile:
 
 def _flat(path: Path, dtype: str) -> MappedFile:
     if dtype not in DTYPES:
-        said = f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}" if dtype else "and data.dtype is empty."
-        raise ConfigError(f"data.source: {path} does not say of which dtype its ids are, {said} Legal: {', '.join(DTYPES)}")
+        said = (
+            f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}" if dtype else "and data.dtype is empty."
+        )
+        raise ConfigError(
+            f"data.source: {path} does not say of which dtype its ids are, {said} Legal: {', '.join(DTYPES)}"
+        )
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ConfigError(
-            f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype = '{dtype}' ({width} bytes each)"
+            f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype = '{dtype}'"
+            f" ({width} bytes each)"
         )
     return _mapped(path, np.dtype(dtype).newbyteorder("<").str, 0, size // width)
 
@@ -295,12 +322,15 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     path, data = inside(index.parent, index.with_suffix(".bin").name), index.read_bytes()
     header = len(_MAGIC) + 25
     if len(data) < header or not data.startswith(_MAGIC):
-        raise ConfigError(f"data.source: {index} is no index of Megatron's indexed datasets (it does not begin with MMIDIDX)")
+        raise ConfigError(
+            f"data.source: {index} is no index of Megatron's indexed datasets (it does not begin with MMIDIDX)"
+        )
     version, code, n_sequences, n_documents = struct.unpack("<QBQQ", data[len(_MAGIC) : header])
     expected = header + 12 * n_sequences + 8 * n_documents
     if version != 1 or code not in _MEGATRON_DTYPES or len(data) < expected:
         raise ConfigError(
-            f"data.source: {index} has version {version}, dtype code {code} and {len(data)} bytes; what is read is version 1, the codes"
+            f"data.source: {index} has version {version}, dtype code {code} and {len(data)} bytes; what is read is"
+            f" version 1, the codes"
             f" {sorted(_MEGATRON_DTYPES)} (whole numbers), and {expected} bytes for its {n_sequences} sequences"
         )
     if not path.is_file():
@@ -308,12 +338,16 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     lengths = np.frombuffer(data, "<i4", n_sequences, header)
     documents = np.frombuffer(data, "<i8", n_documents, header + 12 * n_sequences)
     if (lengths < 0).any() or (documents < 0).any() or (documents > n_sequences).any():
-        raise ConfigError(f"data.source: {index} is damaged: it tells of a sequence of less than 0 ids, or of a document that is not there")
+        raise ConfigError(
+            f"data.source: {index} is damaged: it tells of a sequence of less than 0 ids, or of a document that is"
+            f" not there"
+        )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     dtype, n_tokens = np.dtype(_MEGATRON_DTYPES[code]), int(ends[-1])
     if path.stat().st_size != n_tokens * dtype.itemsize:
         raise ConfigError(
-            f"data.source: {path} has {path.stat().st_size} bytes, and {index.name} tells of {n_tokens} ids of {dtype.itemsize} bytes:"
+            f"data.source: {path} has {path.stat().st_size} bytes, and {index.name} tells of {n_tokens} ids of"
+            f" {dtype.itemsize} bytes:"
             f" one of the two was cut short"
         )
     offsets = np.unique(np.concatenate([[0], ends[documents], [n_tokens]])).astype(np.int64)

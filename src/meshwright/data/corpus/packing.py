@@ -87,7 +87,8 @@ class Stream:
             legal = f"Legal here: seq_len from 1 to {self.n_tokens}." if self.n_tokens else "It is empty."
             more = ", or raise data.validation_fraction" if self.name == "validation" else ""
             raise ConfigError(
-                f"the {self.name} split has {self.n_tokens} tokens in {self.n_documents} documents, which make no sample of"
+                f"the {self.name} split has {self.n_tokens} tokens in {self.n_documents} documents, which make no"
+                f" sample of"
                 f" data.seq_len = {seq_len}. {legal} Lower it, add to data.source{more}"
             )
         return self.n_tokens // seq_len
@@ -135,7 +136,8 @@ class Joined:
         n = int(self._bounds(seq_len)[-1])
         if not n:
             raise ConfigError(
-                f"the {self.name} split has {self.n_tokens} tokens in {len(self.parts)} files, none of them of data.seq_len = {seq_len}"
+                f"the {self.name} split has {self.n_tokens} tokens in {len(self.parts)} files, none of them of"
+                f" data.seq_len = {seq_len}"
                 f" tokens: lower it"
             )
         return n
@@ -146,13 +148,19 @@ class Joined:
         bounds = self._bounds(seq_len)
         which = np.searchsorted(bounds, indexes, side="right") - 1
         return gather(
-            [(self.parts[part], mine, indexes[mine] - bounds[part]) for part in sorted(set(which.tolist())) for mine in [which == part]],
+            [
+                (self.parts[part], mine, indexes[mine] - bounds[part])
+                for part in sorted(set(which.tolist()))
+                for mine in [which == part]
+            ],
             len(indexes),
             seq_len,
         )
 
     def _bounds(self, seq_len: int) -> np.ndarray:
-        return np.cumsum([0, *(part.n_samples(seq_len) if part.n_tokens >= seq_len else 0 for part in self.parts)], dtype=np.int64)
+        return np.cumsum(
+            [0, *(part.n_samples(seq_len) if part.n_tokens >= seq_len else 0 for part in self.parts)], dtype=np.int64
+        )
 
 
 def gather(pieces: Sequence[tuple[Split, np.ndarray, np.ndarray]], n_rows: int, seq_len: int) -> Rows:
@@ -177,7 +185,9 @@ def check_length(seq_len: int) -> None:
 def checked(indexes: np.ndarray, n: int, name: str) -> np.ndarray:
     indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
     if len(indexes) and not (indexes.min() >= 0 and indexes.max() < n):
-        raise IndexError(f"sample {indexes.min()} to {indexes.max()} of the {name} split, which has samples 0 to {n - 1}")
+        raise IndexError(
+            f"sample {indexes.min()} to {indexes.max()} of the {name} split, which has samples 0 to {n - 1}"
+        )
     return indexes
 
 

@@ -62,14 +62,16 @@ class Whole:
         n_long = self.n_too_long(seq_len)
         if n_long and self.too_long == "refuse":
             raise ConfigError(
-                f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than data.seq_len = {seq_len}"
+                f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than"
+                f" data.seq_len = {seq_len}"
                 f" (the longest has {self.lengths.max()} tokens). Raise data.seq_len, or say what becomes of them:"
                 f" data.too_long = 'truncate' or 'skip'"
             )
         n = len(self._bins(seq_len)[1]) - 1
         if not n:
             raise ConfigError(
-                f"the {self.name} split has {self.n_documents} conversations and none that fits data.seq_len = {seq_len}: raise it"
+                f"the {self.name} split has {self.n_documents} conversations and none that fits data.seq_len ="
+                f" {seq_len}: raise it"
             )
         return n
 

@@ -25,11 +25,11 @@ class RecordFormat(Protocol):
     """A kind of file that holds records. Rows are counted from 1, as editors do."""
 
     def count(self, path: Path) -> int:
-        """How many rows ``records`` gives."""
+        """Tell how many rows ``records`` gives."""
         ...
 
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        """Every row that is not blank, with its number; what is wrong with a row comes in its place."""
+        """Yield every row that is not blank, with its number; what is wrong with a row comes in its place."""
         ...
 
 
@@ -45,14 +45,19 @@ class JsonLines:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line that is not blank, with its number. Raises ConfigError for a file that is not packed as its name says."""
+    """Yield every line that is not blank, with its number.
+
+    Raises ConfigError for a file that is not packed as its name says.
+    """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"data.source: {path} is no whole gzip file ({error}): get it again, or unpack what there is") from error
+        raise ConfigError(
+            f"data.source: {path} is no whole gzip file ({error}): get it again, or unpack what there is"
+        ) from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
@@ -62,9 +67,15 @@ def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(f"{path}, line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line)")
     except (ValueError, RecursionError) as error:
-        return BadRow(f"{path}, line {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like {_LIKE}")
+        return BadRow(
+            f"{path}, line {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like"
+            f" {_LIKE}"
+        )
     if not isinstance(record, dict):
-        return BadRow(f"{path}, line {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like {_LIKE}")
+        return BadRow(
+            f"{path}, line {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like"
+            f" {_LIKE}"
+        )
     return record
 
 
@@ -72,7 +83,7 @@ _LIKE = '{"text": "..."}'
 
 
 def without_filled_in(value: Any) -> Any:
-    """A nested value without the keys that Parquet and Arrow fill in because other rows have them.
+    """Return a nested value without the keys that Parquet and Arrow fill in because other rows have them.
 
     A message's ``content`` stays also where it is null: templates tell a call of a tool by it.
     """
@@ -105,7 +116,9 @@ class Parquet:
         try:
             return pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}") from error
+            raise ConfigError(
+                f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}"
+            ) from error
 
 
 class SavedDataset:
@@ -131,7 +144,11 @@ class SavedDataset:
                 inside(path, row["filename"], "state.json")
             found: Any = datasets.load_from_disk(str(path))
             return found.remove_columns(
-                [name for name, feature in found.features.items() if _opens_files(feature, getattr(datasets, "Json", ()))]
+                [
+                    name
+                    for name, feature in found.features.items()
+                    if _opens_files(feature, getattr(datasets, "Json", ()))
+                ]
             )
         except ConfigError:
             raise
@@ -141,7 +158,9 @@ class SavedDataset:
 
 
 def _opens_files(feature: Any, harmless: Any) -> bool:
-    """Whether a column of a dataset is, or has in it, images and the like: a row may name any file, which would be opened to decode it."""
+    """Tell whether a column of a dataset is, or has in it, images and the like: a row may name any file, which would
+    be opened to decode it.
+    """
     if isinstance(feature, dict):
         feature = tuple(feature.values())
     if isinstance(feature, list | tuple):
@@ -164,13 +183,13 @@ SUFFIXES = {
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix in lower case, together with the one before ``.gz``."""
+    """Return the suffix in lower case, together with the one before ``.gz``."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     return "".join(suffixes) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether ``path`` is the folder of one saved dataset.
+    """Tell whether ``path`` is the folder of one saved dataset.
 
     Raises:
         ConfigError: it holds several, by split.
@@ -180,7 +199,9 @@ def is_saved_dataset(path: Path) -> bool:
         try:
             names = [str(name) for name in json.loads(inside(path, splits.name).read_text(encoding="utf-8"))["splits"]]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"data.source: {splits} does not list the splits of a dataset ({type(error).__name__}: {error})") from None
+            raise ConfigError(
+                f"data.source: {splits} does not list the splits of a dataset ({type(error).__name__}: {error})"
+            ) from None
         raise ConfigError(
             f"data.source: {path} holds a dataset for each of {', '.join(names)}: name the one to train on, like"
             f" {path / (names or ['train'])[0]}"
@@ -189,7 +210,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def first_record(paths: Sequence[Path], format: str) -> Record:
-    """The first row of several files that can be read. Raises ConfigError where there is none."""
+    """Return the first row of several files that can be read. Raises ConfigError where there is none."""
     problem: BadRow | None = None
     for path in paths:
         for _, record in RECORD_FORMATS[format].records(path):
@@ -200,7 +221,7 @@ def first_record(paths: Sequence[Path], format: str) -> Record:
 
 
 def column(record: Record, name: str, where: str) -> Any:
-    """The value of a column. Raises BadRow, which lists the columns that there are."""
+    """Return the value of a column. Raises BadRow, which lists the columns that there are."""
     if record.get(name) is None:
         held = ", ".join(repr(key) for key, value in record.items() if value is not None) or "none"
         lack = "is empty" if name in record else "is missing"

@@ -21,7 +21,26 @@ STDLIB = "stdlib"
 
 _PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
 _CODE = frozenset(
-    {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".jl", ".r", ".sh", ".sql"}
+    {
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".java",
+        ".js",
+        ".ts",
+        ".go",
+        ".rs",
+        ".jl",
+        ".r",
+        ".sh",
+        ".sql",
+    }
 )
 TEXT_SUFFIXES = _PROSE | _CODE
 """What is text in a folder (upper and lower case alike)."""
@@ -33,7 +52,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, str, Path]], str, int]:
-    """(source, name, path) of every file; their format; how many files of other formats there were."""
+    """Return (source, name, path) of every file; their format; how many files of other formats there were."""
     if not sources:
         raise ConfigError(f"data.source is empty: name at least one file or folder, or '{STDLIB}'")
     listed, n_other = [], 0
@@ -45,12 +64,14 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
         n_other += others
     if len(set(formats.values())) > 1:
         said = ", ".join(f"{source} is {found}" for source, found in formats.items())
-        raise ConfigError(f"data.source: {said}. Sources that are read as one have one format; make each a part of data.mixture")
+        raise ConfigError(
+            f"data.source: {said}. Sources that are read as one have one format; make each a part of data.mixture"
+        )
     return listed, formats[sources[0]], n_other
 
 
 def kind_of(path: Path) -> str | None:
-    """The format that a file's name stands for, None for any other."""
+    """Return the format that a file's name stands for, None for any other."""
     suffix = suffix_of(path)
     if suffix in TEXT_SUFFIXES:
         return "text"
@@ -60,7 +81,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _format_of(source: str, wanted: str) -> str:
-    """The format of one source."""
+    """Return the format of one source."""
     if source == STDLIB:
         if wanted not in ("auto", "text"):
             raise ConfigError(f"data.format = '{wanted}': '{STDLIB}' is text")
@@ -76,7 +97,8 @@ def _format_of(source: str, wanted: str) -> str:
     if not path.is_dir():
         if path.suffix.lower() == ".json":
             raise ConfigError(
-                f"data.source: {path} is one JSON document. Write a record per line (jq -c '.[]' {path.name} > {path.stem}.jsonl), or set"
+                f"data.source: {path} is one JSON document. Write a record per line (jq -c '.[]' {path.name} >"
+                f" {path.stem}.jsonl), or set"
                 f" data.format = 'text' if its characters are what is to be learnt"
             )
         return kind_of(path) or "text"
@@ -86,16 +108,21 @@ def _format_of(source: str, wanted: str) -> str:
     if len(kinds) > 1:
         said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         raise ConfigError(
-            f"data.source: the folder {path} holds files of several formats ({said}): say which with data.format, or name files"
+            f"data.source: the folder {path} holds files of several formats ({said}): say which with data.format, or"
+            f" name files"
         )
     return next(iter(kinds), "text")
 
 
 def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
-    """(name, path) of the files of one source, sorted by name, and how many files of other formats there were."""
+    """Return (name, path) of the files of one source, sorted by name, and the number of files of other formats."""
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [(path.relative_to(root).as_posix(), path) for path in _walk(root, _NOT_LIBRARY, source) if path.suffix == ".py"]
+        files = [
+            (path.relative_to(root).as_posix(), path)
+            for path in _walk(root, _NOT_LIBRARY, source)
+            if path.suffix == ".py"
+        ]
         return sorted(files), 0
     root = Path(source).expanduser().absolute()  # what is remembered of a file must hold in every working folder
     if format == "dataset":
@@ -108,7 +135,8 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
     if not chosen:
         raise ConfigError(
             f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds)."
-            f" In a folder these are taken: {' '.join(sorted(suffixes))}; a file of another kind is taken when you name it itself"
+            f" In a folder these are taken: {' '.join(sorted(suffixes))}; a file of another kind is taken when you"
+            f" name it itself"
         )
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
 
@@ -119,7 +147,7 @@ def _index_of(path: Path) -> Path:
 
 
 def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
-    """Every file below ``root``; links to folders are followed, each real folder once (links can form a circle).
+    """Yield every file below ``root``; links to folders are followed, each real folder once (links can form a circle).
 
     Raises:
         ConfigError: a link leads out of ``root``.
@@ -152,5 +180,6 @@ def _inside_source(root: Path, path: Path, source: str) -> None:
 
 def unreadable(source: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"data.source: {source!r}: cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out of the sources"
+        f"data.source: {source!r}: cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out"
+        f" of the sources"
     )

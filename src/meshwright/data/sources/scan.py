@@ -24,8 +24,9 @@ _SETTLED_SEC = 2.0
 class SourceFile:
     """One file of a source (of a saved dataset: its folder).
 
-    ``name`` is its path below the source that it came from (with ``/``), which does not change when the source is moved.
-    ``digest`` is the blake2b of its bytes, 32 hex digits. ``n_records`` counts rows; a text file is one record.
+    ``name`` is its path below the source that it came from (with ``/``), which does not change when the source is
+    moved. ``digest`` is the blake2b of its bytes, 32 hex digits. ``n_records`` counts rows; a text file is one
+    record.
     """
 
     name: str
@@ -35,7 +36,7 @@ class SourceFile:
     n_records: int = 1
 
     def read(self) -> str:
-        """The text of a text file, without any translation of line ends.
+        """Return the text of a text file, without any translation of line ends.
 
         Raises:
             IntegrityError: the file is gone, or not what it was when it was scanned.
@@ -43,13 +44,15 @@ class SourceFile:
         try:
             data = self.path.read_bytes()
         except OSError as error:
-            raise IntegrityError(f"{self.path} could be read a moment ago, and cannot be now ({error.strerror}): start again") from error
+            raise IntegrityError(
+                f"{self.path} could be read a moment ago, and cannot be now ({error.strerror}): start again"
+            ) from error
         if _digest(data) != self.digest:
             raise self.changed(len(data))
         return data.decode("utf-8")
 
     def text(self) -> str:
-        """The text of a text file as it is now, whatever it was when it was scanned.
+        """Return the text of a text file as it is now, whatever it was when it was scanned.
 
         Raises:
             ConfigError: it is not UTF-8.
@@ -60,9 +63,10 @@ class SourceFile:
         return data.decode("utf-8")
 
     def changed(self, n_bytes: int) -> IntegrityError:
-        """What to raise when the file is not what it was."""
+        """Return what to raise when the file is not what it was."""
         return IntegrityError(
-            f"{self.path} changed while the corpus was being made ({self.n_bytes} bytes before, {n_bytes} now): start again"
+            f"{self.path} changed while the corpus was being made ({self.n_bytes} bytes before, {n_bytes} now): start"
+            f" again"
         )
 
 
@@ -88,7 +92,12 @@ class Scan:
         return sum(file.n_bytes for file in self.files)
 
     def __str__(self) -> str:
-        notes = ((self.n_empty, "empty"), (self.n_other, "not text"), (self.n_repeated, "named twice"), (self.n_undecodable, "not UTF-8"))
+        notes = (
+            (self.n_empty, "empty"),
+            (self.n_other, "not text"),
+            (self.n_repeated, "named twice"),
+            (self.n_undecodable, "not UTF-8"),
+        )
         if self.format != "text":
             notes = ((self.n_empty, "empty"), (self.n_other, f"not {self.format}"), (self.n_repeated, "named twice"))
         passed_over = ", ".join(f"{count} {why}" for count, why in notes if count)
@@ -101,7 +110,7 @@ class Scan:
 
 
 def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
-    """What ``scan_sources`` would read, without reading it: no digests, and no rows counted.
+    """Return what ``scan_sources`` would read, without reading it: no digests, and no rows counted.
 
     Raises:
         ConfigError: see ``scan_sources``, as far as names and sizes tell.
@@ -116,17 +125,19 @@ def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
 def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Path | None = None) -> Scan:
     """Read every file of ``sources`` once: its size, its digest, its rows; and of text, whether it is UTF-8.
 
-    Each source is a file, a folder (searched recursively for files of the format, links inside it followed; names that begin with a dot are
-    left out), or the word ``stdlib``: the ``*.py`` of the running Python's standard library without its tests and without
-    installed packages (a folder of that name is ``./stdlib``).
+    Each source is a file, a folder (searched recursively for files of the format, links inside it followed; names
+    that begin with a dot are left out), or the word ``stdlib``: the ``*.py`` of the running Python's standard library
+    without its tests and without installed packages (a folder of that name is ``./stdlib``).
 
     Args:
-        format: see SourceOptions; "auto" goes by the files' names, and takes a file of no known name, named itself, as text.
-        memory: a folder that keeps what was found, so that files whose size and time stamp are as they were are not read again.
+        format: see SourceOptions; "auto" goes by the files' names, and takes a file of no known name, named itself,
+            as text.
+        memory: a folder that keeps what was found, so that files whose size and time stamp are as they were are not
+            read again.
 
     Raises:
-        ConfigError: no source; a path that does not exist or cannot be read; a folder without a file of the format, or with several
-            formats; sources of different formats; text that is not UTF-8; nothing but empty files.
+        ConfigError: no source; a path that does not exist or cannot be read; a folder without a file of the format,
+            or with several formats; sources of different formats; text that is not UTF-8; nothing but empty files.
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
     known = memory and _memory_of(listed, found, memory)
@@ -134,7 +145,9 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
         return remembered
     scan = _read_all(listed, found, n_other)
     if known:
-        with contextlib.suppress(OSError):  # it is only a memory: a cache that cannot be written is told of where it must be
+        with contextlib.suppress(
+            OSError
+        ):  # it is only a memory: a cache that cannot be written is told of where it must be
             known.parent.mkdir(parents=True, exist_ok=True)
             replace_text(known, json.dumps(asdict(scan), default=str))
     return scan
@@ -151,7 +164,9 @@ def _read_all(listed: list[tuple[str, str, Path]], format: str, n_other: int) ->
             continue
         seen.add(real)
         try:
-            file, trouble = _read_text(name, path, source) if format == "text" else (_read_other(name, path, format), "")
+            file, trouble = (
+                _read_text(name, path, source) if format == "text" else (_read_other(name, path, format), "")
+            )
         except OSError as error:
             raise unreadable(source, error) from error
         if trouble or not file.n_bytes:
@@ -169,7 +184,7 @@ def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
 
 
 def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
-    """The file, and which count it falls under if it is passed over."""
+    """Return the file, and which count it falls under if it is passed over."""
     data = path.read_bytes()
     problem = _utf8_problem(data)
     if problem and source != STDLIB:
@@ -189,7 +204,7 @@ def _size(path: Path) -> int:
 
 
 def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -> Path | None:
-    """The file that remembers a scan of just these files as they are; None where one changed a moment ago."""
+    """Return the file that remembers a scan of just these files as they are; None where one changed a moment ago."""
     facts: list[object] = [format, "scan 2"]
     for source, name, path in listed:
         for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -199,7 +214,9 @@ def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -
                 raise unreadable(source, error) from error
             if abs(time.time() - status.st_mtime) < _SETTLED_SEC:
                 return None
-            facts.append([source == STDLIB, name, str(each.absolute()), status.st_size, status.st_mtime_ns, status.st_ino])
+            facts.append(
+                [source == STDLIB, name, str(each.absolute()), status.st_size, status.st_mtime_ns, status.st_ino]
+            )
     return folder / f"scan-{_digest(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
 
 
@@ -226,6 +243,7 @@ def _utf8_problem(data: bytes) -> UnicodeDecodeError | None:
 
 def _undecodable(path: Path, problem: UnicodeDecodeError) -> str:
     return (
-        f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start} ({problem.reason})."
+        f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start}"
+        f" ({problem.reason})."
         f" Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out of the sources"
     )

@@ -24,15 +24,24 @@ MAX_CHARACTERS = 200_000_000
 
 
 def vocabulary_of(name: str) -> int:
-    """The size in ``bpe:SIZE``. Raises ConfigError where it is none: the 256 bytes and the end of a document come first."""
+    """Return the size in ``bpe:SIZE``.
+
+    Raises ConfigError where it is none: the 256 bytes and the end of a document come first.
+    """
     words = name.removeprefix(PREFIX)
     if not words.isdecimal() or int(words) < 258:
-        raise ConfigError(f"data.tokenizer = {name!r} must be bpe:SIZE, with a vocabulary of 258 or more, like bpe:8000")
+        raise ConfigError(
+            f"data.tokenizer = {name!r} must be bpe:SIZE, with a vocabulary of 258 or more, like bpe:8000"
+        )
     return int(words)
 
 
-def trained_bpe(name: str, sources: Sequence[SourceOptions], cache_dir: str | Path | None, say: Callable[[str], None]) -> FileTokenizer:
-    """The tokenizer ``bpe:SIZE`` of the sources' text, held-out text included; from the cache, or trained now. Safe in several
+def trained_bpe(
+    name: str, sources: Sequence[SourceOptions], cache_dir: str | Path | None, say: Callable[[str], None]
+) -> FileTokenizer:
+    """Return the tokenizer ``bpe:SIZE`` of the sources' text, held-out text included.
+
+    From the cache, or trained now. Safe in several
     processes at once: one trains, the others wait.
 
     Raises:
@@ -45,7 +54,8 @@ def trained_bpe(name: str, sources: Sequence[SourceOptions], cache_dir: str | Pa
     for scan in scans:
         if scan.format in TOKEN_FORMATS:
             raise ConfigError(
-                f"data.tokenizer = {name!r} is trained on text, and {scan.files[0].path} holds token ids: name the tokenizer that made it"
+                f"data.tokenizer = {name!r} is trained on text, and {scan.files[0].path} holds token ids: name the"
+                f" tokenizer that made it"
             )
     made_of: list[object] = [2, size, MAX_CHARACTERS]
     for options, scan in zip(sources, scans, strict=True):
@@ -62,7 +72,8 @@ def trained_bpe(name: str, sources: Sequence[SourceOptions], cache_dir: str | Pa
                     _train(size, _texts(sources, scans), path)
     except OSError as error:
         raise ConfigError(
-            f"data.cache: cannot keep the tokenizer under {root}: {error}. Set data.cache to a folder that can be written"
+            f"data.cache: cannot keep the tokenizer under {root}: {error}. Set data.cache to a folder that can be"
+            f" written"
         ) from error
     return FileTokenizer(path, END)
 

@@ -31,14 +31,18 @@ class ChatTemplate:
         self.text, self.special_tokens, self._render = text, special_tokens, render_jinja_template
 
     def render(self, messages: list[Message], *, prompts_answer: bool = False, **others: Any) -> str:
-        """The text of ``messages``; with ``prompts_answer`` up to where the assistant is to go on.
+        """Return the text of ``messages``; with ``prompts_answer`` up to where the assistant is to go on.
 
         Raises:
             ValueError: the template refuses these messages, in its own words.
         """
         try:
             rendered = self._render(
-                [messages], chat_template=self.text, add_generation_prompt=prompts_answer, **self.special_tokens, **others
+                [messages],
+                chat_template=self.text,
+                add_generation_prompt=prompts_answer,
+                **self.special_tokens,
+                **others,
             )
         except Exception as error:
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
@@ -46,7 +50,8 @@ class ChatTemplate:
 
 
 def load_template(path: str, folder: Path | None) -> ChatTemplate:
-    """The template in the file ``path``, or, where that is empty, the one that lies with the tokenizer in ``folder``.
+    """Return the template in the file ``path``, or, where that is empty, the one that lies with the tokenizer in
+    ``folder``.
 
     Raises:
         ConfigError: there is none.
@@ -64,7 +69,9 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
     if text is None:
         where = f"the tokenizer in {folder} has" if folder else "this tokenizer has"
         raise ConfigError(
-            f"{where} no chat template (looked for chat_template.jinja, and chat_template in tokenizer_config.json), so conversations"
-            f" cannot be written out. Save one with the tokenizer, name a file with data.template, or choose a tokenizer made for chat"
+            f"{where} no chat template (looked for chat_template.jinja, and chat_template in tokenizer_config.json),"
+            f" so conversations"
+            f" cannot be written out. Save one with the tokenizer, name a file with data.template, or choose a"
+            f" tokenizer made for chat"
         )
     return ChatTemplate(text, tokens)

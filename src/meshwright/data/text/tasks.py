@@ -39,7 +39,7 @@ class Task:
 
 
 def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
-    """The task that ``options`` name, or that the columns of ``sample`` stand for.
+    """Return the task that ``options`` name, or that the columns of ``sample`` stand for.
 
     Raises:
         ConfigError: a chat without a template.
@@ -61,10 +61,12 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
 
 
 def task_name(options: SourceOptions, sample: Record) -> str:
-    """The task by name; "auto" goes by the columns."""
+    """Return the task by name; "auto" goes by the columns."""
     if options.task != "auto":
         return options.task
-    if isinstance(sample.get("messages"), list) or (options.column != "text" and isinstance(sample.get(options.column), list)):
+    if isinstance(sample.get("messages"), list) or (
+        options.column != "text" and isinstance(sample.get(options.column), list)
+    ):
         return "chat"
     if "prompt" in sample and "completion" in sample:
         return "completion"
@@ -86,19 +88,24 @@ def _completion(record: Record, where: str) -> list[Example]:
 
 
 _ALPACA = "Below is an instruction that describes a task"
-"""How the format's prompts begin; the wording is that of its publication (Taori et al. 2023), which models were trained on."""
+"""How the format's prompts begin.
+
+The wording is that of its publication (Taori et al. 2023), which models were trained on.
+"""
 
 
 def _alpaca(record: Record, where: str) -> list[Example]:
     instruction, answer = _text(record, "instruction", where), _text(record, "output", where)
     if given := record.get("input") or "":
         prompt = (
-            f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately completes the"
+            f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately"
+            f" completes the"
             f" request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
         )
     else:
         prompt = (
-            f"{_ALPACA}. Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+            f"{_ALPACA}. Write a response that appropriately completes the request.\n\n###"
+            f" Instruction:\n{instruction}\n\n### Response:\n"
         )
     return [((prompt, False), (answer, True))]
 
@@ -107,9 +114,9 @@ def _alpaca(record: Record, where: str) -> list[Example]:
 class _Chat:
     """Conversations: the assistant's turns are learnt, with the tokens that end them, and nothing else.
 
-    What an answer is, the template tells itself: the text of the messages up to and with it, less the text that asks for it. A
-    template may write earlier turns differently once others follow (some drop an earlier answer's reasoning); then each answer
-    becomes an example of its own, just as the model would meet it.
+    What an answer is, the template tells itself: the text of the messages up to and with it, less the text that asks
+    for it. A template may write earlier turns differently once others follow (some drop an earlier answer's
+    reasoning); then each answer becomes an example of its own, just as the model would meet it.
     """
 
     column: str
@@ -130,22 +137,28 @@ class _Chat:
         for before, after in zip(asked, answered, strict=True):
             if not after.startswith(before):
                 raise BadRow(
-                    f"{where}: the chat template writes an answer differently from how it asks for it: it asks with {before[-40:]!r}, and"
+                    f"{where}: the chat template writes an answer differently from how it asks for it: it asks with"
+                    f" {before[-40:]!r}, and"
                     f" the conversation with the answer does not begin like that"
                 )
         ends = [0, *map(len, answered[:-1])]
-        if all(whole.startswith(after) for after in answered) and all(end <= len(text) for end, text in zip(ends, asked, strict=True)):
+        if all(whole.startswith(after) for after in answered) and all(
+            end <= len(text) for end, text in zip(ends, asked, strict=True)
+        ):
             pieces: list[Piece] = []
             for end, before, after in zip(ends, asked, answered, strict=True):
                 pieces += [(after[end : len(before)], False), (after[len(before) :], True)]
-            return [tuple(pieces)]  # what follows the last answer is not learnt, and nothing after it is: it is left out
+            return [
+                tuple(pieces)
+            ]  # what follows the last answer is not learnt, and nothing after it is: it is left out
         return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
 
     def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
         messages = column(record, self.column, where)
         if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
             raise BadRow(
-                f"{where}: '{self.column}' must be a list of messages with a role and a content each, and is {str(messages)[:60]!r}"
+                f"{where}: '{self.column}' must be a list of messages with a role and a content each, and is"
+                f" {str(messages)[:60]!r}"
             )
         return messages
 
@@ -153,5 +166,7 @@ class _Chat:
 def _text(record: Record, name: str, where: str) -> str:
     value = column(record, name, where)
     if not isinstance(value, str):
-        raise BadRow(f"{where}: the column '{name}' must hold text, and holds {type(value).__name__} {repr(value)[:60]}")
+        raise BadRow(
+            f"{where}: the column '{name}' must hold text, and holds {type(value).__name__} {repr(value)[:60]}"
+        )
     return value

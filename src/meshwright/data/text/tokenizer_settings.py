@@ -20,7 +20,7 @@ EOS = "eos_token"
 
 
 def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
-    """The JSON object in a file beside a tokenizer; empty where there is no such file.
+    """Return the JSON object in a file beside a tokenizer; empty where there is no such file.
 
     Raises:
         ConfigError: it is no JSON object, or a link to a place outside the folder.
@@ -43,7 +43,7 @@ def special_tokens(folder: Path, name: str = SETTINGS) -> dict[str, str]:
 
 
 def template_of(folder: Path) -> str | None:
-    """The chat template of a tokenizer, by default the one called "default" of several.
+    """Return the chat template of a tokenizer, by default the one called "default" of several.
 
     Raises:
         ConfigError: it is no text.
@@ -56,16 +56,19 @@ def template_of(folder: Path) -> str | None:
             raise ConfigError(f"data.tokenizer: {file} is no text ({error})") from None
     found = read_settings(folder).get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = next((row.get("template") for row in found if isinstance(row, dict) and row.get("name") == "default"), None)
+        found = next(
+            (row.get("template") for row in found if isinstance(row, dict) and row.get("name") == "default"), None
+        )
     if found is not None and not isinstance(found, str):
         raise ConfigError(
-            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}, and text was expected"
+            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}, and text was"
+            f" expected"
         )
     return found
 
 
 def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Callable[[int], str | None]) -> str | None:
-    """The token that the files beside a tokenizer.json say a text ends with; None where they say nothing.
+    """Return the token that the files beside a tokenizer.json say a text ends with; None where they say nothing.
 
     Raises:
         ConfigError: they name one that the tokenizer lacks.
@@ -74,17 +77,21 @@ def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Calla
         if (text := special_tokens(folder, name).get(EOS)) is not None:
             if id_of(text) is None:
                 raise ConfigError(
-                    f"data.tokenizer: {folder / name} has {EOS} = {text!r}, which tokenizer.json lacks: correct one of the two"
+                    f"data.tokenizer: {folder / name} has {EOS} = {text!r}, which tokenizer.json lacks: correct one"
+                    f" of the two"
                 )
             return text
     for name in WITH_IDS:
         said = read_settings(folder, name).get("eos_token_id")
-        first = said[0] if isinstance(said, list) and said else said  # a model may stop at several; the first is the end of a text
+        first = (
+            said[0] if isinstance(said, list) and said else said
+        )  # a model may stop at several; the first is the end of a text
         if type(first) is int:
             token = token_of(first) if 0 <= first < 2**32 else None
             if token is None:
                 raise ConfigError(
-                    f"data.tokenizer: {folder / name} has eos_token_id = {first}, and tokenizer.json has no such id: correct one of the two"
+                    f"data.tokenizer: {folder / name} has eos_token_id = {first}, and tokenizer.json has no such id:"
+                    f" correct one of the two"
                 )
             return token
     return None

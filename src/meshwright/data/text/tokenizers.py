@@ -23,8 +23,19 @@ log = logging.getLogger("meshwright")
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
 
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]")
-"""Special tokens that end a document, the best first: the last resort for a tokenizer.json beside which no file says which one does."""
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[SEP]",
+)
+"""Special tokens that end a document, the best first: the last resort for a tokenizer.json beside which no file says
+which one does.
+"""
 
 
 @runtime_checkable
@@ -47,11 +58,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text``: 1-D, of an integer dtype, without special tokens."""
+        """Return the ids of ``text``: 1-D, of an integer dtype, without special tokens."""
         ...
 
     def decode(self, ids) -> str:
-        """The text of ``ids`` (any sequence of whole numbers), special tokens left out."""
+        """Return the text of ``ids`` (any sequence of whole numbers), special tokens left out."""
         ...
 
 
@@ -68,7 +79,7 @@ class AligningTokenizer(Tokenizer, Protocol):
 
 
 def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text; by the tokenizer's own ``encode_batch`` where it has one."""
+    """Return the ids of each text; by the tokenizer's own ``encode_batch`` where it has one."""
     several = getattr(tokenizer, "encode_batch", None)
     return several(texts) if several else [tokenizer.encode(text) for text in texts]
 
@@ -104,14 +115,15 @@ class ByteTokenizer:
 class FileTokenizer:
     """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk.
 
-    Truncation and padding that the file asks for are switched off, and a special token spelt out in the text is encoded as
+    Truncation and padding that the file asks for are switched off, and a special token spelt out in the text is
+    encoded as
     plain text: otherwise a document would be cut short, or ended, by what it happens to say.
 
     Args:
         path: the file, or a folder that holds a ``tokenizer.json``.
-        end_of_document: the special token that ends a document; by default the one that the files beside it state, as models that
-            learnt from it end their texts (``eos_token``, else ``eos_token_id`` of the model). Where none does, the first of END_TOKENS
-            that the file has, and that is logged.
+        end_of_document: the special token that ends a document; by default the one that the files beside it state, as
+            models that learnt from it end their texts (``eos_token``, else ``eos_token_id`` of the model). Where none
+            does, the first of END_TOKENS that the file has, and that is logged.
 
     Raises:
         MissingExtraError: the package ``tokenizers`` is not installed.
@@ -123,7 +135,10 @@ class FileTokenizer:
         if self.path.is_dir():
             self.path = inside(self.path, "tokenizer.json")
         if not self.path.is_file():
-            raise ConfigError(f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or '{BYTES}'")
+            raise ConfigError(
+                f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or"
+                f" '{BYTES}'"
+            )
         try:
             import tokenizers
         except ImportError as error:
@@ -135,7 +150,8 @@ class FileTokenizer:
             raise
         except BaseException as error:  # bare Exception for what it cannot parse; a panic of Rust is no Exception
             raise ConfigError(
-                f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+                f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads:"
+                f" {error}"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -144,10 +160,16 @@ class FileTokenizer:
         self._with_special.encode_special_tokens = False
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document: int = self._find_end(end_of_document)
-        self.fingerprint: str = f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
+        self.fingerprint: str = (
+            f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
+        )
 
     def _find_end(self, wanted: str | None) -> int:
-        if wanted is None and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token)) is not None:
+        if (
+            wanted is None
+            and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token))
+            is not None
+        ):
             self._tokenizer.add_special_tokens([stated])  # as transformers does: spelt out in a text it is text
             self._with_special.add_special_tokens([stated])
             wanted = stated
@@ -155,11 +177,15 @@ class FileTokenizer:
         for candidate in END_TOKENS if wanted is None else (wanted,):
             if candidate in special:
                 if wanted is None and is_rank_zero():
-                    log.warning(f"{self.path}: no file beside it says which token ends a text, so {candidate} is taken to")
+                    log.warning(
+                        f"{self.path}: no file beside it says which token ends a text, so {candidate} is taken to"
+                    )
                 return special[candidate]
         held = ", ".join(sorted(special)) or "none"
         if wanted is not None:
-            raise ConfigError(f"{self.path} has no special token '{wanted}'.{nearest(wanted, special)} Its special tokens: {held}")
+            raise ConfigError(
+                f"{self.path} has no special token '{wanted}'.{nearest(wanted, special)} Its special tokens: {held}"
+            )
         raise ConfigError(
             f"data.tokenizer: {self.path} has no special token that ends a document (looked for {' '.join(END_TOKENS)};"
             f" its special tokens: {held}). Add one to the file, or name the one that is meant:"
@@ -171,7 +197,7 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, over all processors."""
+        """Return the ids of each text, over all processors."""
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
 
@@ -179,7 +205,10 @@ class FileTokenizer:
         """See AligningTokenizer."""
         found = (self._with_special if special else self._tokenizer).encode_batch(texts, add_special_tokens=False)
         return [
-            (np.array(encoding.ids, dtype=np.uint32), np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64))
+            (
+                np.array(encoding.ids, dtype=np.uint32),
+                np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64),
+            )
             for encoding in found
         ]
 
@@ -197,7 +226,7 @@ class FileTokenizer:
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
 
     def spell_out(self, ids) -> str:
-        """The text of ``ids`` with the special tokens in it."""
+        """Return the text of ``ids`` with the special tokens in it."""
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=False)
 
     def __repr__(self) -> str:
@@ -221,7 +250,9 @@ class IdTokenizer:
         try:
             return np.array([int(word) for word in text.split()], dtype=np.uint32)
         except ValueError:
-            raise ConfigError(f"data.tokenizer = 'ids:...' knows no words: write ids, like '5 17 2', not {text[:40]!r}") from None
+            raise ConfigError(
+                f"data.tokenizer = 'ids:...' knows no words: write ids, like '5 17 2', not {text[:40]!r}"
+            ) from None
 
     def decode(self, ids) -> str:
         return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
@@ -231,7 +262,9 @@ class IdTokenizer:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """``bytes``; the path of a ``tokenizer.json`` or of a folder that holds one; or ``ids:VOCABULARY:END`` (see IdTokenizer).
+    """``bytes``; the path of a ``tokenizer.json`` or of a folder that holds one.
+
+    Or ``ids:VOCABULARY:END`` (see IdTokenizer).
 
     Raises:
         ConfigError: none of these; names of models on a hub are not looked up, because nothing is downloaded here.
@@ -245,7 +278,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     raise ConfigError(
         f"data.tokenizer = {name_or_path!r} is not '{BYTES}' and no file or folder.{nearest(name_or_path, [BYTES])}"
         f" Nothing is downloaded here: for a model's tokenizer, save it first with"
-        f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set data.tokenizer = 'folder'"
+        f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set"
+        f" data.tokenizer = 'folder'"
     )
 
 
@@ -253,7 +287,8 @@ def _id_tokenizer(name: str) -> IdTokenizer:
     words = name.split(":")[1:]
     if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
         raise ConfigError(
-            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends a document,"
+            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends"
+            f" a document,"
             f" like ids:50257:50256"
         )
     return IdTokenizer(int(words[0]), int(words[1]))

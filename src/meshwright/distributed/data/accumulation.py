@@ -13,7 +13,10 @@ from . import fully_sharded, replicated
 
 
 def context(module: nn.Module, plan: Plan, is_last_microbatch: bool) -> AbstractContextManager[None]:
-    """No gradient communication until the last microbatch, unless the plan syncs each; restored also on an exception."""
+    """No gradient communication until the last microbatch, unless the plan syncs each.
+
+    Restored also on an exception.
+    """
     if plan.data.technique == "fully_shard":
         return fully_sharded.accumulation(module, plan.data, is_last_microbatch)
     if isinstance(module, DistributedDataParallel):

@@ -42,9 +42,16 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=inner, **shared)
     for unit in plan.units:
         if unit.name and not unit.experts and not plan.data.own_units:
-            block = fully_shard(model.get_submodule(unit.name), reshard_after_forward=unit.reshard_after_forward, mp_policy=inner, **shared)
+            block = fully_shard(
+                model.get_submodule(unit.name),
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=inner,
+                **shared,
+            )
             if unit.reshard_after_forward and not unit.gathers_in_backward:
-                block.set_unshard_in_backward(False)  # torch's prefetch would gather frozen blocks that no gradient reaches
+                block.set_unshard_in_backward(
+                    False
+                )  # torch's prefetch would gather frozen blocks that no gradient reaches
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
@@ -63,19 +70,27 @@ def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
     if recall(model, ExpertPlan) is None:
         assert plan.experts is not None
         raise ConfigError(
-            f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing would add up their"
-            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with ep = 1."
+            f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing"
+            f" would add up their"
+            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with"
+            f" ep = 1."
         )
 
 
-def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """A stack of experts, of which each rank of the expert axis has a share already; what it is given has its dtypes."""
+def _shard_experts(
+    stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> None:
+    """A stack of experts, of which each rank of the expert axis has a share already.
+
+    What it is given has its dtypes.
+    """
     experts, mesh = plan.experts, get_expert_mesh(device_mesh)
     assert experts is not None
     if mesh is None:
         raise ConfigError(
             f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
-            f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give all of it, as"
+            f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give"
+            f" all of it, as"
             " init_distributed made it."
         )
     replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
@@ -96,7 +111,8 @@ def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: Device
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
     """Start the root's backward from the logits of an object of the user's own.
 
-    torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients unreduced.
+    torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients
+    unreduced.
     """
     logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(logits, Tensor):
@@ -104,7 +120,9 @@ def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
 
 
 def begin_backward_at(root: Any, tensor: Tensor) -> None:
-    """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not sharded)."""
+    """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not
+    sharded).
+    """
     if isinstance(root, FSDPModule) and tensor.requires_grad:
         torch_private.begin_backward_at(root, tensor)
 
@@ -119,7 +137,10 @@ def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     output = torch_dtype(precision.output) if precision.output else None
     return MixedPrecisionPolicy(
-        torch_dtype(precision.compute), torch_dtype(precision.reduce), output, cast_forward_inputs=precision.cast_forward_inputs
+        torch_dtype(precision.compute),
+        torch_dtype(precision.reduce),
+        output,
+        cast_forward_inputs=precision.cast_forward_inputs,
     )
 
 
@@ -127,7 +148,8 @@ def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
 def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterator[None]:
     """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
 
-    What ``data`` keeps gathered through a step is freed by the backward of its last microbatch, before anything can change the weights.
+    What ``data`` keeps gathered through a step is freed by the backward of its last microbatch, before anything can
+    change the weights.
     """
     modules, sync = sharded_modules(model), data.sync_grad_accum
     try:
@@ -153,8 +175,9 @@ def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterato
 
 @contextmanager
 def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for ``reduce_gradients``,
-    and what the plan keeps gathered after a forward is kept until then."""
+    """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for
+    ``reduce_gradients``, and what the plan keeps gathered after a forward is kept until then.
+    """
     modules = sharded_modules(model)
     _keep_gathered(model, plan)
     for module in modules:
@@ -216,19 +239,27 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 
 def reduces(model: nn.Module) -> bool:
-    """Whether the gradients that a backward leaves now are summed over all data ranks."""
-    return all(group.reduce_grads and group.all_reduce_grads for module in sharded_modules(model) for group in groups_of_parameters(module))
+    """Tell whether the gradients that a backward leaves now are summed over all data ranks."""
+    return all(
+        group.reduce_grads and group.all_reduce_grads
+        for module in sharded_modules(model)
+        for group in groups_of_parameters(module)
+    )
 
 
 def recover(model: nn.Module) -> None:
-    """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients are lost."""
+    """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients
+    are lost.
+    """
     for module in sharded_modules(model)[:1]:
         if torch_private.has_begun(module) and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
     for module in sharded_modules(model):
         for group in groups_of_parameters(module):
             torch_private.drop_partial_sums(group)
-            for parameter in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
+            for (
+                parameter
+            ) in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
                 parameter.unsharded_accumulated_grad = None
                 if (whole := torch_private.gathered(parameter)) is not None:
                     whole.grad = None
@@ -267,7 +298,9 @@ def _prefetch(model: nn.Module) -> None:
 
 
 def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
-    """In which order forward and backward come to units, which stand in the order of modules: to a unit inside another after that one."""
+    """In which order forward and backward come to units, which stand in the order of modules: to a unit inside
+    another after that one.
+    """
     together: list[list[str]] = []
     for name in units:
         if together and is_within(name, together[-1][0]):
@@ -278,7 +311,7 @@ def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
 
 
 def device_of(plan: Plan) -> torch.device:
-    """Where parameters rest under this plan."""
+    """Tell where parameters rest under this plan."""
     if plan.data.cpu_offload or plan.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

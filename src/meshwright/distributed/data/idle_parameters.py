@@ -1,8 +1,9 @@
 """Reduce gradients of parameters that some ranks' rows leave unused, under fully_shard.
 
-torch packs those gradients of a unit that exist, in order: ranks that used other parameters would add up gradients of different ones. So
-what is missing is filled up with zeros before it travels; and behind the backward the ranks say which parameters anybody used: one that
-nobody did keeps no gradient, as in one process, where an optimizer passes it over.
+torch packs those gradients of a unit that exist, in order: ranks that used other parameters would add up gradients of
+different ones. So what is missing is filled up with zeros before it travels; and behind the backward the ranks say
+which parameters anybody used: one that nobody did keeps no gradient, as in one process, where an optimizer passes it
+over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
 
 
 class _Usage:
-    """Which parameters had a gradient since they had none, on this rank; said to the others behind each backward that reduces."""
+    """Which parameters had a gradient since they had none, on this rank.
+
+    Said to the others behind each backward that reduces.
+    """
 
     def __init__(self, parameters: Sequence[Any], groups: list[dist.ProcessGroup]):
         self.parameters, self.groups = parameters, groups
@@ -58,7 +62,9 @@ class _Usage:
 
     def _agree(self) -> None:
         self._is_waiting = False
-        words = torch.tensor([self.used[id(parameter)] for parameter in self.parameters], dtype=torch.int64, device=word_device())
+        words = torch.tensor(
+            [self.used[id(parameter)] for parameter in self.parameters], dtype=torch.int64, device=word_device()
+        )
         for group in self.groups:
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
         for parameter, used in zip(self.parameters, words.tolist(), strict=True):
@@ -74,7 +80,9 @@ def _filling(group: Any, parameters: list[Any], usage: _Usage):
         if group.reduce_grads:
             for parameter in parameters:
                 whole = gathered(parameter)
-                has_gradient = parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+                has_gradient = parameter.unsharded_accumulated_grad is not None or (
+                    whole is not None and whole.grad is not None
+                )
                 begins = parameter.sharded_param.grad is None and not has_partial_sums(group)
                 usage.note(parameter, begins, has_gradient)
                 if not has_gradient and whole is not None:

@@ -40,15 +40,18 @@ class Unreduced:
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
-    """Wrap a model whose weights exist. They are not broadcast: equal ones are the init law's business, and audited. Buffers are, before
-    each forward, where the user steps by himself: as torch does by default.
+    """Wrap a model whose weights exist.
+
+    They are not broadcast: equal ones are the init law's business, and audited. Buffers are, before each forward,
+    where the user steps by himself: as torch does by default.
     """
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
     if plan.data.idle:  # torch looks for what a forward left unused from the tensors in its output
         options["find_unused_parameters"] = True
         model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
     with warnings.catch_warnings():
-        # torch 2.13 announces a successor of broadcast_buffers, and says to keep using it where buffers must not be synced
+        # torch 2.13 announces a successor of broadcast_buffers, and says to keep using it where buffers must not be
+        # synced
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
@@ -71,7 +74,8 @@ def _show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
 def _refuse_hidden_tensors(model: nn.Module, args: Any, output: Any) -> None:
     if not _tensors_are_seen(output):
         raise UnsupportedError(
-            f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its parameters may be"
+            f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its"
+            f" parameters may be"
             f" left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use parallelize."
         )
 
@@ -81,13 +85,17 @@ def _tensors_are_seen(output: Any) -> bool:
 
 
 def refuse_other_trained(module: nn.Module) -> None:
-    """Raise ConfigError where other parameters are trained than when DDP was told of them: it reduces those, and no others."""
+    """Raise ConfigError where other parameters are trained than when DDP was told of them: it reduces those, and no
+    others.
+    """
     told = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
     if told is not None and told.names != (now := _trained(module)):
         name = min(told.names ^ now)
         raise ConfigError(
-            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of at the start. Lay"
-            f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard, which follows."
+            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told"
+            f" of at the start. Lay"
+            f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard,"
+            f" which follows."
         )
 
 
@@ -106,10 +114,15 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: bool) -> Iterator[None]:
     """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
 
-    DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced already once, not
-    from every replica, so all but the first give it up here. (The mean of equal values is that value: averaging needs nothing.)
+    DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced
+    already once, not from every replica, so all but the first give it up here. (The mean of equal values is that
+    value: averaging needs nothing.)
     """
-    if data.reduction == "sum" and recall(wrapped, Unreduced) != Unreduced(True) and dist.get_rank(wrapped.process_group) > 0:
+    if (
+        data.reduction == "sum"
+        and recall(wrapped, Unreduced) != Unreduced(True)
+        and dist.get_rank(wrapped.process_group) > 0
+    ):
         reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
         if reduced:
             foreach_zero_(reduced)

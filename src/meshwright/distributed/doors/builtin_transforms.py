@@ -76,12 +76,16 @@ class _Planned(BaseDistributedTransform):
             model = model.to(device)
         device_mesh = self.device_mesh()
         plan = self.plan(facts, device_mesh)
-        options = {"door": type(self).__name__, "seed": self.context.get("seed", 0), "takes_any_weights": self.broadcasts}
+        options = {
+            "door": type(self).__name__,
+            "seed": self.context.get("seed", 0),
+            "takes_any_weights": self.broadcasts,
+        }
         model = lay_out_module(model, facts, plan, device_mesh, self.rows, **options)
         return equip(self.finish(model, facts, plan, device_mesh), plan)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
-        """What is left to do when the plan has been applied."""
+        """Return what is left to do when the plan has been applied."""
         return model
 
     def device_mesh(self) -> DeviceMesh | None:
@@ -94,7 +98,7 @@ class _Planned(BaseDistributedTransform):
 
 
 def mesh_of_world(layout: Layout) -> DeviceMesh:
-    """The mesh of a layout over all processes.
+    """Return the mesh of a layout over all processes.
 
     Raises:
         ConfigError: the layout does not fit the world, or the world has several processes and no process group yet.
@@ -104,7 +108,8 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
         return build_mesh(layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None), device_type)
     if (world := get_world_info()[2]) > 1:
         raise ConfigError(
-            f"there are {world} processes and no process group: call init_distributed before the transforms, or give them device_mesh="
+            f"there are {world} processes and no process group: call init_distributed before the transforms, or give"
+            f" them device_mesh="
         )
     layout.resolve(world)
     return single_process_mesh(device_type)
@@ -114,8 +119,8 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
 class DDPTransform(_Planned):
     """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first.
 
-    Beside tensor or pipeline parallelism, where torch's DDP knows neither parts of parameters nor several backwards at a time, the same
-    is done by fully_shard over a shard axis of one rank.
+    Beside tensor or pipeline parallelism, where torch's DDP knows neither parts of parameters nor several backwards
+    at a time, the same is done by fully_shard over a shard axis of one rank.
     """
 
     rows = ("weights", "ddp", "fully_shard")
@@ -129,25 +134,37 @@ class DDPTransform(_Planned):
         return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
 
     def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
-        where = " and ".join(f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1)
+        where = " and ".join(
+            f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1
+        )
         changed = [name for name, value in vars(self.config).items() if value != getattr(DDPTransformConfig(), name)]
         if changed:
-            raise ConfigError(f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out.")
+            raise ConfigError(
+                f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out."
+            )
         if (shards := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
             raise ConfigError(
-                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard, or put those ranks"
+                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use"
+                f" fully_shard, or put those ranks"
                 f" into dp_replicate"
             )
         return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques())
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
-        return given if given is not None else mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
+        return (
+            given
+            if given is not None
+            else mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
+        )
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         groups = data_groups(device_mesh)
         if not groups:
-            log.info("ddp: the mesh %s has no data axis larger than 1, so there is nothing to replicate", axis_sizes(device_mesh))
+            log.info(
+                "ddp: the mesh %s has no data axis larger than 1, so there is nothing to replicate",
+                axis_sizes(device_mesh),
+            )
         if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
             for tensor in (*model.parameters(), *model.buffers()):
                 for group in groups:
@@ -197,11 +214,15 @@ class FullyShardTransform(_Planned):
             given = mesh_of_world(layout)
         replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
-            if self.collective is not None and can_merge_data(given):  # it has ranks; a mesh that is given says who replicates
+            if self.collective is not None and can_merge_data(
+                given
+            ):  # it has ranks; a mesh that is given says who replicates
                 return with_data_on(given, Axis.DP_SHARD)
             raise ConfigError(
-                f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over dp_replicate ="
-                f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set use_hybrid_sharding = true."
+                f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over"
+                f" dp_replicate ="
+                f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set"
+                f" use_hybrid_sharding = true."
             )
         return given
 
@@ -220,7 +241,8 @@ class Float8Transform(_Planned):
         c: Float8TransformConfig = self.config
         if c.enable_fsdp_float8_all_gather and c.recipe != "tensorwise":
             raise UnsupportedError(
-                f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe = {c.recipe} has one for"
+                f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe ="
+                f" {c.recipe} has one for"
                 " each row. Use false, or recipe = tensorwise."
             )
         requested = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
@@ -236,7 +258,10 @@ class TensorParallelTransform(_Planned):
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: TensorParallelTransformConfig = self.config
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
-            log.info("tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+            log.info(
+                "tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut",
+                axis_sizes(device_mesh),
+            )
         rows = tuple(TensorStyleRequest(pattern, style) for pattern, style in c.plan.items())
         requested = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
         return tensor_plan(facts, device_mesh, requested)
@@ -254,7 +279,10 @@ class ExpertParallelTransform(_Planned):
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
-            log.info("expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+            log.info(
+                "expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out",
+                axis_sizes(device_mesh),
+            )
         return self.wanted(facts, device_mesh, Techniques())
 
     def device_mesh(self) -> DeviceMesh | None:
@@ -276,7 +304,8 @@ class ActivationCheckpointTransform(_Planned):
         c: ActivationCheckpointTransformConfig = self.config
         if c.use_reentrant:
             raise UnsupportedError(
-                "activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules. Use false."
+                "activation_checkpoint.use_reentrant = true: torch's re-entrant form breaks hooks of sharded modules."
+                " Use false."
             )
         if c.ops_to_save:
             raise_all(list(check_kept(c.ops_to_save, "activation_checkpoint.ops_to_save")))
@@ -288,12 +317,21 @@ class ActivationCheckpointTransform(_Planned):
         classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))
         if unknown := sorted(alone - {kind.__name__ for _, module in self._modules for kind in type(module).__mro__}):
             near = nearest(unknown[0], {type(module).__name__ for _, module in self._modules})
-            raise ConfigError(f"activation_checkpoint.layer_classes: no module of {facts.kind} is of the class '{unknown[0]}'.{near}")
-        chosen = tuple(n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__})
+            raise ConfigError(
+                f"activation_checkpoint.layer_classes: no module of {facts.kind} is of the class '{unknown[0]}'.{near}"
+            )
+        chosen = tuple(
+            n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__}
+        )
         if not chosen:
-            raise ConfigError(f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of them")
+            raise ConfigError(
+                f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of"
+                f" them"
+            )
         made = self.wanted(facts, device_mesh, Techniques())
-        return replace(made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save))
+        return replace(
+            made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save)
+        )
 
 
 @register_model_transform("compile", CompileTransformConfig)
@@ -306,6 +344,8 @@ class CompileTransform(_Planned):
         c: CompileTransformConfig = self.config
         requested = Techniques(compile=True)
         if c.activation_memory_budget is not None:
-            requested = replace(requested, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget)
+            requested = replace(
+                requested, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget
+            )
         plan = self.wanted(facts, device_mesh, requested)
         return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))

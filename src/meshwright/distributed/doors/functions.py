@@ -14,7 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
-from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, get_pp_size, has_dp_mesh, known_mesh, plan_sizes, sizes_of_stage
+from meshwright.distributed.mesh import (
+    axis_sizes,
+    get_expert_mesh,
+    get_pp_size,
+    has_dp_mesh,
+    known_mesh,
+    plan_sizes,
+    sizes_of_stage,
+)
 from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.modes import ActivationCheckpointing, checkpointing_mode
@@ -48,44 +56,59 @@ def apply_fsdp2(
 ) -> nn.Module:
     """Shard ``model`` in place with FSDP2: each repeated block a unit, then the root. Returns it.
 
-    Gradients are averaged over all data ranks, as torch does. With both data axes larger than 1 it is hybrid: sharded over
-    dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is logged, but a
-    policy given explicitly still acts, over a mesh of size 1.
+    Gradients are averaged over all data ranks, as torch does. With both data axes larger than 1 it is hybrid: sharded
+    over dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is
+    logged, but a policy given explicitly still acts, over a mesh of size 1.
 
     Args:
         mp_policy: dtypes; None means ``default_mp_policy()``.
-        reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many ranks.
+        reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many
+            ranks.
 
     Raises:
-        ConfigError: the model is sharded already, a later technique came first, the number does not divide dp_shard, or the mesh has an
-            axis that is none of ours.
-        IntegrityError: data ranks bring different weights. Build the model on meta, or under the same seed on every rank.
-        UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is one stage's module.)
+        ConfigError: the model is sharded already, a later technique came first, the number does not divide dp_shard,
+            or the mesh has an axis that is none of ours.
+        IntegrityError: data ranks bring different weights. Build the model on meta, or under the same seed on every
+            rank.
+        UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is
+            one stage's module.)
     """
     device_mesh = known_mesh(device_mesh)
     if not has_dp_mesh(device_mesh) and mp_policy is None:
-        log.info("apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard", axis_sizes(device_mesh))
+        log.info(
+            "apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard",
+            axis_sizes(device_mesh),
+        )
         return model
     facts = model_facts(model)
-    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward))
+    plan = averaging_plan(
+        facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward)
+    )
     return lay_out_module(model, facts, plan, device_mesh, ("fully_shard",), door="apply_fsdp2")
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), sequences between blocks too (arXiv 2205.05198). Returns it.
+    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), sequences between blocks too (arXiv
+    2205.05198). Returns it.
 
-    How it can be cut is measured and then rehearsed on a small copy of it (``introspection.structure``), so it may be any transformer.
-    Weights, biases, embedding and head become DTensors on the tensor axis; norms and activations between blocks work on each rank's
-    part of the sequence. The model still takes whole batches, equal on all ranks of the axis, and returns whole logits. Gradients are right
-    when backward ends: what several ranks hold a summand of is summed there. Apply it before ``apply_ac`` and ``apply_fsdp2``.
+    How it can be cut is measured and then rehearsed on a small copy of it (``introspection.structure``), so it may be
+    any transformer. Weights, biases, embedding and head become DTensors on the tensor axis; norms and activations
+    between blocks work on each rank's part of the sequence. The model still takes whole batches, equal on all ranks
+    of the axis, and returns whole logits. Gradients are right
+    when backward ends: what several ranks hold a summand of is summed there. Apply it before ``apply_ac`` and
+        ``apply_fsdp2``.
 
     Raises:
-        ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on the model.
+        ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on
+            the model.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
     device_mesh = known_mesh(device_mesh)
     if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
-        log.info("apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut", axis_sizes(device_mesh))
+        log.info(
+            "apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut",
+            axis_sizes(device_mesh),
+        )
         return model
     facts = model_facts(model)
     plan = tensor_plan(facts, device_mesh, Techniques())
@@ -107,20 +130,30 @@ def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Te
         order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
-    sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}  # experts are left to those who share them out
+    sizes = (
+        sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
+    )  # experts are left to those who share them out
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
 
 def averaging_plan(
-    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, requested: Techniques, *, cuts: bool = False
+    facts: ModelFacts,
+    device_mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    requested: Techniques,
+    *,
+    cuts: bool = False,
 ) -> Plan:
     """Make a plan that shards over the data axes of a mesh, with torch's averaging and torch's policy.
 
     Args:
-        cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no matter of the plan's.
+        cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no
+            matter of the plan's.
     """
     _warn_of_routers(facts)
-    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype))
+    requested = replace(
+        requested, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype)
+    )
     sizes = sizes_of_stage(device_mesh)
     if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)
@@ -132,11 +165,17 @@ def averaging_plan(
 def _warn_of_routers(facts: ModelFacts) -> None:
     """What a ParallelModel does for routers in a step is left to a loop of the user's own."""
     configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
-    wanted = [key for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss") if any(getattr(config, key) for config in configs)]
+    wanted = [
+        key
+        for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss")
+        if any(getattr(config, key) for config in configs)
+    ]
     if wanted:
         log.warning(
-            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their losses wait in"
-            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone. parallelize() does it all.",
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases,"
+            " their losses wait in"
+            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone."
+            " parallelize() does it all.",
             ", ".join(wanted),
         )
 
@@ -144,7 +183,8 @@ def _warn_of_routers(facts: ModelFacts) -> None:
 def _warn_of_scaling(plan: Plan) -> None:
     if plan.precision.compute == "float16":
         log.warning(
-            "float16: these functions lay a model out and take no steps. Scale the loss in your loop (torch.amp.GradScaler), or small"
+            "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
+            " (torch.amp.GradScaler), or small"
             " gradients vanish; parallelize() does it."
         )
 
@@ -161,24 +201,29 @@ def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
 
 
 def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Share the experts of ``model`` out over the expert axis, in place: each rank has its part of every layer's, and tokens travel to
-    theirs and back (arXiv 2006.16668). Returns it.
+    """Share the experts of ``model`` out over the expert axis, in place: each rank has its part of every layer's, and
+    tokens travel to theirs and back (arXiv 2006.16668). Returns it.
 
-    Experts are found by what they are, stacked in tensors with one row for each, in any model; that they compute alone is tried on a
-    small copy first. Ranks of the axis have other rows (or, beside ``tp``, other parts of the sequence). Behind ``apply_fsdp2`` their
-    gradients are averaged as those of dense parameters are. Apply it behind ``apply_tensor_parallel`` and before ``apply_ac`` and
-    ``apply_fsdp2``.
+    Experts are found by what they are, stacked in tensors with one row for each, in any model; that they compute
+    alone is tried on a small copy first. Ranks of the axis have other rows (or, beside ``tp``, other parts of the
+    sequence). Behind ``apply_fsdp2`` their gradients are averaged as those of dense parameters are. Apply it behind
+    ``apply_tensor_parallel`` and before ``apply_ac`` and ``apply_fsdp2``.
 
     Args:
-        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, there is nothing to do, which is logged.
+        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, there is nothing to do, which is
+            logged.
 
     Raises:
-        ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later technique came first.
+        ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later
+            technique came first.
         UnsupportedError: the experts do not compute alone.
     """
     device_mesh = known_mesh(device_mesh)
     if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
-        log.info("apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out", axis_sizes(device_mesh))
+        log.info(
+            "apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out",
+            axis_sizes(device_mesh),
+        )
         return model
     facts = model_facts(model)
     order.refuse_misorder("expert_parallel", order.applied(model), facts.kind)
@@ -187,15 +232,15 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
-    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only), ``every_n`` (each
-    second block), ``selective_op`` (every block, but for results of some operators), ``offload`` (none: they wait in host memory). Returns
-    the model.
+    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only),
+    ``every_n`` (each second block), ``selective_op`` (every block, but for results of some operators), ``offload``
+    (none: they wait in host memory). Returns the model.
 
     Each mode has the defaults of its keys. Parameter names stay as they are.
 
     Raises:
-        ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name (``modules``,
-            ``memory_budget``), or sharding came first.
+        ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name
+            (``modules``, ``memory_budget``), or sharding came first.
     """
     requested = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)
@@ -204,17 +249,22 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
 
 
 def apply_float8(
-    model: nn.Module, enable_fsdp_float8_all_gather: bool = True, *, recipe: str = "tensorwise", filter: tuple[str, ...] = ()
+    model: nn.Module,
+    enable_fsdp_float8_all_gather: bool = True,
+    *,
+    recipe: str = "tensorwise",
+    filter: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Let the linear layers inside the blocks of ``model`` multiply in float8 (arXiv 2209.05433), in place, by torchao. Returns it.
+    """Let the linear layers inside the blocks of ``model`` multiply in float8 (arXiv 2209.05433), in place, by
+    torchao. Returns it.
 
-    Parameters stay the very same, in their own dtype, and so do names and hooks. The head, embeddings, norms, routers and stacks of experts
-    stay in high precision, and so does a layer whose dims do not divide by 16, which is logged. Without a GPU it is emulated. Apply it
-    before all other techniques.
+    Parameters stay the very same, in their own dtype, and so do names and hooks. The head, embeddings, norms, routers
+    and stacks of experts stay in high precision, and so does a layer whose dims do not divide by 16, which is logged.
+    Without a GPU it is emulated. Apply it before all other techniques.
 
     Args:
-        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, bit by bit what rounding a gathered weight gives;
-            a recipe with scales for each row cannot, which is logged.
+        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, bit by bit what rounding a
+            gathered weight gives; a recipe with scales for each row cannot, which is logged.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         filter: regular expressions on paths of linear layers that are not converted.
 
@@ -225,7 +275,10 @@ def apply_float8(
     """
     gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
     if enable_fsdp_float8_all_gather and not gathers:
-        log.warning("apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight", recipe)
+        log.warning(
+            "apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight",
+            recipe,
+        )
     facts = model_facts(model)
     requested = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
     return lay_out_module(model, facts, float8_plan(facts, requested, gathers), None, ("float8",), door="apply_float8")
@@ -256,7 +309,9 @@ def build_parallel_model(
     fp8: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """Build a model on meta, lay it onto the mesh in the one order, and give it weights; gradients are averaged over data ranks.
+    """Build a model on meta, lay it onto the mesh in the one order, and give it weights.
+
+    Gradients are averaged over data ranks.
 
     Args:
         model_config: a model config (KempnerForge's ModelConfig too), or a function that returns a module.
@@ -268,7 +323,8 @@ def build_parallel_model(
         seed: of the initial weights, which are equal on every layout.
 
     Returns:
-        The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the same).
+        The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the
+        same).
 
     Raises:
         ConfigError, UnsupportedError: refused before anything is built.
@@ -276,7 +332,8 @@ def build_parallel_model(
     """
     if get_pp_size(device_mesh) > 1:
         raise UnsupportedError(
-            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module: use parallelize,"
+            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one"
+            f" module: use parallelize,"
             f" which runs the whole pipeline, or build_stage_module for a loop of your own"
         )
     kind = torch.device(device).type
@@ -285,7 +342,8 @@ def build_parallel_model(
         raise ConfigError(f"device = {device} but the mesh is on {device_mesh.device_type}: give both the same kind")
     if device_mesh is None and not agree.alone():
         raise ConfigError(
-            "device_mesh = None means one process, but the process group has more: give the mesh that init_distributed returned"
+            "device_mesh = None means one process, but the process group has more: give the mesh that"
+            " init_distributed returned"
         )
     device_mesh = device_mesh if device_mesh is not None else single_process_mesh(kind)
     module = as_module(decoder_config(model_config))

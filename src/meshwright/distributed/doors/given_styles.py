@@ -26,12 +26,16 @@ from .styles import Style, translate_to_torch_parallel_style
 
 
 def requested_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleRequest, ...]:
-    """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours. Raises ConfigError for an empty one.
+    """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours.
+
+    Raises ConfigError for an empty one.
 
     A layer with adapters is named by its own path, as models of transformers name it, or by that of the layer inside.
     """
     if plan is not None and not plan:
-        raise ConfigError("tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1")
+        raise ConfigError(
+            "tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1"
+        )
     paths = {clean(name) for name, _ in model.named_modules()}
     rows = []
     for pattern, style in (plan or {}).items():
@@ -50,7 +54,7 @@ HOST = ".base_layer"
 
 
 def word_of(style: str | ParallelStyle, where: str) -> str:
-    """The word for a style, torch's own ones too.
+    """Return the word for a style, torch's own ones too.
 
     Raises:
         ConfigError: a word that is none.
@@ -71,20 +75,26 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
         return "sequence_parallel"
     if isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
         raise UnsupportedError(
-            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as the layers need it, cut"
+            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as"
+            f" the layers need it, cut"
             f" along the sequence between blocks. Leave the pattern out"
         )
     raise UnsupportedError(
-        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or leave the pattern out and"
+        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or"
+        f" leave the pattern out and"
         f" apply this style yourself with torch's parallelize_module"
     )
 
 
 def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
-    """Refuse layouts of torch's style that no word stands for; of the others it is ours whether activations are whole or cut by tokens."""
+    """Refuse layouts of torch's style that no word stands for.
+
+    Of the others it is ours whether activations are whole or cut by tokens.
+    """
     for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
         if (said := getattr(style, name)[0]) not in legal:
             raise UnsupportedError(
-                f"{where}: a {type(style).__name__} with {name} = {said}. Legal here: {' or '.join(map(str, legal))}; or leave the pattern"
+                f"{where}: a {type(style).__name__} with {name} = {said}. Legal here: {' or '.join(map(str, legal))};"
+                f" or leave the pattern"
                 f" out and apply this style yourself with torch's parallelize_module"
             )

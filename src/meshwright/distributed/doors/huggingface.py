@@ -1,7 +1,7 @@
 """Lay any transformer onto a mesh in one call: tensor parallelism, then FSDP2 or HSDP.
 
-The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks, since users of these
-functions bring mean losses; no second call completes them.
+The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks,
+since users of these functions bring mean losses; no second call completes them.
 """
 
 from __future__ import annotations
@@ -55,23 +55,29 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
-    """Cut ``model`` in place over the mesh's ``tp`` axis, then shard it with FSDP2 (HSDP) over its data axes. Returns it.
+    """Cut ``model`` in place over the mesh's ``tp`` axis, then shard it with FSDP2 (HSDP) over its data axes.
 
-    Tensor parallelism is with sequence parallelism, embedding and head are cut over the vocabulary; the model takes whole batches, equal
-    on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms too, is right when backward ends, averaged
-    over data ranks. Each repeated block is a unit; the last one keeps its parameters after forward. A model on meta stays there.
+    Returns it.
+
+    Tensor parallelism is with sequence parallelism, embedding and head are cut over the vocabulary; the model takes
+    whole batches, equal on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms
+    too, is right when backward ends, averaged over data ranks. Each repeated block is a unit; the last one keeps its
+    parameters after forward. A model on meta stays there.
 
     Args:
         device_mesh: our axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
-        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a data axis of size 1
-            too, beside a tensor axis; on a mesh without either, and on one that has no data axis, the model's own dtype is kept unless a
-            policy is given.
-        tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what it does not name
-            stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that differs is logged.
+        mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a
+            data axis of size 1 too, beside a tensor axis; on a mesh without either, and on one that has no data axis,
+            the model's own dtype is kept unless a policy is given.
+        tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what
+            it does not name
+            stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that
+                differs is logged.
         offload_policy: torch's CPUOffloadPolicy, or None.
 
     Raises:
-        ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and legal values.
+        ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and
+            legal values.
         IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
         UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
     """
@@ -79,10 +85,15 @@ def fsdp2_strategy_parallelize(
     sizes = sizes_of_stage(device_mesh)
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
-    has_data_axis = any(axis.value in sizes for axis in SAMPLES)  # of size 1 too: a call computes in one dtype, however many ranks
+    has_data_axis = any(
+        axis.value in sizes for axis in SAMPLES
+    )  # of size 1 too: a call computes in one dtype, however many ranks
     shards = has_dp_mesh(device_mesh) or mp_policy is not None or requested.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
-        log.info("fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do", sizes)
+        log.info(
+            "fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do",
+            sizes,
+        )
     if not cuts and not shards:
         log.info("fsdp2_strategy_parallelize: the mesh %s has no axis larger than 1, so there is nothing to do", sizes)
         return model
@@ -95,7 +106,9 @@ def fsdp2_strategy_parallelize(
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
     if plan.tensor is not None:
         log.info("fsdp2_strategy_parallelize: the plan is %s", plan.tensor.source)
-    return lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel", "fully_shard"), door="fsdp2_strategy_parallelize")
+    return lay_out_module(
+        model, facts, plan, device_mesh, ("tensor_parallel", "fully_shard"), door="fsdp2_strategy_parallelize"
+    )
 
 
 def _offloads(policy: OffloadPolicy | None) -> bool:
@@ -107,10 +120,11 @@ def _offloads(policy: OffloadPolicy | None) -> bool:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan that a model of transformers brings along: module pattern -> style, by the names of ``model``.
+    """Return the tensor-parallel plan that a model of transformers brings along: module pattern -> style, by the
+    names of ``model``.
 
-    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, a tied head or embedding
-    included; patterns that name nothing of this model are left out.
+    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, a
+    tied head or embedding included; patterns that name nothing of this model are left out.
 
     Raises:
         ConfigError (a ValueError): it brings none.
@@ -118,20 +132,25 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     plan = own_tensor_plan(model)
     if not plan:
         raise ConfigError(
-            f"{type(model).__name__} brings no tensor-parallel plan along (neither _tp_plan nor config.base_model_tp_plan). None is needed:"
+            f"{type(model).__name__} brings no tensor-parallel plan along (neither _tp_plan nor"
+            f" config.base_model_tp_plan). None is needed:"
             f" leave tp_shard_plan = None, and how it can be cut is measured"
         )
     return {pattern: translate_to_torch_parallel_style(style) for pattern, style in plan.items()}
 
 
 def to_cpu(v: Any) -> Any:
-    """A tensor on the CPU: of a DTensor the whole (all ranks of its mesh call this); values of other kinds as they are.
+    """Return a tensor on the CPU: of a DTensor the whole (all ranks of its mesh call this).
+
+    Values of other kinds as they are.
 
     Raises:
         ConfigError (a ValueError): a DTensor that is neither on the CPU nor on CUDA.
     """
     if isinstance(v, DTensor):
         if v.device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"to_cpu: the DTensor is on {v.device.type}; legal are cpu and cuda. Materialise it first")
+            raise ConfigError(
+                f"to_cpu: the DTensor is on {v.device.type}; legal are cpu and cuda. Materialise it first"
+            )
         return whole_everywhere(v).cpu()
     return v.cpu() if isinstance(v, Tensor) else v

@@ -22,9 +22,10 @@ log = logging.getLogger("meshwright")
 
 
 class PipelineStageModule(nn.Module):
-    """The layers of one stage; embedding on the first, final norm and head on the last. Names, and so initial weights and checkpoints, are
-    those of the whole model (``layers.4...``). Built under ``torch.device("meta")`` it has no weights until ``to_empty`` and
-    ``init_weights_and_freqs``.
+    """The layers of one stage; embedding on the first, final norm and head on the last.
+
+    Names, and so initial weights and checkpoints, are those of the whole model (``layers.4...``). Built under
+    ``torch.device("meta")`` it has no weights until ``to_empty`` and ``init_weights_and_freqs``.
 
     Args:
         config: of the whole decoder; KempnerForge's ModelConfig too, where it says nothing that our decoder has not.
@@ -36,32 +37,49 @@ class PipelineStageModule(nn.Module):
         pipeline_group: the ranks with the other stages, once ``build_pipeline_stage`` was given this one.
 
     Raises:
-        ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize`` keeps equal.
+        ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize``
+            keeps equal.
         UnsupportedError: a field of a foreign config asks for what our decoder has not.
     """
 
-    def __init__(self, config: DecoderConfig | Any, stage_id: int, num_stages: int, layer_range: tuple[int, int], *, seed: int = 0):
+    def __init__(
+        self,
+        config: DecoderConfig | Any,
+        stage_id: int,
+        num_stages: int,
+        layer_range: tuple[int, int],
+        *,
+        seed: int = 0,
+    ):
         super().__init__()
         config = decoder_config(config)
         self.pipeline_group: dist.ProcessGroup | None = None
         start, end = layer_range
         if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
             raise ConfigError(
-                f"stage {stage_id} of {num_stages} with the layers {start} to {end - 1} is not in a model of {config.n_layers} layers:"
+                f"stage {stage_id} of {num_stages} with the layers {start} to {end - 1} is not in a model of"
+                f" {config.n_layers} layers:"
                 f" stages are numbered from 0, and each has one layer or more"
             )
         self.config, self.stage_id, self.num_stages, self.layer_range = config, stage_id, num_stages, (start, end)
         self.is_first, self.is_last = stage_id == 0, stage_id == num_stages - 1
         if config.tied_embeddings and num_stages > 1 and (self.is_first or self.is_last):
             raise ConfigError(
-                "model.tied_embeddings: stages of their own hold two tables that nobody keeps equal. Use parallelize with layout.pp,"
+                "model.tied_embeddings: stages of their own hold two tables that nobody keeps equal. Use parallelize"
+                " with layout.pp,"
                 " which sums both gradients, or set tied_embeddings = false."
             )
         self.embedding = nn.Embedding(config.vocab_size, config.dim) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(start, end)})
         self.norm = RMSNorm(config.dim, config.norm_eps) if self.is_last else None
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if self.is_last else None
-        if self.is_first and self.is_last and config.tied_embeddings and self.head is not None and self.embedding is not None:
+        if (
+            self.is_first
+            and self.is_last
+            and config.tied_embeddings
+            and self.head is not None
+            and self.embedding is not None
+        ):
             self.head.weight = self.embedding.weight
         if not next(self.parameters()).is_meta:
             self.init_weights_and_freqs(seed)
@@ -69,7 +87,8 @@ class PipelineStageModule(nn.Module):
         log.info("stage %d of %d: layers %d to %d%s", stage_id, num_stages, start, end - 1, ends)
 
     def init_weights_and_freqs(self, seed: int = 0) -> None:
-        """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives the same names.
+        """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives
+        the same names.
 
         (Rotary frequencies are computed in each forward, so there are none to initialise.)
         """
@@ -77,7 +96,7 @@ class PipelineStageModule(nn.Module):
             write_by_law(self, seed)
 
     def weight_law(self, name: str) -> tuple[str, float]:
-        """How a parameter starts: as in the whole model."""
+        """Tell how a parameter starts: as in the whole model."""
         return weight_law_of(self.config, name)
 
     @property
@@ -113,12 +132,17 @@ class PipelineStageModule(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def build_stage_module(config: DecoderConfig | Any, pp_rank: int, pp_size: int, *, seed: int = 0) -> PipelineStageModule:
-    """The stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial weights.
+def build_stage_module(
+    config: DecoderConfig | Any, pp_rank: int, pp_size: int, *, seed: int = 0
+) -> PipelineStageModule:
+    """Return the stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial
+    weights.
 
     Raises:
         ValueError: fewer layers than stages. ConfigError: no such rank.
     """
     config = decoder_config(config)
     layers = compute_layer_assignment(config.n_layers, pp_size)
-    return PipelineStageModule(config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed)
+    return PipelineStageModule(
+        config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed
+    )

@@ -14,8 +14,10 @@ from .stage_module import PipelineStageModule
 
 
 def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
-    """Describe the decoder that a stage module belongs to; None for other models. A later stage takes hidden states, and cannot be measured
-    by itself."""
+    """Describe the decoder that a stage module belongs to; None for other models.
+
+    A later stage takes hidden states, and cannot be measured by itself.
+    """
     stage = facts.module
     if not isinstance(stage, PipelineStageModule) or stage.num_stages == 1:
         return None
@@ -26,7 +28,9 @@ def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
 
 
 def plan_of_stage_module(plan: Plan, facts: ModelFacts) -> Plan:
-    """Reduce the whole decoder's plan to one stage module, which takes and gives whole sequences: torch's stages send them so."""
+    """Reduce the whole decoder's plan to one stage module, which takes and gives whole sequences: torch's stages send
+    them so.
+    """
     stage, tensor = facts.module, plan.tensor
     assert isinstance(stage, PipelineStageModule)
     if tensor is None:

@@ -1,7 +1,8 @@
 """Define the styles of tensor-parallel plans as ParallelStyle objects, each for one module.
 
-One by one and without sequence parallelism: what goes in and what comes out of a module is whole or one rank's features, by its style. A
-whole model is better cut by regions (``apply_tensor_parallel``), which know what belongs together.
+One by one and without sequence parallelism: what goes in and what comes out of a module is whole or one rank's
+features, by its style. A whole model is better cut by regions (``apply_tensor_parallel``), which know what belongs
+together.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ class Style(ParallelStyle):
         return module
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
-        """Wrap the module; returns where its cut parameters lie (the others stay whole; None: leave all as they are)."""
+        """Wrap the module; return where its cut parameters lie (others stay whole; None: leave all as they are)."""
         raise NotImplementedError
 
     def placements(self, module: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, Placement]:
         """Of the parameters that have one of these names, along these dims."""
-        return {name: placement_of_cut(dim, self._cut(module, name, dim, ranks), ranks) for name, dim in dims.items() if _has(module, name)}
+        return {
+            name: placement_of_cut(dim, self._cut(module, name, dim, ranks), ranks)
+            for name, dim in dims.items()
+            if _has(module, name)
+        }
 
     def _cut(self, module: nn.Module, name: str, dim: int, ranks: int) -> tuple[FusedPart, ...]:
         size = module.get_parameter(name).shape[dim]
@@ -68,11 +73,16 @@ class Style(ParallelStyle):
         if self.parts == 1:
             return (FusedPart(size, size),)
         if size % (self.parts * ranks):
-            raise ConfigError(f"{what}, which are no {self.parts} equal parts that {ranks} ranks can share. Legal here: replicate.")
+            raise ConfigError(
+                f"{what}, which are no {self.parts} equal parts that {ranks} ranks can share. Legal here: replicate."
+            )
         return (FusedPart(size // self.parts, size // self.parts),) * self.parts
 
     def refuse(self, module: nn.Module, needs: str) -> ConfigError:
-        return ConfigError(f"style '{self.word}' is for {needs}, and this is a {type(module).__name__}. Legal for any module: replicate.")
+        return ConfigError(
+            f"style '{self.word}' is for {needs}, and this is a {type(module).__name__}. Legal for any module:"
+            f" replicate."
+        )
 
 
 class LinearStyle(Style):
@@ -88,7 +98,8 @@ class LinearStyle(Style):
 class ColumnStyle(LinearStyle, ColwiseParallel):
     """Each rank has some output features: the input is whole, and its gradient is summed.
 
-    The output is cut; gathered for colwise_gather_output and colwise_rep. local_*: nothing travels, the gradient stays a summand.
+    The output is cut; gathered for colwise_gather_output and colwise_rep. local_*: nothing travels, the gradient
+    stays a summand.
     """
 
     def __init__(self, word: str):
@@ -108,14 +119,19 @@ class ColumnStyle(LinearStyle, ColwiseParallel):
         else:
             layers.SharedInput(runtime, [layers.ColumnLayer(module, transposed)])
         if gathers:
-            _change_output(module, lambda output: functions.whole_vocabulary(output, size, group), f"output gathered over tp {group.size}")
+            _change_output(
+                module,
+                lambda output: functions.whole_vocabulary(output, size, group),
+                f"output gathered over tp {group.size}",
+            )
         return placements
 
 
 class RowStyle(LinearStyle, RowwiseParallel):
     """Each rank has some input features: the output is summed, and the bias added once.
 
-    The input is cut already; rowwise_split_input and rowwise_rep take the whole one and cut it. local_*: the output stays a summand.
+    The input is cut already; rowwise_split_input and rowwise_rep take the whole one and cut it. local_*: the output
+    stays a summand.
     """
 
     def __init__(self, word: str):
@@ -131,7 +147,10 @@ class RowStyle(LinearStyle, RowwiseParallel):
         placements = self.placements(module, {"weight": dim}, group.size)
         if STYLES[self.word].silent:
             if _has(module, "bias"):
-                raise ConfigError(f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here: rowwise.")
+                raise ConfigError(
+                    f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here:"
+                    f" rowwise."
+                )
             layers.local_linear(layers.ColumnLayer(module, transposed, parts=ROW), runtime)
         else:
             layers.row_parallel(module, transposed, runtime)
@@ -149,7 +168,10 @@ class RowStyle(LinearStyle, RowwiseParallel):
 
 
 class EmbeddingStyle(Style):
-    """embedding_rowwise: each rank has some ids, and vectors are summed; embedding_colwise: some features of all, which are gathered."""
+    """embedding_rowwise: each rank has some ids, and vectors are summed.
+
+    Embedding_colwise: some features of all, which are gathered.
+    """
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement]:
         if not isinstance(module, nn.Embedding):
@@ -169,8 +191,9 @@ class EmbeddingStyle(Style):
 class WholeStyle(Style):
     """The module stays whole on every rank.
 
-    replicated_with_grad_allreduce and sequence_parallel: each rank uses it for its part (some heads, some tokens), and the gradients of
-    its own parameters are summed. local, local_params: parameters are left where they lie, and the forward sees this rank's parts of them.
+    replicated_with_grad_allreduce and sequence_parallel: each rank uses it for its part (some heads, some tokens),
+    and the gradients of its own parameters are summed. local, local_params: parameters are left where they lie, and
+    the forward sees this rank's parts of them.
     """
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
@@ -201,7 +224,8 @@ class SumStyle(Style):
 
 
 class MlaStyle(Style):
-    """mla_kv_a_proj: a whole layer whose last ``qk_rope_head_dim`` output features every rank uses for its own heads only.
+    """mla_kv_a_proj: a whole layer whose last ``qk_rope_head_dim`` output features every rank uses for its own heads
+    only.
 
     Their gradient is summed; the other features go through a column-parallel layer, which sums theirs.
     """
@@ -211,7 +235,8 @@ class MlaStyle(Style):
         features = getattr(module, "qk_rope_head_dim", None) or getattr(config, "qk_rope_head_dim", None)
         if not features:
             raise ConfigError(
-                f"style '{self.word}' needs qk_rope_head_dim, which neither this {type(module).__name__} nor a config of it has:"
+                f"style '{self.word}' needs qk_rope_head_dim, which neither this {type(module).__name__} nor a config"
+                f" of it has:"
                 f" set module.qk_rope_head_dim, or use replicate"
             )
 
@@ -245,7 +270,8 @@ class ExpertsStyle(Style):
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> None:
         raise UnsupportedError(
-            f"style '{self.word}': experts cannot be cut in this version. Leave it out of the plan: they stay whole on every rank."
+            f"style '{self.word}': experts cannot be cut in this version. Leave it out of the plan: they stay whole"
+            f" on every rank."
         )
 
 
@@ -261,9 +287,12 @@ _CLASSES: dict[str, type[Style]] = {
 
 
 def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelStyle:
-    """The ParallelStyle that a word of a plan stands for, usable with torch's ``parallelize_module``; one given is given back.
+    """Return the ParallelStyle that a word of a plan stands for, usable with torch's ``parallelize_module``.
 
-    Those of linear layers are also torch's ColwiseParallel and RowwiseParallel, and that of norms its SequenceParallel, with their layouts.
+    One given is given back.
+
+    Those of linear layers are also torch's ColwiseParallel and RowwiseParallel, and that of norms its
+    SequenceParallel, with their layouts.
 
     The words are those of transformers (plans of the model, of 5.x and of 4.x).
 
@@ -278,7 +307,10 @@ def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelSty
 
 
 def is_transposed(module: nn.Module) -> bool | None:
-    """Whether a linear layer's weight is stored (in, out), found by asking a copy of it; None of what is no linear layer."""
+    """Tell whether a linear layer's weight is stored (in, out), found by asking a copy of it.
+
+    None of what is no linear layer.
+    """
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear) or weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
         return False if isinstance(module, nn.Linear) else None

@@ -50,17 +50,22 @@ def build_pipeline_stage(
         param_dtype: of hidden states: the dtype that the stage computes in.
 
     Raises:
-        ConfigError: the mesh has no pp axis, or the stage computes in another dtype, or takes no sequences of that length.
+        ConfigError: the mesh has no pp axis, or the stage computes in another dtype, or takes no sequences of that
+            length.
     """
     if Axis.PP.value not in axis_sizes(device_mesh):
         raise ConfigError(f"a pipeline stage needs a mesh axis named pp; the mesh has {tuple(axis_sizes(device_mesh))}")
     if (computed := _computed_in(stage_module)) != param_dtype:
         raise ConfigError(
-            f"param_dtype = {param_dtype}, but the stage computes in {computed}, and ranks that expect messages of other sizes abort or"
-            f" hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a policy that computes in {param_dtype}"
+            f"param_dtype = {param_dtype}, but the stage computes in {computed}, and ranks that expect messages of"
+            f" other sizes abort or"
+            f" hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a policy that"
+            f" computes in {param_dtype}"
         )
     if seq_len > stage_module.config.max_seq_len:
-        raise ConfigError(f"seq_len = {seq_len} is longer than the model's max_seq_len = {stage_module.config.max_seq_len}")
+        raise ConfigError(
+            f"seq_len = {seq_len} is longer than the model's max_seq_len = {stage_module.config.max_seq_len}"
+        )
     stage_module.pipeline_group = device_mesh.get_group(Axis.PP.value)
     config, hidden = stage_module.config, (batch_size, seq_len, stage_module.config.dim)
     between = torch.empty(hidden, device="meta", dtype=param_dtype, requires_grad=True)
@@ -78,7 +83,7 @@ def build_pipeline_stage(
 
 
 def _computed_in(stage_module: PipelineStageModule) -> torch.dtype:
-    """The dtype of hidden states: that of the parameters, unless FSDP casts them."""
+    """Return the dtype of hidden states: that of the parameters, unless FSDP casts them."""
     own = next(stage_module.parameters()).dtype
     policy = mixed_precision_of(stage_module) if isinstance(stage_module, FSDPModule) else None
     return (policy.output_dtype or policy.param_dtype or own) if policy is not None else own
@@ -98,7 +103,8 @@ def build_pipeline_schedule(
         scale_grads: divide gradients by the number of microbatches, as torch does.
 
     Raises:
-        ConfigError: an unknown name, one stage where several are needed or the other way round, or too few microbatches.
+        ConfigError: an unknown name, one stage where several are needed or the other way round, or too few
+            microbatches.
     """
     kind = schedule_kind(schedule)
     made = get_schedule_class(NAMES[kind.name])
@@ -109,7 +115,10 @@ def build_pipeline_schedule(
         raise ConfigError(f"{kind.name} on {ranks} ranks takes {legal} microbatches or more, not {n_microbatches}")
     if issubclass(made, PipelineScheduleSingle):
         if len(stages) > 1:
-            raise ConfigError(f"{kind.name} has one stage on each rank, and {len(stages)} were given: use interleaved_1f1b for several")
+            raise ConfigError(
+                f"{kind.name} has one stage on each rank, and {len(stages)} were given: use interleaved_1f1b for"
+                f" several"
+            )
         return made(stages[0], n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
     if isinstance(stage, PipelineStage):
         raise ConfigError(

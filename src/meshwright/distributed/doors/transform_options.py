@@ -45,7 +45,9 @@ class MixedPrecisionConfig:
         def dtype(name: str | None) -> torch.dtype | None:
             return None if name is None else torch_dtype(name)
 
-        return MixedPrecisionPolicy(dtype(self.param_dtype), dtype(self.reduce_dtype), dtype(self.output_dtype), self.cast_forward_inputs)
+        return MixedPrecisionPolicy(
+            dtype(self.param_dtype), dtype(self.reduce_dtype), dtype(self.output_dtype), self.cast_forward_inputs
+        )
 
 
 @dataclass
@@ -60,9 +62,10 @@ class OffloadConfig:
 class FullyShardTransformConfig(ModelTransformConfig):
     """FSDP2 / HSDP.
 
-    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open; false shards
-    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones only the
-    all-reduce over replicas.
+    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open;
+    false shards
+    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones
+    only the all-reduce over replicas.
     """
 
     reshard_after_forward: bool | int = False
@@ -76,8 +79,10 @@ class FullyShardTransformConfig(ModelTransformConfig):
 class Float8TransformConfig(ModelTransformConfig):
     """Linear layers multiply in float8.
 
-    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do not.
-    ``enable_fsdp_float8_all_gather``: the transform fully_shard, when it follows, gathers their weights in float8; tensorwise alone.
+    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do
+        not.
+    ``enable_fsdp_float8_all_gather``: the transform fully_shard, when it follows, gathers their weights in float8;
+        tensorwise alone.
     """
 
     recipe: str = "tensorwise"
@@ -89,7 +94,8 @@ class Float8TransformConfig(ModelTransformConfig):
 class TensorParallelTransformConfig(ModelTransformConfig):
     """Weights cut over the mesh's tp axis.
 
-    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations are gathered again in
+    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations
+        are gathered again in
     backward, and not kept. ``plan``: module pattern -> style in the words of transformers; empty: as measured.
     """
 
@@ -105,10 +111,12 @@ class ExpertParallelTransformConfig(ModelTransformConfig):
 
 @dataclass
 class ActivationCheckpointTransformConfig(ModelTransformConfig):
-    """Recompute every module of the given classes ("package.module.Class", or "Class" alone); none given: every repeated block.
+    """Recompute every module of the given classes ("package.module.Class", or "Class" alone).
 
-    ``ops_to_save``: results that are kept: operators ("aten.mm.default", or "aten.mm" for all its forms), or the words of
-    ``techniques.checkpoint_keep``.
+    None given: every repeated block.
+
+    ``ops_to_save``: results that are kept: operators ("aten.mm.default", or "aten.mm" for all its forms), or the
+    words of ``techniques.checkpoint_keep``.
     """
 
     layer_classes: tuple[str, ...] = ()
@@ -120,7 +128,8 @@ class ActivationCheckpointTransformConfig(ModelTransformConfig):
 class CompileTransformConfig(ModelTransformConfig):
     """Options of torch.compile, applied to each repeated block.
 
-    ``activation_memory_budget``: the share, above 0 and below 1, of what a block would keep for backward that it may keep.
+    ``activation_memory_budget``: the share, above 0 and below 1, of what a block would keep for backward that it may
+        keep.
     """
 
     compile_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +138,8 @@ class CompileTransformConfig(ModelTransformConfig):
 
 @dataclass
 class LoadWeightsTransformConfig(ModelTransformConfig):
-    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the model is read).
+    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the
+    model is read).
 
     ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.
     """

@@ -30,14 +30,18 @@ class ModelTransform(ABC):
     """
 
     CONTEXT: ClassVar[tuple[str, ...]] = ("device_mesh", "layout", "seed", "is_restart", "collective", "device")
-    """The keys that ``build_model_transform`` takes beside the config: a mesh, or a ``Layout`` to make one of; the seed of initial weights;
-    whether a run is taken up again; an object with a mesh (``.mesh`` or ``.device_mesh``) instead of the mesh itself; the device to which
-    a model with weights is moved first. A class of one's own may name more."""
+    """The keys that ``build_model_transform`` takes beside the config: a mesh, or a ``Layout`` to make one of.
+
+    The seed of initial weights; whether a run is taken up again; an object with a mesh (``.mesh`` or
+    ``.device_mesh``) instead of the mesh itself; the device to which a model with weights is moved first. A class of
+    one's own may name more.
+    """
 
     def __init__(self, config: Any, **context: Any):
         if unknown := sorted(set(context) - set(self.CONTEXT)):
             raise ConfigError(
-                f"{type(self).__name__} is given {unknown[0]}=, which no transform reads.{nearest(unknown[0], self.CONTEXT)}"
+                f"{type(self).__name__} is given {unknown[0]}=, which no transform"
+                f" reads.{nearest(unknown[0], self.CONTEXT)}"
                 f" Legal: {', '.join(self.CONTEXT)}."
             )
         if (collective := context.pop("collective", None)) is not None:
@@ -60,7 +64,9 @@ class BaseDistributedTransform(ModelTransform):
 
 
 class DDPWrappedModel(DistributedDataParallel):
-    """torch's DDP with the methods that loops ask for; ``equip`` gives it ``accumulation_context`` and ``make_parameter_groups``."""
+    """torch's DDP with the methods that loops ask for; ``equip`` gives it ``accumulation_context`` and
+    ``make_parameter_groups``.
+    """
 
     def fully_shard(self, **options: Any) -> Any:
         """Pass the call on to the wrapped model's own ``fully_shard``."""
@@ -71,7 +77,9 @@ def _mesh_of(collective: Any) -> DeviceMesh:
     for name in ("mesh", "device_mesh"):
         if isinstance(found := getattr(collective, name, None), DeviceMesh):
             return found
-    raise ConfigError(f"collective= is a {type(collective).__name__} without a mesh (.mesh, a DeviceMesh): give device_mesh= instead")
+    raise ConfigError(
+        f"collective= is a {type(collective).__name__} without a mesh (.mesh, a DeviceMesh): give device_mesh= instead"
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ _ELSEWHERE = {
     **dict.fromkeys(BUILT_IN, "meshwright.distributed.doors.builtin_transforms"),
     "load_weights": "meshwright.checkpoint.load_transform",
 }
-"""Transforms whose modules are imported when they are asked for, and register them: some need a floor above this one."""
+"""Transforms whose modules are imported when they are asked for, and register them: some need a floor above this one.
+"""
 
 
 def register_model_transform(
@@ -125,7 +134,8 @@ def _path(kind: type) -> str:
 
 
 def build_model_transform(name: str, config: Any = None, **context: Any) -> ModelTransform:
-    """The transform of that name with its config (an instance of its config class, a plain dict of it, or None for the defaults).
+    """Return the transform of that name with its config (an instance of its config class, a plain dict of it, or None
+    for the defaults).
 
     Raises:
         ConfigError: an unknown name or key (with the nearest valid one), or a value of the wrong type.
@@ -136,11 +146,15 @@ def build_model_transform(name: str, config: Any = None, **context: Any) -> Mode
     if isinstance(config, Mapping):
         config = from_dict(entry.config_class, dict(config), where=name)
     if not isinstance(config, entry.config_class):
-        raise ConfigError(f"transform '{name}' takes a {entry.config_class.__name__} or a dict of it, not {type(config).__name__}")
+        raise ConfigError(
+            f"transform '{name}' takes a {entry.config_class.__name__} or a dict of it, not {type(config).__name__}"
+        )
     return entry.transform(config, **context)
 
 
-def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **context: Any) -> nn.Module:
+def apply_model_transforms(
+    model: nn.Module, configs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **context: Any
+) -> nn.Module:
     """Build and apply several transforms, in the one order, whatever the order of ``configs``.
 
     What comes back has ``accumulation_context`` and ``make_parameter_groups`` in any case.
@@ -149,7 +163,8 @@ def apply_model_transforms(model: nn.Module, configs: Mapping[str, Any] | Sequen
         configs: name -> config, or a list of configs that have their name under ``_name``.
 
     Raises:
-        ConfigError: an unknown name or key, or a wish that cannot be met; all configs are read before the model is touched.
+        ConfigError: an unknown name or key, or a wish that cannot be met; all configs are read before the model is
+            touched.
     """
     if not isinstance(configs, Mapping):
         configs = _by_name(configs)
@@ -165,7 +180,9 @@ def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping) or not isinstance(name := row.get("_name"), str):
-            raise ConfigError(f"transforms[{place}] = {row!r} has no _name: each is a mapping such as {{'_name': 'fully_shard', ...}}")
+            raise ConfigError(
+                f"transforms[{place}] = {row!r} has no _name: each is a mapping such as {{'_name': 'fully_shard', ...}}"
+            )
         if name in found:
             raise ConfigError(f"transforms[{place}]: {name} is in the list twice; a transform is applied once")
         found[name] = {key: value for key, value in row.items() if key != "_name"}
@@ -173,7 +190,7 @@ def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names as they will be applied.
+    """Return the names as they will be applied.
 
     Raises:
         ConfigError: an unknown name, or ``before`` and ``after`` wishes that contradict each other.
@@ -197,7 +214,9 @@ def in_order(names: Iterable[str]) -> list[str]:
         ready = next((name for name in wanted if name not in done and follows[name] <= set(done)), None)
         if ready is None:
             stuck = ", ".join(name for name in wanted if name not in done)
-            raise ConfigError(f"the transforms {stuck} cannot be ordered: their before= and after= wishes contradict each other")
+            raise ConfigError(
+                f"the transforms {stuck} cannot be ordered: their before= and after= wishes contradict each other"
+            )
         done.append(ready)
     return done
 
@@ -206,10 +225,14 @@ def _known(name: str) -> _Registered:
     if name not in _REGISTRY and name in _ELSEWHERE:
         import_module(_ELSEWHERE[name])
     if name == "context_parallel":
-        raise UnsupportedError("'context_parallel': there is no context parallelism in this version. Leave the transform out, with cp = 1.")
+        raise UnsupportedError(
+            "'context_parallel': there is no context parallelism in this version. Leave the transform out, with cp = 1."
+        )
     if name not in _REGISTRY:
         known = sorted({*_REGISTRY, *_ELSEWHERE})
-        raise ConfigError(f"'{name}' is not a registered model transform.{nearest(name, known)} Registered: {', '.join(known)}.")
+        raise ConfigError(
+            f"'{name}' is not a registered model transform.{nearest(name, known)} Registered: {', '.join(known)}."
+        )
     return _REGISTRY[name]
 
 

@@ -1,8 +1,8 @@
 """Share experts out over ranks (arXiv 2006.16668): tokens travel to their experts and back.
 
-A token's row is sent once for each of its experts that is elsewhere, and only then: nothing is filled up, and nothing is dropped. What a
-rank sends to each of the others is known from one small message of counts, for which it waits once in a layer. A rank that is given no
-token, or an expert that is, still takes part in everything.
+A token's row is sent once for each of its experts that is elsewhere, and only then: nothing is filled up, and nothing
+is dropped. What a rank sends to each of the others is known from one small message of counts, for which it waits once
+in a layer. A rank that is given no token, or an expert that is, still takes part in everything.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
     """Share the plan's stacks of experts out over the mesh's ``ep`` axis, in place. ``model`` may be on meta."""
     assert plan.experts is not None
     axis = expert_mesh[Axis.EP.value]
-    factor = 1 / plan.data_ranks if plan.data.reduction == "mean" else 1.0  # of all ranks' tokens; FSDP2 would divide by its own ranks
+    # the mean over all ranks' tokens: FSDP2 would divide by its own ranks
+    factor = 1 / plan.data_ranks if plan.data.reduction == "mean" else 1.0
     for stack in plan.experts.stacks:
         module = model.get_submodule(stack.path)
         for name in stack.parameters:
@@ -42,20 +43,28 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
         for name in stack.counts:
             setattr(module, name, stack.experts // plan.experts.ranks)
         use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
-        wrap(module, functools.partial(_dispatching, stack, axis.get_group()), f"experts shared out over ep {plan.experts.ranks}")
+        wrap(
+            module,
+            functools.partial(_dispatching, stack, axis.get_group()),
+            f"experts shared out over ep {plan.experts.ranks}",
+        )
     remember(model, plan.experts)
     return model
 
 
 MEANWHILE = "meanwhile"
-"""The argument by which a stack of experts may be told what else there is to compute while rows travel: something without arguments."""
+"""The argument by which a stack of experts may be told what else there is to compute while rows travel: something
+without arguments.
+"""
 
 
 def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(forward)
 
     def call(given: dict[str, Tensor]) -> Any:
-        bound = inspect.BoundArguments(signature, OrderedDict(given))  # by position: a kernel behind the signature may name them otherwise
+        bound = inspect.BoundArguments(
+            signature, OrderedDict(given)
+        )  # by position: a kernel behind the signature may name them otherwise
         return forward(*bound.args, **bound.kwargs)
 
     @torch.compiler.disable
@@ -64,7 +73,9 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
         rows, index, weights = stack.arguments(said)
         compute = functools.partial(stack.compute, call)
         made = _everywhere(compute, stack, group, rows, index, said.get(MEANWHILE))
-        shape = said[stack.rows].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
+        shape = said[
+            stack.rows
+        ].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
         return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
 
     return dispatched_experts_forward
@@ -78,14 +89,16 @@ def _everywhere(
     index: Tensor,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
-    """(n, k, dim): what each token's experts make of it, wherever they are; zeros of those that it does not go to.
+    """Return (n, k, dim): what each token's experts make of it, wherever they are.
+
+    Zeros of those that it does not go to.
 
     Args:
         compute: rows (m, dim) and the numbers (m,) of their experts among those of this rank → (m, dim).
         rows: (n, dim).
         index: (n, k) int64 experts; ``stack.experts``: nowhere.
-        meanwhile: called while rows are on their way to experts. Its backward runs while their gradients are on their way back: autograd
-            takes what is ready in the reverse order of the forward.
+        meanwhile: called while rows are on their way to experts. Its backward runs while their gradients are on their
+            way back: autograd takes what is ready in the reverse order of the forward.
     """
     n, k = index.shape
     ranks, flat = group.size(), index.flatten()
@@ -105,7 +118,10 @@ def _everywhere(
 
 @dataclass
 class _Journey:
-    """Rows on their way: the first ``sends[0]`` to the first rank, and so on; in the backward gradients on their way back."""
+    """Rows on their way: the first ``sends[0]`` to the first rank, and so on.
+
+    In the backward gradients on their way back.
+    """
 
     sends: list[int]
     receives: list[int]
@@ -114,7 +130,7 @@ class _Journey:
     _found: Tensor | None = None
 
     def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """What comes, when ``end`` has returned."""
+        """Return what comes, when ``end`` has returned."""
 
         def send() -> Tensor:
             found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
@@ -156,7 +172,10 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Rows that left → rows that came. Its backward sends their gradients off, and returns what will be those of the former."""
+    """Rows that left → rows that came.
+
+    Its backward sends their gradients off, and returns what will be those of the former.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
@@ -170,7 +189,11 @@ class _End(torch.autograd.Function):
 
 
 def _exchange(
-    rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup, meanwhile: Callable[[], object] | None = None
+    rows: Tensor,
+    sends: list[int],
+    receives: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     journey = _Journey(sends, receives, group)
     leaving = _Begin.apply(rows, journey)

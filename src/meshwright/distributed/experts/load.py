@@ -25,7 +25,8 @@ class LayerLoad:
         path: of their module.
         tokens: that each expert was given.
         dropped: choices that came to nothing: padding, and what was over an expert's capacity.
-        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None where that is none of ours.
+        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None where that is none of
+            ours.
     """
 
     path: str
@@ -41,7 +42,9 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Of the shares of tokens, as a part of that of equal shares: 1 where they are, 0 where one expert is given all."""
+        """Of the shares of tokens, as a part of that of equal shares: 1 where they are, 0 where one expert is given
+        all.
+        """
         shares = torch.tensor(self.tokens, dtype=torch.float64)
         shares = shares / shares.sum().clamp(min=1)
         return float(torch.special.entr(shares).sum()) / math.log(len(self.tokens))
@@ -71,13 +74,15 @@ class ExpertLoad:
             index = numbers.flatten()
             before = self._counts.get(stack.path)
             if before is None:
-                before = self._counts[stack.path] = torch.zeros(stack.experts + 1, dtype=torch.int64, device=index.device)
+                before = self._counts[stack.path] = torch.zeros(
+                    stack.experts + 1, dtype=torch.int64, device=index.device
+                )
             before.scatter_add_(0, index, torch.ones_like(index))
 
         return count
 
     def take(self, groups: Sequence[dist.ProcessGroup], pipeline: Sequence[dist.ProcessGroup]) -> list[LayerLoad]:
-        """What was counted since the last time, on all ranks. Collective.
+        """Return what was counted since the last time, on all ranks. Collective.
 
         Args:
             groups: of the axes along which ranks have other tokens.
@@ -100,7 +105,11 @@ class ExpertLoad:
         if not self._routers:
             return {}
         none = torch.zeros(2, dtype=torch.float64)
-        sizes = agree.total(torch.stack([none if router.z is None else router.z.cpu() for router in self._routers.values()]), groups)
+        sizes = agree.total(
+            torch.stack([none if router.z is None else router.z.cpu() for router in self._routers.values()]), groups
+        )
         for router in self._routers.values():
             router.z = None
-        return {path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in zip(self._routers, sizes, strict=True)}
+        return {
+            path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in zip(self._routers, sizes, strict=True)
+        }

@@ -31,8 +31,9 @@ class SharedRouterLoss:
         self._sequence = runtime.sequence if runtime is not None and runtime.sequence.cut else None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """This rank's summand of the loss of a microbatch whose forward was the last one, 0 dims: of the choices of all ranks' tokens and
-        the probabilities of its own."""
+        """Return this rank's summand of the loss of a microbatch whose forward was the last one, 0 dims: of the
+        choices of all ranks' tokens and the probabilities of its own.
+        """
         logits = self._logits.take()
         real = self._own(routed_tokens(batch), batch["tokens"].shape)
         real = None if real is None else real.flatten().to(logits[0].device)
@@ -41,7 +42,9 @@ class SharedRouterLoss:
         chosen, tokens = sum_over(self._groups, torch.cat([chosen, tokens])).split([self._loss.experts, 1])
         shares = chosen.double() / (tokens.clamp(min=1) * len(logits))
         assert self.loss_share is not None
-        return self._loss.coefficient * self._loss.experts * self.loss_share * (shares * probabilities).sum() / len(logits)
+        return (
+            self._loss.coefficient * self._loss.experts * self.loss_share * (shares * probabilities).sum() / len(logits)
+        )
 
     def begin(self) -> None:
         """A microbatch's forward begins."""
@@ -52,7 +55,7 @@ class SharedRouterLoss:
         self._logits.take()
 
     def _own(self, real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """Which of the tokens that this rank routes are no padding, nor what fills up its part of the sequences."""
+        """Tell which of the tokens that this rank routes are real: no padding, and no filling of its part."""
         if self._sequence is None:
             return real
         if real is None and not self._sequence.filled:

@@ -1,6 +1,7 @@
 """Weigh routers' losses in a step, and move routers' biases.
 
-Both follow from numbers of the whole step, over all data ranks and microbatches: tokens that are routed, and tokens per expert.
+Both follow from numbers of the whole step, over all data ranks and microbatches: tokens that are routed, and tokens
+per expert.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def count_routed(pieces: Sequence[Batch]) -> int:
 
 
 def routed_tokens(piece: Batch) -> Tensor | None:
-    """(rows, seq) bool, False for padding, by document_ids and by a mask of the batch's shape; None where all are tokens."""
+    """Return (rows, seq) bool, False for padding, by document_ids and by a mask of the batch's shape.
+
+    None where all are tokens.
+    """
     documents, mask = piece.get("document_ids"), piece.get("attention_mask")
     real = None if documents is None else documents != PADDING
     if mask is None or mask.shape != piece["tokens"].shape:
@@ -46,8 +50,9 @@ class TakesShare(Protocol):
 
 
 def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device, scale: float = 1.0) -> None:
-    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over them, times
-    ``scale``."""
+    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over
+    them, times ``scale``.
+    """
     if routers:
         share = torch.full((), scale / max(tokens, 1), dtype=torch.float64, device=device)
         for router in routers:
@@ -61,7 +66,10 @@ def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessG
 
 
 class _Everywhere:
-    """The sum over all groups. Not a function with the groups bound to it: what is compiled around its call would keep them for good."""
+    """The sum over all groups.
+
+    Not a function with the groups bound to it: what is compiled around its call would keep them for good.
+    """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]):
         self._groups = list(groups)
@@ -80,7 +88,9 @@ def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 
 
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
-    """Move the biases by the tokens that each expert was given since the last step; not where the step is skipped. Collective.
+    """Move the biases by the tokens that each expert was given since the last step; not where the step is skipped.
+
+    Collective.
 
     Args:
         groups: of the axes along which ranks have other tokens.

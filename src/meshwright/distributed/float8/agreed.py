@@ -19,37 +19,43 @@ from .products import Largest, Products
 
 
 def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: TensorGroup) -> list[Largest]:
-    """What layers of one input need for their outputs; one message."""
+    """Return what layers of one input need for their outputs; one message."""
     operands = [part for weight, way in zip(weights, ways, strict=True) for part in _of_forward(x, weight, way)]
     found = _agreed(operands, group)
     return [Largest(x, weight) for x, weight in zip(found[::2], found[1::2], strict=True)]
 
 
 def before_gradients(
-    gradients: Sequence[Tensor], ways: Sequence[Products], earlier: Sequence[Largest], needed: Sequence[bool], group: TensorGroup
+    gradients: Sequence[Tensor],
+    ways: Sequence[Products],
+    earlier: Sequence[Largest],
+    needed: Sequence[bool],
+    group: TensorGroup,
 ) -> list[Largest]:
-    """What layers of one input need for their gradients, with what they had for their outputs; one message.
+    """Return what layers of one input need for their gradients, with what they had for their outputs; one message.
 
     Args:
         gradients: of their outputs.
         needed: whether a layer's gradients are asked for.
     """
-    operands = [g if asked and way.parts.gradient else None for g, way, asked in zip(gradients, ways, needed, strict=True)]
+    operands = [
+        g if asked and way.parts.gradient else None for g, way, asked in zip(gradients, ways, needed, strict=True)
+    ]
     return [before._replace(gradient=found) for before, found in zip(earlier, _agreed(operands, group), strict=True)]
 
 
 def to_save(largest: Sequence[Largest]) -> list[Tensor | None]:
-    """What ``before_outputs`` gave, as a node saves it for backward."""
+    """Return what ``before_outputs`` gave, as a node saves it for backward."""
     return [tensor for one in largest for tensor in (one.x, one.weight)]
 
 
 def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
-    """What ``to_save`` made of it."""
+    """Return what ``to_save`` made of it."""
     return [Largest(x, weight) for x, weight in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: TensorGroup) -> Tensor:
-    """A linear layer between messages, differentiable: this rank's output features, or its summand."""
+    """Return a linear layer between messages, differentiable: this rank's output features, or its summand."""
     if way.parts == WHOLE:
         return way.linear(x, weight, bias)
     made = _AgreedLinear.apply(x, weight, way, group)
@@ -79,7 +85,7 @@ def _of_forward(x: Tensor, weight: Tensor, way: Products) -> tuple[Tensor | None
 
 
 def _agreed(operands: Sequence[Tensor | None], group: TensorGroup) -> list[Tensor | None]:
-    """The largest magnitude of each on any rank."""
+    """Return the largest magnitude of each on any rank."""
     found = [operand.abs().max().float() for operand in operands if operand is not None]
     if not found:
         return [None] * len(operands)

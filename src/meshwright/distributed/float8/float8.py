@@ -31,7 +31,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     for path in plan.float8.modules:
         linear = model.get_submodule(path)
         if "forward" in vars(linear):
-            raise ConfigError(f"{path} has a forward that was put there from outside, and float8 would drop it. Apply float8 first.")
+            raise ConfigError(
+                f"{path} has a forward that was put there from outside, and float8 would drop it. Apply float8 first."
+            )
         made[linear] = _converted(linear, config)
     for parent in list(model.modules()):
         parent._modules.update({name: made[child] for name, child in parent._modules.items() if child in made})
@@ -40,7 +42,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def refuse_absent(plan: Plan) -> None:
-    """Whether what the plan's float8 needs is here. Needs no process group.
+    """Tell whether what the plan's float8 needs is here. Needs no process group.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -51,7 +53,8 @@ def refuse_absent(plan: Plan) -> None:
     _torchao(plan.float8)
     if plan.device == "cuda" and (found := torch.cuda.get_device_capability()) < CAPABILITY:
         raise UnsupportedError(
-            f"techniques.float8 = {plan.float8.recipe} needs a GPU of compute capability {'.'.join(map(str, CAPABILITY))} or newer, and"
+            f"techniques.float8 = {plan.float8.recipe} needs a GPU of compute capability"
+            f" {'.'.join(map(str, CAPABILITY))} or newer, and"
             f" {torch.cuda.get_device_name()} has {'.'.join(map(str, found))}. Set techniques.float8 = none."
         )
 
@@ -75,7 +78,9 @@ def _converted(linear: nn.Module, config: Any) -> nn.Module:
     """torchao's takes over the parameters alone: hooks and what else was noted on the layer come along."""
     made = _torchao_linear(linear, config)
     own = vars(made)
-    own.update({key: value for key, value in vars(linear).items() if key not in own or "hook" in key or key == "training"})
+    own.update(
+        {key: value for key, value in vars(linear).items() if key not in own or "hook" in key or key == "training"}
+    )
     return made
 
 

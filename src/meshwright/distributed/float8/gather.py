@@ -1,8 +1,9 @@
 """Gather FSDP's weights in float8: a byte for each element, and one scale for the whole weight.
 
-torch asks the shard that it gathers how to (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao's answer is another class of
-tensor at rest, which optimizers, checkpoints and clipping then meet. Here an object answers in the shard's place, and what rests stays
-a plain tensor. It is cast to the dtype of the computation first: what is gathered is bit by bit what rounding the gathered weight gives.
+torch asks the shard that it gathers how to (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao's answer is
+another class of tensor at rest, which optimizers, checkpoints and clipping then meet. Here an object answers in the
+shard's place, and what rests stays a plain tensor. It is cast to the dtype of the computation first: what is gathered
+is bit by bit what rounding the gathered weight gives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.core.errors import IntegrityError
 from meshwright.core.torch_private import version_of
-from meshwright.distributed.float8.torchao_private import codes_of, kernels_of, rounded_by, scale_for, set_scale, weight_in_float8
+from meshwright.distributed.float8.torchao_private import (
+    codes_of,
+    kernels_of,
+    rounded_by,
+    scale_for,
+    set_scale,
+    weight_in_float8,
+)
 from meshwright.distributed.torch_private import (
     FSDPParam,
     begin_forward,
@@ -40,7 +48,8 @@ STALE = -1
 def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
     """Let the converted layers' weights among torch's own ``parameters`` of ``root`` be gathered in float8.
 
-    Every forward of ``root``, which is sharded, begins with their scales: one message over the ranks that shard, one over those that cut.
+    Every forward of ``root``, which is sharded, begins with their scales: one message over the ranks that shard, one
+    over those that cut.
     """
     weights = [p for p in parameters if layer_of(p)[1] == "weight" and config_at(layer_of(p)[0]) is not None]
     shards = [Shard(parameter) for parameter in weights]
@@ -69,7 +78,10 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, An
 
 
 def _begin(root: Any, shards: Sequence[Shard]) -> None:
-    """Before torch's own hook, behind which its streams do not wait for ours; what it sets up at a first forward is needed here."""
+    """Before torch's own hook, behind which its streams do not wait for ours.
+
+    What it sets up at a first forward is needed here.
+    """
     begin_forward(root)
     agree(shards)
 
@@ -96,7 +108,7 @@ class Shard:
         return spec is not None and not all(isinstance(placement, Replicate) for placement in spec.placements)
 
     def values(self) -> Tensor:
-        """(rows, filled up to those of the other ranks; columns) in the dtype of the computation."""
+        """Return (rows, filled up to those of the other ranks; columns) in the dtype of the computation."""
         p = self.parameter
         return padded_shard(p).to(p.device, p.param_dtype or p.orig_dtype)
 
@@ -114,8 +126,10 @@ class Shard:
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
         if self.scale is None or self.version != version_of(self.parameter.sharded_param):
             raise IntegrityError(
-                f"{name_of(self.parameter)} is gathered in float8, and its scale is not that of its values now: they were changed behind"
-                " the beginning of the model's forward, or a part of the model was called by itself. Call the whole model."
+                f"{name_of(self.parameter)} is gathered in float8, and its scale is not that of its values now: they"
+                f" were changed behind"
+                " the beginning of the model's forward, or a part of the model was called by itself. Call the whole"
+                " model."
             )
         rounded = rounded_by(self.values(), self.scale, self.dtype, self.kernels, "WEIGHT")
         return (codes_of(rounded).view(torch.uint8),), (self.scale,)

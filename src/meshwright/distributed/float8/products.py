@@ -1,7 +1,7 @@
 """Define how a linear layer multiplies: its output and the gradients of input and weight.
 
-Whoever computes them apart (tensor parallelism, which has messages between them; pipelines, which put the weight's off) asks the layer how
-it multiplies, so that one in float8 stays so.
+Whoever computes them apart (tensor parallelism, which has messages between them; pipelines, which put the weight's
+off) asks the layer how it multiplies, so that one in float8 stays so.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ class Products(Protocol):
 
     @property
     def parts(self) -> OperandParts:
-        """Which operands are parts of a whole that has one scale, so that ranks must agree on their ``Largest`` first."""
+        """Which operands are parts of a whole that has one scale, so that ranks must agree on their ``Largest``
+        first.
+        """
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output, differentiable."""
+        """Return the output, differentiable."""
         ...
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Largest = OWN) -> Tensor:
-        """The output, of which no graph is needed."""
+        """Return the output, of which no graph is needed."""
         ...
 
     def of_input(self, gradient: Tensor, weight: Tensor, largest: Largest = OWN) -> Tensor:
-        """(..., in)."""
+        """Return (..., in)."""
         ...
 
     def of_weight(self, gradient: Tensor, x: Tensor, largest: Largest = OWN) -> Tensor:
@@ -55,7 +57,7 @@ class Products(Protocol):
         ...
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """(out, in), a view: for whoever multiplies with it himself."""
+        """Return (out, in), a view: for whoever multiplies with it himself."""
         ...
 
 
@@ -121,7 +123,9 @@ class Float8:
 
     def of_weight(self, gradient: Tensor, x: Tensor, largest: Largest = OWN) -> Tensor:
         c = self.config
-        columns = self._rounded(gradient.flatten(0, -2), c.cast_config_grad_output_for_grad_weight, "GRAD_OUTPUT", 0, largest.gradient)
+        columns = self._rounded(
+            gradient.flatten(0, -2), c.cast_config_grad_output_for_grad_weight, "GRAD_OUTPUT", 0, largest.gradient
+        )
         rows = self._rounded(x.flatten(0, -2), c.cast_config_input_for_grad_weight, "INPUT", 0, largest.x)
         return torch.mm(columns.t(), rows)
 
@@ -129,7 +133,9 @@ class Float8:
         raise NotImplementedError("a layer in float8 multiplies itself")
 
     def _rounded(self, operand: Tensor, cast: Any, role: str, dim: int, largest: Tensor | None) -> Tensor:
-        """An operand in float8; as it is where it is so already, or the recipe leaves this product in high precision.
+        """Return an operand in float8.
+
+        As it is where it is so already, or the recipe leaves this product in high precision.
 
         Args:
             dim: over which entries share a scale, where not all do.
@@ -145,7 +151,7 @@ class Float8:
 
 
 def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts = WHOLE) -> Products:
-    """How a linear layer multiplies.
+    """Tell how a linear layer multiplies.
 
     Args:
         transposed: its weight is stored (in, out).
@@ -157,5 +163,8 @@ def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts
 
 
 def _has_one_scale(config: Any) -> bool:
-    """Whether an operand has one scale; else each row has its own, a power of two: parts of a row then differ in what underflows alone."""
+    """Tell whether an operand has one scale.
+
+    Else each row has its own, a power of two: parts of a row then differ in what underflows alone.
+    """
     return torchao_private.has_one_scale(config.cast_config_input)

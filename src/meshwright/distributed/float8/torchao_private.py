@@ -1,7 +1,8 @@
 """Reach the private parts of torchao; nothing else does.
 
-torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. These are the functions behind them, for
-products that stand apart from their module, and for a step of one parameter. Each waits for a public form of itself.
+torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. These are the
+functions behind them, for products that stand apart from their module, and for a step of one parameter. Each waits
+for a public form of itself.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def role_of(operand: Any) -> str:
     return operand._gemm_input_role.name.lower()
 
 
-def step_of_adam(weight: Tensor, gradient: Tensor, step: Tensor, moments: tuple[Tensor, Tensor], rate: Tensor, options: Any) -> None:
+def step_of_adam(
+    weight: Tensor, gradient: Tensor, step: Tensor, moments: tuple[Tensor, Tensor], rate: Tensor, options: Any
+) -> None:
     """Take AdamW's step of one parameter, in place. ``options``: beta1, beta2, weight decay, eps."""
     from torchao.optim.adam import single_param_adam
 

@@ -18,8 +18,10 @@ from meshwright.planning.memory.step import MemoryUse
 from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
 
 LOOKS_EVERY = 8
-"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and whatever could be
-more than was ever seen."""
+"""Operators between two looks at what is there.
+
+Messages and what FSDP2 does around them are further occasions, and whatever could be more than was ever seen.
+"""
 UNSEEN = 0.01
 """Share of the most by which something may grow before somebody looks."""
 
@@ -28,13 +30,15 @@ class MemoryAccount(TorchDispatchMode):
     """``with MemoryAccount(models, vocabulary) as account: forward and backward``, then ``account.most``.
 
     Attributes:
-        most: of each kind the most bytes that were held at a time, between two operators. Parameters that are gathered, or on their way,
-            are parameters; gradients of gathered ones are gradients; what lies ready to be sent, and what came, are messages.
+        most: of each kind the most bytes that were held at a time, between two operators. Parameters that are
+            gathered, or on their way, are parameters; gradients of gathered ones are gradients; what lies ready to be
+            sent, and what came, are messages.
         most_together: the most of all kinds at a time, the optimizer's left out.
 
     Args:
         models: local modules.
-        vocabulary: last dims by which logits are known. One that is a width of the model too tells nothing: logits are activations then.
+        vocabulary: last dims by which logits are known. One that is a width of the model too tells nothing: logits
+            are activations then.
         looks_every: operators between two looks; by default ``LOOKS_EVERY``.
     """
 
@@ -80,7 +84,7 @@ class MemoryAccount(TorchDispatchMode):
             self._note(tensor, MemoryUse.COMMUNICATION)
 
     def _copies_shards(self, given: Sequence[Tensor]) -> bool:
-        """Whether shards are made ready to be gathered: in another dtype, one behind the other."""
+        """Tell whether shards are made ready to be gathered: in another dtype, one behind the other."""
         return bool(self._shards) and not self._shards.isdisjoint(addresses(given))
 
     def _is_logits(self, tensor: Tensor) -> bool:
@@ -93,8 +97,11 @@ class MemoryAccount(TorchDispatchMode):
         self._since[held] += storage_of(tensor).nbytes()
 
     def _should_look(self) -> bool:
-        """From time to time, and where there may be more than ever. Nobody looks behind an operator that computes nothing: what was taken
-        from one owner is then on its way to another."""
+        """From time to time, and where there may be more than ever.
+
+        Nobody looks behind an operator that computes nothing: what was taken from one owner is then on its way to
+        another.
+        """
         may_be_more = (self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
         return self._operators % self._looks_every == 0 or any(may_be_more)
 
@@ -102,7 +109,10 @@ class MemoryAccount(TorchDispatchMode):
         """Count what is there now."""
         now: Counter[MemoryUse] = Counter()
         owned: set[int] = set()
-        for held, tensors in ((MemoryUse.PARAMETERS, self._of_parameters()), (MemoryUse.GRADIENTS, self._of_gradients())):
+        for held, tensors in (
+            (MemoryUse.PARAMETERS, self._of_parameters()),
+            (MemoryUse.GRADIENTS, self._of_gradients()),
+        ):
             for address, size in stored(tensors).items():
                 if address not in owned:
                     owned.add(address)
@@ -127,7 +137,9 @@ class MemoryAccount(TorchDispatchMode):
 
     def _of_parameters(self) -> Iterator[Tensor]:
         yield from self._parameters
-        yield from (buffer for group in self._groups if not group.is_unsharded and (buffer := arriving(group)) is not None)
+        yield from (
+            buffer for group in self._groups if not group.is_unsharded and (buffer := arriving(group)) is not None
+        )
         for parameter in self._gathered():
             yield from parameter.all_gather_outputs
             if (whole := gathered(parameter)) is not None:
@@ -150,12 +162,12 @@ class MemoryAccount(TorchDispatchMode):
 
 
 def _allocates(func: Any) -> bool:
-    """Whether it only makes room: what for is known when something is written there, and nobody looks before."""
+    """Tell whether it only makes room: what for is known when something is written there, and nobody looks before."""
     return func.namespace == "aten" and "empty" in name_of_operator(func)
 
 
 def _writes(func: Any) -> bool:
-    """Whether it writes into its arguments; of one that does not say, yes."""
+    """Tell whether it writes into its arguments; of one that does not say, yes."""
     schema = schema_of(func)
     return schema is None or schema.is_mutable
 

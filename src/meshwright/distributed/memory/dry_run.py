@@ -49,13 +49,14 @@ SELDOM = 1 << 30
 
 
 def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> MemoryEstimate:
-    """What ranks will hold of activations and logits in a step. No process group; the model is left as it is.
+    """Return what ranks will hold of activations and logits in a step. No process group; the model is left as it is.
 
     Args:
         facts: of the model as it is before a plan is applied.
         keys: of a step's batch.
 
-    Nothing is raised: what fails on tensors without memory, whatever the model's code is, is not foreseen, and the result says why.
+    Nothing is raised: what fails on tensors without memory, whatever the model's code is, is not foreseen, and the
+        result says why.
     """
     if (why := not_estimated(plan)) or facts.module is None:
         return MemoryEstimate((), why or "the model itself is not at hand")
@@ -68,7 +69,9 @@ def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[
         return MemoryEstimate((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         said = (str(error).splitlines() or [""])[0]
-        return MemoryEstimate((), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})")
+        return MemoryEstimate(
+            (), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})"
+        )
 
 
 @contextmanager
@@ -169,7 +172,7 @@ class _Player:
         return StageMemory(kept + more, forward + more, backward + more)
 
     def _boundary(self, account: MemoryAccount) -> Tensor:
-        """What comes from another stage."""
+        """Return what comes from another stage."""
         pipeline, tensor = self.plan.pipeline, self.plan.tensor
         assert pipeline is not None
         rows, length = self.piece["tokens"].shape
@@ -180,7 +183,7 @@ class _Player:
         return room
 
     def _playing(self, part: ModelPart) -> _Playing:
-        """The plan's techniques, in their order; what data ranks share out is whole while a block computes."""
+        """Return the plan's techniques, in their order; what data ranks share out is whole while a block computes."""
         plan, site = replace(part.plan, data=DataParallel("none")), order.Site(None, part.facts)
         without_memory(part.module, self.dtype)
         module = order.apply(part.module, plan, site, only=BEFORE_THE_CUT)

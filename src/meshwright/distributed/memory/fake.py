@@ -20,7 +20,8 @@ GROUPED = {GROUPED_PRODUCT}
 
 
 class FakeRanks(MessagingRanks):
-    """The first of several ranks of the tensor axis, as alone as it is: messages have their buffers, and nobody answers.
+    """The first of several ranks of the tensor axis, as alone as it is: messages have their buffers, and nobody
+    answers.
 
     Args:
         told: of the buffers that are sent and filled.
@@ -63,7 +64,9 @@ def imagining(*, experts: bool) -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Inside, whoever draws random numbers, of torch on the CPU, numpy or Python, takes none from those who come after."""
+    """Inside, whoever draws random numbers, of torch on the CPU, numpy or Python, takes none from those who come
+    after.
+    """
     own, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -75,7 +78,9 @@ def same_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A copy is played, but functions that were put on a module hold on to the original. Gradients of that are put back.
+    """A copy is played, but functions that were put on a module hold on to the original.
+
+    Gradients of that are put back.
 
     Raises:
         Unplayable: there were some.
@@ -88,7 +93,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in before:
             parameter.grad = gradient
     if touched:
-        raise DryRunError("a function that was put on one of its modules computes with the model itself, where a copy is played")
+        raise DryRunError(
+            "a function that was put on one of its modules computes with the model itself, where a copy is played"
+        )
 
 
 class DryRunError(Exception):
@@ -123,7 +130,9 @@ class _GroupedProducts(TorchDispatchMode):
 
 
 def without_memory(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace, inside ``imagining``, a module's parameters and buffers: as on the CPU, floating point parameters in ``dtype``."""
+    """Replace, inside ``imagining``, a module's parameters and buffers: as on the CPU, floating point parameters in
+    ``dtype``.
+    """
     made: dict[int, tuple[Tensor, Any]] = {}
     for holder in module.modules():
         places: tuple[dict[str, Any], ...] = holder._parameters, holder._buffers

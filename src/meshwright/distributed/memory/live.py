@@ -27,7 +27,7 @@ class Storages(Generic[What]):
         self._followed[address_of(storage)] = StorageWeakRef(storage), what
 
     def there(self) -> Iterator[tuple[int, int, What]]:
-        """(address, bytes, what for) of those that somebody still holds; the others are followed no more."""
+        """Yield (address, bytes, what for) of those that somebody still holds; the others are followed no more."""
         for address, (reference, what) in list(self._followed.items()):
             storage = storage_at(reference.cdata)
             if storage is None:
@@ -37,7 +37,9 @@ class Storages(Generic[What]):
 
 
 class LiveStorages(TorchDispatchMode):
-    """``with LiveStorages() as live: …`` then ``live.bytes()``: of the storages made inside, those that somebody still holds."""
+    """``with LiveStorages() as live: …`` then ``live.bytes()``: of the storages made inside, those that somebody
+    still holds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def newly_made(given: set[int], made: Any) -> list[Tensor]:
-    """What an operator gave that is no view of the storages (by address) that it was given."""
+    """Return what an operator gave that is no view of the storages (by address) that it was given."""
     return [tensor for tensor in tensors_in(made) if address_of(storage_of(tensor)) not in given]
 
 

@@ -15,15 +15,16 @@ from .account import MemoryAccount, MemoryUse
 
 Kind = tuple[Any, ...]
 PLAYED = 4
-"""Of a kind: the first, the second, which is measured, and the last two, around which the most is held (what waits in host memory comes
-back one block ahead)."""
+"""Of a kind: the first, the second, which is measured, and the last two, around which the most is held (what waits in
+host memory comes back one block ahead).
+"""
 
 
 class RepeatedBlocks:
     """Wraps the blocks of a module that is ready to be played.
 
-    A block that keeps what all of its kind keep is passed over only once one of its kind has shown that it gives one tensor of the shape
-    of one that it takes; else it is played.
+    A block that keeps what all of its kind keep is passed over only once one of its kind has shown that it gives one
+    tensor of the shape of one that it takes; else it is played.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, blocks: Sequence[str], account: MemoryAccount):
@@ -41,7 +42,7 @@ class RepeatedBlocks:
                 self._wrap(module.get_submodule(path), path, kind, is_repeated=is_repeated, is_measured=place == 1)
 
     def kept(self) -> Counter[MemoryUse]:
-        """What the blocks that were passed over would have kept."""
+        """Return what the blocks that were passed over would have kept."""
         total: Counter[MemoryUse] = Counter()
         for kind in self._passed.values():
             total.update(self._kept[kind])
@@ -71,7 +72,9 @@ class RepeatedBlocks:
 
 
 def _kind(block: nn.Module, path: str, number: int, plan: Plan) -> Kind:
-    """What makes blocks keep as much as each other: their modules, sizes and settings, and what the plan does to them."""
+    """Return what makes blocks keep as much as each other: their modules, sizes and settings, and what the plan does
+    to them.
+    """
     modules = tuple((name, type(module), _settings(module, number)) for name, module in block.named_modules())
     parameters = tuple((clean(name), p.shape, p.requires_grad) for name, p in block.named_parameters())
     treated = tuple(other.removeprefix(path) for other in plan.checkpointed if is_within(other, path))
@@ -81,17 +84,27 @@ def _kind(block: nn.Module, path: str, number: int, plan: Plan) -> Kind:
 def _settings(module: nn.Module, number: int) -> tuple[tuple[str, Any], ...]:
     """Plain values that a module holds, but for its block's number."""
     plain = (bool, int, float, str, type(None))
-    return tuple(sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and (isinstance(v, bool) or v != number)))
+    return tuple(
+        sorted(
+            (k, repr(v))
+            for k, v in vars(module).items()
+            if isinstance(v, plain) and (isinstance(v, bool) or v != number)
+        )
+    )
 
 
 def _way(args: tuple, kwargs: dict[str, Any], output: Any) -> Callable[[tuple, dict[str, Any]], Any] | None:
-    """How a block hands on: which argument has the shape of its one output; None where that is not how."""
+    """Tell how a block hands on: which argument has the shape of its one output; None where that is not how."""
     is_tuple = type(output) is tuple and len(output) == 1
     given = output[0] if is_tuple else output
     if not isinstance(given, Tensor):
         return None
     taken = [*enumerate(args), *kwargs.items()]
-    keys = [key for key, value in taken if isinstance(value, Tensor) and value.shape == given.shape and value.dtype == given.dtype]
+    keys = [
+        key
+        for key, value in taken
+        if isinstance(value, Tensor) and value.shape == given.shape and value.dtype == given.dtype
+    ]
     if not keys:
         return None
     key = keys[0]

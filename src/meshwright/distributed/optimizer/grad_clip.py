@@ -40,9 +40,10 @@ class GradientPart:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-    """This rank's part of every gradient; together they cover its gradients once.
+    """Return this rank's part of every gradient; together they cover its gradients once.
 
-    A gradient that is a summand on each rank (``Partial``: torch's SequenceParallel leaves norms such) is summed first, in place of it.
+    A gradient that is a summand on each rank (``Partial``: torch's SequenceParallel leaves norms such) is summed
+    first, in place of it.
     """
     found = []
     for parameter in parameters:
@@ -54,7 +55,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
             gradient = parameter.grad = gradient.redistribute(placements=summed)
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1)
+            groups = tuple(
+                mesh.get_group(i)
+                for i, p in enumerate(gradient.placements)
+                if isinstance(p, SHARDS) and mesh.size(i) > 1
+            )
             if any(hasattr(place, "parts") for place in gradient.placements):
                 here = [GradientPart(piece.local, groups, piece.copies) for piece in pieces(gradient)]
                 found += here or [GradientPart(local_part(gradient), groups)]  # no rank may miss a collective
@@ -66,7 +71,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
 
 
 def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
-    """The 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
+    """Return the 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
 
     Each part's sum of squares is reduced over exactly the groups that shard it, so replicas count once.
 
@@ -91,7 +96,11 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for (groups, copies), tensors in by_groups.items():
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
-        norms = foreach_norm(tensors) if wide == tensors[0].dtype else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+        norms = (
+            foreach_norm(tensors)
+            if wide == tensors[0].dtype
+            else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+        )
         square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
         squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
     for groups in squares:
@@ -102,7 +111,9 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a scalar, on the accelerator where the group knows no CPU back end (offloaded gradients live on the CPU)."""
+    """All-reduce a scalar, on the accelerator where the group knows no CPU back end (offloaded gradients live on the
+    CPU).
+    """
     if value.device.type == "cpu" and not knows_cpu(group):
         moved = value.cuda()
         dist.all_reduce(moved, group=group)
@@ -131,11 +142,14 @@ def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Paramete
         scale_gradients(local_gradients(parameters()), 1 / factor)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True, *, device_mesh: DeviceMesh | None = None) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, foreach: bool = True, *, device_mesh: DeviceMesh | None = None
+) -> Tensor:
     """Scale the model's gradients in place so that their global 2-norm is at most ``max_norm``.
 
     Args:
-        model: of a pipeline this rank's stage module, or an ``nn.ModuleList`` of its stage modules: the norm is over those of all ranks.
+        model: of a pipeline this rank's stage module, or an ``nn.ModuleList`` of its stage modules: the norm is over
+            those of all ranks.
         foreach: multiply all gradients in one call; False: one by one.
         device_mesh: has the pp axis of stage modules that ``build_pipeline_stage`` was not given yet.
 
@@ -157,7 +171,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, foreach: bool = True, *, 
 
 
 def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """The group whose ranks have the other stages of a pipeline; none where the model is no stage."""
+    """Return the group whose ranks have the other stages of a pipeline; none where the model is no stage."""
     stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
     if not stages or stages[0].num_stages == 1:
         return []
@@ -165,14 +179,16 @@ def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[d
     if group is None:
         if not (groups := groups_of(device_mesh, Axis.PP)):
             raise ConfigError(
-                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know which ranks have the"
+                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know"
+                f" which ranks have the"
                 f" others: give the stage to build_pipeline_stage first, or say device_mesh= (with a pp axis)"
             )
         (group,) = groups
     each = stages[0].num_stages // group.size()
     if len(stages) != each:
         raise ConfigError(
-            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}: give all of this"
+            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}:"
+            f" give all of this"
             f" rank's at once, nn.ModuleList([...]), since the norm is one"
         )
     return [group]

@@ -14,8 +14,9 @@ INTERVAL = 2000
 class LossScale:
     """What the loss of a step is multiplied by, and the gradients divided by when they are whole.
 
-    It is halved after a step whose gradients are not finite, and doubled after ``interval`` steps in a row whose are. Whether they are
-    follows from a sum over all ranks, so it is the same on all. It is a power of two, so scaling rounds nothing.
+    It is halved after a step whose gradients are not finite, and doubled after ``interval`` steps in a row whose are.
+    Whether they are follows from a sum over all ranks, so it is the same on all. It is a power of two, so scaling
+    rounds nothing.
 
     Attributes:
         value: now.

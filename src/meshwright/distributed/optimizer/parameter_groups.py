@@ -19,7 +19,9 @@ def make_parameter_groups(
     overrides: Sequence[tuple[str, dict[str, Any]]] = (),
     decayed_dims: int = 2,
 ) -> list[dict[str, Any]]:
-    """Group parameters for an optimizer: matrices decay; vectors and scalars (norms, biases) do not; overrides come first.
+    """Group parameters for an optimizer: matrices decay.
+
+    Vectors and scalars (norms, biases) do not; overrides come first.
 
     Args:
         named_parameters: (name, parameter) pairs; frozen ones are left out, wrapper prefixes ignored.
@@ -38,7 +40,9 @@ def make_parameter_groups(
         if not parameter.requires_grad:
             continue
         name = clean(raw)
-        key: Any = parameter.dim() >= decayed_dims and not name.endswith("bias")  # those of stacked experts are matrices
+        key: Any = parameter.dim() >= decayed_dims and not name.endswith(
+            "bias"
+        )  # those of stacked experts are matrices
         options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
         for number, (text, chosen) in enumerate(overrides):
             if _matches(text, name):

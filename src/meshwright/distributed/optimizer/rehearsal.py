@@ -15,39 +15,61 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from meshwright.core.errors import UnsupportedError
 
 ELEMENT_BY_ELEMENT = frozenset(
-    (optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD)
+    (
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.Adamax,
+        optim.AdamW,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.SGD,
+    )
 )
 """Of torch: an element's update depends on its own gradients alone, so a share is updated as the whole is."""
 
 STEPS, ROWS, COLUMNS = 2, 4, 6
 LARGEST_ERROR = 0.05
-"""Of the update, in norm: Muon (of torch) iterates in bfloat16, and one that takes a share for the whole is off by its own size."""
+"""Of the update, in norm: Muon (of torch) iterates in bfloat16, and one that takes a share for the whole is off by
+its own size.
+"""
 
 _KNOWN: WeakSet[optim.Optimizer] = WeakSet()
 
 
 def refuse_unequal(optimizer: optim.Optimizer) -> None:
-    """Raise UnsupportedError where an optimizer fails on parameters that are cut over ranks, or updates them otherwise than whole ones.
+    """Raise UnsupportedError where an optimizer fails on parameters that are cut over ranks, or updates them
+    otherwise than whole ones.
 
-    Each way in which its parameters lie is tried on a small one: a few collectives, once for each optimizer. One whose class does not take
-    its own settings as arguments cannot be tried, and passes.
+    Each way in which its parameters lie is tried on a small one: a few collectives, once for each optimizer. One
+    whose class does not take its own settings as arguments cannot be tried, and passes.
     """
     if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
         return
     _KNOWN.add(optimizer)
     for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
         kind = type(optimizer).__name__
-        begin = f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over {mesh.mesh_dim_names}, and"
+        begin = (
+            f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
+            f" {mesh.mesh_dim_names}, and"
+        )
         remedy = (
-            "Use one that updates element by element (AdamW), or a layout in which parameters are whole (layout.dp_replicate with"
+            "Use one that updates element by element (AdamW), or a layout in which parameters are whole"
+            " (layout.dp_replicate with"
             " dp_shard = tp = 1)."
         )
         try:
             error = _error(optimizer, mesh, placements, dims)
         except Exception as failed:
-            raise UnsupportedError(f"{begin} its step fails: {type(failed).__name__}: {str(failed).splitlines()[0]} {remedy}") from failed
+            raise UnsupportedError(
+                f"{begin} its step fails: {type(failed).__name__}: {str(failed).splitlines()[0]} {remedy}"
+            ) from failed
         if not error <= LARGEST_ERROR:
-            raise UnsupportedError(f"{begin} its update is not that of the whole parameter (relative error {error:.1e}). {remedy}")
+            raise UnsupportedError(
+                f"{begin} its update is not that of the whole parameter (relative error {error:.1e}). {remedy}"
+            )
 
 
 def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
@@ -71,11 +93,13 @@ def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Place
 
 
 def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Tensor | None:
-    """A parameter after some steps of another optimizer of this kind; None where none can be made."""
+    """Return a parameter after some steps of another optimizer of this kind; None where none can be made."""
     parameter = nn.Parameter(laid(values[0].clone()))
     takes = inspect.signature(type(optimizer)).parameters
     try:
-        other = type(optimizer)([parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes})
+        other = type(optimizer)(
+            [parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes}
+        )
     except Exception:  # noqa: BLE001  (whatever its class wants besides)
         return None
     for gradient in values[1:]:

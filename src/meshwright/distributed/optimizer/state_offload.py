@@ -3,7 +3,8 @@
 For the step, which the device computes, the state comes to the device by portions, so the arithmetic is that of state
 that stays there.
 
-On CUDA host memory is pinned, and copies follow on the stream that computes. On the CPU the same is done by plain copies.
+On CUDA host memory is pinned, and copies follow on the stream that computes. On the CPU the same is done by plain
+copies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ COUPLED = ("LBFGS",)
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
-    """One step, some parameters after the others; the state of each is on ``device`` while its own are stepped, else in host memory.
+    """One step, some parameters after the others.
+
+    The state of each is on ``device`` while its own are stepped, else in host memory.
 
     Args:
         device: where the step is computed.
@@ -54,12 +57,15 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     ours = isinstance(optimizer, TorchaoAdamW)
     if not ours and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
         raise UnsupportedError(
-            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of torch's own"
-            f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound"
+            f" of torch's own"
+            f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of"
+            f" those, or leave it out."
         )
     if optimizer_has_step_hooks(optimizer):
         raise UnsupportedError(
-            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are registered on this"
+            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are"
+            " registered on this"
             " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
         )
 
@@ -125,7 +131,7 @@ def _copied(plain: Tensor, device: torch.device) -> Tensor:
 
 
 def at_rest(state: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory, pinned where it will travel to a GPU."""
+    """Return a copy in host memory, pinned where it will travel to a GPU."""
     return in_memory(state, [_to_host(plain, pinned=device.type == "cuda") for plain in memory_of(state)])
 
 

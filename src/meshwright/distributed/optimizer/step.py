@@ -17,7 +17,8 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
 
     Raises:
         ConfigError: it is not what the plan says.
-        UnsupportedError: its state cannot come by portions, or it does not update parameters that are cut as it does whole ones.
+        UnsupportedError: its state cannot come by portions, or it does not update parameters that are cut as it does
+            whole ones.
     """
     check(optimizer, plan)
     if not isinstance(optimizer, TorchaoAdamW):
@@ -29,11 +30,14 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
 
 
 def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
-    """Whether an optimizer holds and rounds what the plan says. Raises ConfigError."""
+    """Tell whether an optimizer holds and rounds what the plan says. Raises ConfigError."""
     kind = type(optimizer).__name__
     have = (optimizer.state_word, optimizer.stochastic) if isinstance(optimizer, TorchaoAdamW) else ("full", False)
     if have != (plan.state, plan.stochastic_rounding):
-        said = f"techniques.optimizer_state = {plan.state}, techniques.stochastic_rounding = {str(plan.stochastic_rounding).lower()}"
+        said = (
+            f"techniques.optimizer_state = {plan.state}, techniques.stochastic_rounding ="
+            f" {str(plan.stochastic_rounding).lower()}"
+        )
         raise ConfigError(
             f"optimizer: the model was laid out with {said}, and this {kind} would do otherwise. Make it with"
             f" meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"

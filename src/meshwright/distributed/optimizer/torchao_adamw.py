@@ -1,7 +1,8 @@
 """Step AdamW by torchao: low-bit moments (arXiv 2110.02861, 2309.01507), stochastic rounding of bfloat16.
 
-States and arithmetic are torchao's. What is ours: each rank steps its own part of a parameter, of whatever placement; and random numbers
-are a function of (seed, step, name, position), so that copies of a weight are rounded alike, wherever they lie, and after a resume.
+States and arithmetic are torchao's. What is ours: each rank steps its own part of a parameter, of whatever placement;
+and random numbers are a function of (seed, step, name, position), so that copies of a weight are rounded alike,
+wherever they lie, and after a resume.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ SIGNED = {tensor.name: tensor.signed for tensor in KINDS["adamw"].state}
 class TorchaoAdamW(torch.optim.Optimizer):
     """AdamW whose moments are kept in few bits, or whose new bfloat16 weights are rounded stochastically, or both.
 
-    A moment is kept in 8 or 4 bits where a rank has 4096 elements of its parameter or more, a multiple of the block (256 or 128); else in
-    the parameter's dtype. The step is computed in float32 by torchao's compiled function, one graph for each shape that a rank has.
+    A moment is kept in 8 or 4 bits where a rank has 4096 elements of its parameter or more, a multiple of the block
+    (256 or 128); else in the parameter's dtype. The step is computed in float32 by torchao's compiled function, one
+    graph for each shape that a rank has.
 
     Args:
         groups: parameter groups with plain tensors or DTensors, float32 or bfloat16.
@@ -70,7 +72,8 @@ class TorchaoAdamW(torch.optim.Optimizer):
             if parameter not in self._names or parameter.dtype is not torch.bfloat16:
                 named = self._names.get(parameter, "one without a name")
                 raise ConfigError(
-                    f"stochastic rounding is of bfloat16 parameters whose names are given (named_parameters), and it was asked for"
+                    f"stochastic rounding is of bfloat16 parameters whose names are given (named_parameters), and it"
+                    f" was asked for"
                     f" {named}, {parameter.dtype}"
                 )
 
@@ -120,18 +123,24 @@ class TorchaoAdamW(torch.optim.Optimizer):
         local = _local(parameter.detach())
         device = device or local.device
         if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
-            made = kind_of_state(self.state_word).zeros(local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype)
+            made = kind_of_state(self.state_word).zeros(
+                local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype
+            )
         else:
             made = torch.zeros_like(local, device=device, memory_format=torch.contiguous_format)
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
 
     def _noise(self, parameter: Tensor, step: int) -> Tensor:
-        """(local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter wherever they lie."""
+        """Return (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter wherever they lie."""
         local = _local(parameter.detach())
         noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
         for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
             generator = torch.Generator(local.device).manual_seed(self._seed_of(parameter, step, piece.offset))
-            piece.local.copy_(torch.randint(0, 1 << 16, piece.local.shape, dtype=torch.int32, device=local.device, generator=generator))
+            piece.local.copy_(
+                torch.randint(
+                    0, 1 << 16, piece.local.shape, dtype=torch.int32, device=local.device, generator=generator
+                )
+            )
         return noise
 
     def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
@@ -139,7 +148,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
 
 
 def refuse_absent(plan: OptimizerPlan) -> None:
-    """Whether what an optimizer needs is here. Raises MissingExtraError without torchao."""
+    """Tell whether what an optimizer needs is here. Raises MissingExtraError without torchao."""
     if not plan.needs_torchao:
         return
     try:
@@ -149,7 +158,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is codes and scales of torchao's."""
+    """Tell whether a tensor's memory is codes and scales of torchao's."""
     return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
 
 
@@ -158,10 +167,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _mixes_copies(parameter: Tensor) -> bool:
-    """Blocks would lie across what is a rank's own and what it has copies of, which would be rounded otherwise on each rank."""
+    """Blocks would lie across what is a rank's own and what it has copies of, which would be rounded otherwise on
+    each rank.
+    """
     if not isinstance(parameter, DTensor):
         return False
-    places = [(getattr(place, "parts", ()), parameter.device_mesh.size(axis)) for axis, place in enumerate(parameter.placements)]
+    places = [
+        (getattr(place, "parts", ()), parameter.device_mesh.size(axis))
+        for axis, place in enumerate(parameter.placements)
+    ]
     return any(mixes_copies(parts, ranks) for parts, ranks in places)
 
 
@@ -183,7 +197,10 @@ def _stepped(
     decay: float,
     eps: float,
 ) -> None:
-    """torchao's step of one parameter, in place; its own random numbers would be drawn from a stream that differs by rank."""
+    """torchao's step of one parameter, in place.
+
+    Its own random numbers would be drawn from a stream that differs by rank.
+    """
     wide = weight if noise is None else weight.float()
     step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
     if noise is not None:
@@ -191,12 +208,16 @@ def _stepped(
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
-    """float32 → bfloat16, away from zero where ``noise`` is less than what lies beyond bfloat16's last bit, else towards zero: by uniform
-    noise the mean is the value itself.
+    """float32 → bfloat16, away from zero where ``noise`` is less than what lies beyond bfloat16's last bit, else
+    towards zero: by uniform noise the mean is the value itself.
 
     Args:
         noise: int32 of the same shape, each 0 to 2¹⁶ − 1.
     """
     bits = wide.view(torch.int32)
     towards_zero = bits & 0xFFFF0000
-    return torch.where(noise < (bits & 0xFFFF), towards_zero + 0x10000, towards_zero).view(torch.float32).to(torch.bfloat16)
+    return (
+        torch.where(noise < (bits & 0xFFFF), towards_zero + 0x10000, towards_zero)
+        .view(torch.float32)
+        .to(torch.bfloat16)
+    )

@@ -1,9 +1,9 @@
 """Stand in for the modules that other stages have.
 
-The model's own forward runs on every stage. So masks, positions, rotary tables and whatever else its code gives to its blocks are its
-own, and no family needs code of its own. Blocks that are elsewhere hand on what they are given; the last of them before the stage's own
-gives what was received, and the first behind them takes what is to be sent. Other modules that are elsewhere are asked on meta what
-shape they would give, and give that, without values.
+The model's own forward runs on every stage. So masks, positions, rotary tables and whatever else its code gives to
+its blocks are its own, and no family needs code of its own. Blocks that are elsewhere hand on what they are given;
+the last of them before the stage's own gives what was received, and the first behind them takes what is to be sent.
+Other modules that are elsewhere are asked on meta what shape they would give, and give that, without values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class StageIO:
 
 
 class Absent(nn.Module):
-    """Has no parameters; other attributes are those of the module for which it stands, such as a block's type of attention.
+    """Has no parameters; other attributes are those of the module for which it stands, such as a block's type of
+    attention.
 
     Attributes:
         begins_part: it gives what another stage computed; what lies before it computes nothing.
@@ -63,7 +64,8 @@ class AbsentBlock(Absent):
     """A repeated block that another stage has.
 
     Args:
-        keeps_shape: what follows the exit is given a tensor of the shape that it expects; else one of no tokens, which costs nothing.
+        keeps_shape: what follows the exit is given a tensor of the shape that it expects; else one of no tokens,
+            which costs nothing.
     """
 
     def __init__(self, original: nn.Module, flow: BlockFlow, part: Part, passage: StageIO, *, keeps_shape: bool):
@@ -89,7 +91,8 @@ class AbsentModule(Absent):
     """A module outside the blocks, such as an embedding or a head, that another stage has.
 
     Args:
-        dtype: in which it would compute: what it gives must be of the right kind, since tables and masks are made in that of the stream.
+        dtype: in which it would compute: what it gives must be of the right kind, since tables and masks are made in
+            that of the stream.
     """
 
     def __init__(self, original: nn.Module, dtype: torch.dtype):
@@ -104,7 +107,7 @@ class AbsentModule(Absent):
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory."""
+    """Return a copy without memory."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in tensors}
     return copy.deepcopy(module, memo)

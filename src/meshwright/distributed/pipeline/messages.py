@@ -53,7 +53,7 @@ class Mail:
         self._coming[message] = None, tensor.detach(), dist.get_rank(self.group)
 
     def take(self, message: Message) -> Tensor:
-        """What was received; waits for it.
+        """Return what was received; waits for it.
 
         Raises:
             StageLost: the rank that should send it is gone or silent.
@@ -83,7 +83,9 @@ class Mail:
             yield
         except RuntimeError as error:
             why = str(error).strip().split("\n")[0]
-            raise StageLost(f"{said()}: its process ended, or does not answer ({why}). Look at what that rank said last.") from error
+            raise StageLost(
+                f"{said()}: its process ended, or does not answer ({why}). Look at what that rank said last."
+            ) from error
 
     def _not_given(self, message: Message, peer: int) -> str:
         stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
@@ -104,7 +106,7 @@ def _tag(message: Message) -> int:
 
 
 def broadcast_object(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """A tensor of the rank ``source`` of a group, on all of its ranks."""
+    """Return a tensor of the rank ``source`` of a group, on all of its ranks."""
     said = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
     dist.broadcast_object_list(said, group_src=source, group=group, device=device if device.type == "cuda" else None)
     assert said[0] is not None

@@ -1,6 +1,7 @@
 """Rehearse a cut into stages before its first use, on a small copy with stages of one block each.
 
-The stages are made by the very code that makes those of the real model; only what carries messages between them is another.
+The stages are made by the very code that makes those of the real model; only what carries messages between them is
+another.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
 
 def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
     return (
-        f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and {why}. Only what one"
+        f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and"
+        f" {why}. Only what one"
         f" block gives to the next may go from stage to stage. Set layout.pp = 1."
     )
 
 
 def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> dict[str, float]:
-    """The relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
+    """Return the relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
 
     Args:
         model: small, with weights.
@@ -87,7 +89,10 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
 
 
 def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the gradients of the parameters by name; those of tied ones add up, since the stages share them here."""
+    """Return the loss, and the gradients of the parameters by name.
+
+    Those of tied ones add up, since the stages share them here.
+    """
     passages = [StageIO() for _ in plan.stages]
     stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
     deferred = DeferredGradients()

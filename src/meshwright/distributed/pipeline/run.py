@@ -27,7 +27,16 @@ from meshwright.distributed.tensor.sums import summing
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.pipeline.schedules.action import Action, Work
 from meshwright.planning.pipeline.schedules.orders import forwards
-from meshwright.planning.pipeline.schedules.program import Content, Message, Receive, Send, Step, message_after, message_before, programs
+from meshwright.planning.pipeline.schedules.program import (
+    Content,
+    Message,
+    Receive,
+    Send,
+    Step,
+    message_after,
+    message_before,
+    programs,
+)
 from meshwright.planning.plan import Plan
 
 from .messages import Mail, broadcast_object
@@ -52,7 +61,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, parts: Sequence[StagePart], plan: Plan, mesh: DeviceMesh, loss_fn: LossFunction | None, inputs: Inputs, device: torch.device
+        self,
+        parts: Sequence[StagePart],
+        plan: Plan,
+        mesh: DeviceMesh,
+        loss_fn: LossFunction | None,
+        inputs: Inputs,
+        device: torch.device,
     ):
         assert plan.pipeline is not None
         self.plan, self.pipeline, self.device, self._inputs = plan, plan.pipeline, device, inputs
@@ -115,8 +130,10 @@ class Pipeline:
 
     # --- a step of the program
 
-    def _do(self, step: Step, pieces: Sequence[Batch], weight: float, logits: list[Tensor] | None = None) -> Tensor | float:
-        """The loss that it came to, or 0."""
+    def _do(
+        self, step: Step, pieces: Sequence[Batch], weight: float, logits: list[Tensor] | None = None
+    ) -> Tensor | float:
+        """Return the loss that it came to, or 0."""
         if isinstance(step, Receive):
             self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
             return 0.0
@@ -138,7 +155,9 @@ class Pipeline:
             self.spans.append((step, begin, time.perf_counter()))
         return loss
 
-    def _forward(self, action: Action, entered: Tensor | None, piece: Batch, weight: float, logits: list[Tensor] | None) -> Tensor | float:
+    def _forward(
+        self, action: Action, entered: Tensor | None, piece: Batch, weight: float, logits: list[Tensor] | None
+    ) -> Tensor | float:
         part = self.parts[action.stage]
         if entered is not None and torch.is_grad_enabled():
             entered.requires_grad_()
@@ -157,7 +176,8 @@ class Pipeline:
             logits.append(left)
         else:
             assert self._objective is not None
-            left = self._objective(lambda: part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device)) / weight
+            targets = step_batch.targets_of(piece, self.device)
+            left = self._objective(lambda: part.module(**self._inputs(piece)), *targets) / weight
             result = left.detach()
         part.passage.entering = part.passage.leaving = None
         if torch.is_grad_enabled():
@@ -186,7 +206,7 @@ class Pipeline:
             del self._kept[action.stage, action.microbatch]
 
     def _scaled(self, loss: Tensor) -> Tensor | None:
-        """What a loss begins its backward with, where that is not 1."""
+        """Return what a loss begins its backward with, where that is not 1."""
         return None if self._scale == 1.0 else torch.full_like(loss, self._scale)
 
     def _shard_gradients(self, stage: int) -> None:
@@ -196,7 +216,7 @@ class Pipeline:
             fully_sharded.reduce_between(self.parts[stage].module, self.plan)
 
     def _taken(self, message: Message) -> Tensor:
-        """What is to be sent."""
+        """Return what is to be sent."""
         stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
         kept = self._kept[stage, message.microbatch]
         if message.content is Content.ACTIVATION:
@@ -238,7 +258,11 @@ class Pipeline:
         key = microbatches, is_forward
         if key not in self._programs:
             order = self.pipeline.order
-            schedule = forwards(tuple(s.rank for s in self.pipeline.stages), microbatches) if is_forward else order(microbatches)
+            schedule = (
+                forwards(tuple(s.rank for s in self.pipeline.stages), microbatches)
+                if is_forward
+                else order(microbatches)
+            )
             self._programs[key] = programs(schedule)[self.rank]
         return self._programs[key]
 
@@ -246,16 +270,22 @@ class Pipeline:
         """With microbatches that have no loss, up to a number that can be scheduled: a last short step stays exact."""
         number = self.pipeline.legal(len(pieces))
         if number < len(pieces):
-            raise UnsupportedError(f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}")
+            raise UnsupportedError(
+                f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}"
+            )
         labels = pieces[-1]["labels"]
-        blank = {**pieces[-1], "labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(labels, PADDING)}
+        blank = {
+            **pieces[-1],
+            "labels": torch.full_like(labels, IGNORED),
+            "document_ids": torch.full_like(labels, PADDING),
+        }
         return [*pieces, *[blank] * (number - len(pieces))]
 
     def _room(self, piece: Batch) -> Tensor:
         return torch.empty(self._boundary(piece), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
 
     def _boundary(self, piece: Batch) -> tuple[int, int, int]:
-        """(rows, this rank's tokens, features) of what stages give each other."""
+        """Return (rows, this rank's tokens, features) of what stages give each other."""
         rows, length = piece["tokens"].shape
         if (tensor := self.plan.tensor) is not None and tensor.sequence_parallel:
             length = share_of_sequence(length, tensor.ranks)
@@ -266,7 +296,8 @@ class Pipeline:
         wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
         if tuple(left.shape) != wanted or left.dtype != dtype:
             raise UnsupportedError(
-                f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives {tuple(left.shape)} of"
+                f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives"
+                f" {tuple(left.shape)} of"
                 f" {left.dtype}, and the plan has {wanted} of {dtype} travel. Set layout.pp = 1."
             )
 

@@ -36,7 +36,10 @@ class StagePart(ModelPart):
 
 
 def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:
-    """The parts of a rank of the pipeline axis, in forward order. ``model`` may be on meta; it is left as it is, and shares its blocks."""
+    """Return the parts of a rank of the pipeline axis, in forward order.
+
+    ``model`` may be on meta; it is left as it is, and shares its blocks.
+    """
     assert plan.pipeline is not None
     parts = []
     for stage in plan.pipeline.stages_on(rank):
@@ -44,12 +47,16 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
         module = stage_of(model, plan.pipeline, stage, passage)
         if stage == len(plan.pipeline.stages) - 1:
             remember(module, SharedEnds(tuple(last for _, last in plan.pipeline.tied)))
-        parts.append(StagePart(module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage))
+        parts.append(
+            StagePart(
+                module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage
+            )
+        )
     return parts
 
 
 def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: StageIO) -> nn.Module:
-    """The model with the modules of one stage; containers are new objects, what they hold is the model's own."""
+    """Return the model with the modules of one stage; containers are new objects, what they hold is the model's own."""
     blocks = pipeline.blocks
     own = pipeline.stages[stage].blocks
     first, last = blocks.index(own[0]), blocks.index(own[-1])
@@ -63,7 +70,11 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
             part = "entrance" if place == first - 1 else "exit" if place == last + 1 else "bystander"
             here = path in own
             made[id(module)] = (
-                module if here else AbsentBlock(module, pipeline.kind_of(path), part, passage, keeps_shape=pipeline.counts_tokens_behind)
+                module
+                if here
+                else AbsentBlock(
+                    module, pipeline.kind_of(path), part, passage, keeps_shape=pipeline.counts_tokens_behind
+                )
             )
         elif not any(is_within(block, path) for block in blocks):
             has_own = any(tensor is not None for tensor in module._parameters.values())
@@ -89,10 +100,13 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """A module of the same class with the same contents, in dicts of its own."""
+    """Return a module of the same class with the same contents, in dicts of its own."""
     shell = module.__class__.__new__(module.__class__)
     shell.__dict__.update(
-        {key: copy.copy(value) if key.startswith("_") and isinstance(value, dict | set) else value for key, value in vars(module).items()}
+        {
+            key: copy.copy(value) if key.startswith("_") and isinstance(value, dict | set) else value
+            for key, value in vars(module).items()
+        }
     )
     return shell
 

@@ -1,7 +1,7 @@
 """Share parameters between the first and the last stage, such as a tied table of embeddings.
 
-Each of the two stages has its own. Both start with the same values and are given the sum of both gradients, so they stay equal to the
-last bit, and their optimizer states too.
+Each of the two stages has its own. Both start with the same values and are given the sum of both gradients, so they
+stay equal to the last bit, and their optimizer states too.
 """
 
 from __future__ import annotations

@@ -20,14 +20,16 @@ Result = TypeVar("Result")
 
 
 def word_device() -> torch.device:
-    """Where small agreed values live: the CPU where a CPU back end exists (no device synchronisation), else the accelerator."""
+    """Tell where small agreed values live: the CPU where a CPU back end exists (no device synchronisation), else the
+    accelerator.
+    """
     if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def alone() -> bool:
-    """Whether there is nobody to agree with."""
+    """Tell whether there is nobody to agree with."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
@@ -37,7 +39,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def largest(value: int) -> int:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     if alone():
         return value
     word = torch.tensor(value, dtype=torch.int64, device=word_device())
@@ -55,7 +57,7 @@ def largest_each(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank_zero(value: Any) -> Any:
-    """Rank 0's value, on every rank (small Python values)."""
+    """Return rank 0's value, on every rank (small Python values)."""
     if alone():
         return value
     box = [value]
@@ -64,7 +66,7 @@ def from_rank_zero(value: Any) -> Any:
 
 
 def everybody_says(value: Any) -> list[Any]:
-    """All ranks' values, in rank order (small Python values)."""
+    """Return all ranks' values, in rank order (small Python values)."""
     if alone():
         return [value]
     said: list[Any] = [None] * dist.get_world_size()
@@ -79,7 +81,10 @@ def wait_for_all() -> None:
 
 
 def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Elementwise, whether all ranks of every group hold the same int64 value. words: (n,) int64; returns (n,) bool on CPU."""
+    """Elementwise, whether all ranks of every group hold the same int64 value. words: (n,) int64.
+
+    Returns (n,) bool on CPU.
+    """
     same = torch.ones(words.shape[0], dtype=torch.bool)
     for group in groups:
         low, high = words.clone(), words.clone()
@@ -97,7 +102,7 @@ def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
 
 
 def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
-    """The largest norm of the ranks of some groups; NaN where one is not finite."""
+    """Return the largest norm of the ranks of some groups; NaN where one is not finite."""
     if not groups:
         return norm
     word = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device=word_device())
@@ -108,7 +113,10 @@ def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
 
 
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Elementwise sum of numbers over the ranks of all groups (one small all-reduce per group). Returns them on the CPU."""
+    """Elementwise sum of numbers over the ranks of all groups (one small all-reduce per group).
+
+    Returns them on the CPU.
+    """
     if groups:
         words = words.to(word_device())
         for group in groups:
@@ -135,7 +143,9 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
-    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled); what it raises there is raised on all.
+    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled).
+
+    What it raises there is raised on all.
 
     ``decide`` runs as if there were no process group: a model that sends messages in its forward would wait for ranks
     that do not run it.
@@ -154,12 +164,14 @@ def decided_once(decide: Callable[[], Result]) -> Result:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether every rank raises this error (it came through ``together``)."""
+    """Tell whether every rank raises this error (it came through ``together``)."""
     return getattr(error, "is_agreed", False)
 
 
 def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> None:
-    """Raise, on all ranks of the groups, the problem of the first rank that has one (collective; nothing where none has)."""
+    """Raise, on all ranks of the groups, the problem of the first rank that has one (collective; nothing where none
+    has).
+    """
     said: list[Any] = [problem and portable(problem)]
     for group in groups:
         mine = next((p for p in said if p is not None), None)
@@ -172,7 +184,9 @@ def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> N
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself where it survives pickling, else one of ours with its words: the other ranks must be able to raise it."""
+    """Return the error itself where it survives pickling, else one of ours with its words: the other ranks must be
+    able to raise it.
+    """
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

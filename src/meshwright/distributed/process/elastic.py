@@ -16,13 +16,15 @@ def remember(key: str, text: str) -> None:
 
 
 def recall(key: str) -> str:
-    """What an earlier attempt of this job remembered, "" where there is nothing."""
+    """Return what an earlier attempt of this job remembered, "" where there is nothing."""
     store = _agent_store()
     return store.get(key).decode() if store is not None and store.check([key]) else ""
 
 
 def _agent_store() -> dist.Store | None:
-    """The agent's store without the prefix of one attempt, under the name of the job: several may share a rendezvous."""
+    """Return the agent's store without the prefix of one attempt, under the name of the job: several may share a
+    rendezvous.
+    """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

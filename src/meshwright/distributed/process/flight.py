@@ -28,8 +28,8 @@ class PendingCollective:
 class Flight:
     """Looks for a collective that does not end.
 
-    Asking where the groups are costs microseconds, but a whole record some tens of milliseconds: it is read only once a group has
-    stood at the same collective for two looks.
+    Asking where the groups are costs microseconds, but a whole record some tens of milliseconds: it is read only once
+    a group has stood at the same collective for two looks.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Flight:
         self._known: tuple[dict[str, int], PendingCollective | None] = ({}, None)
 
     def look(self) -> PendingCollective | None:
-        """The collective that was under way at the look before and still is; the oldest of several."""
+        """Return the collective that was under way at the look before and still is; the oldest of several."""
         try:
             open_now = _open_collectives()
             stuck = {group: number for group, number in open_now.items() if self._before.get(group) == number}
@@ -52,7 +52,7 @@ class Flight:
 
 
 def _dump(**options: bool) -> list[dict[str, Any]]:
-    """What each recorder of this torch says; nothing before torch.distributed was imported."""
+    """Return what each recorder of this torch says; nothing before torch.distributed was imported."""
     if "torch.distributed" not in sys.modules:
         return []
     from meshwright.distributed.torch_private import recorder_dumps
@@ -84,7 +84,7 @@ def _oldest_open() -> PendingCollective | None:
 
 
 def axis_of(description: str) -> str:
-    """The name of a group as our messages have it: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
+    """Return the name of a group as our messages have it: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
     return "world" if description == "default_pg" else description.removeprefix("mesh_") or "unnamed"
 
 
@@ -108,11 +108,17 @@ class Issued:
 
 
 def issued(since_ns: int) -> list[Issued]:
-    """The collectives since a moment, as far back as the recorder remembers, in order. Costs some 10 µs for each that it remembers."""
+    """Return the collectives since a moment, as far back as the recorder remembers, in order.
+
+    Costs some 10 µs for each that it remembers.
+    """
     collects = gc.isenabled()
-    gc.disable()  # a record is thousands of small objects: the collector would wake, and look through all of torch for 0.2 s
+    # a record is thousands of small objects: the collector would wake, and look through all of torch for 0.2 s
+    gc.disable()
     try:
-        entries = [entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])]
+        entries = [
+            entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])
+        ]
         recent = [entry for entry in entries if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]]
         recent.sort(key=lambda entry: entry["time_created_ns"])
         members = {name: _members(name) for name in {entry["process_group"][0] for entry in recent}}

@@ -2,9 +2,9 @@
 
 Starts no threads.
 
-The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal that closes): it
-tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer them as it did before; a signal that
-comes while a worker is being forked waits until then.
+The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal
+that closes): it tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer
+them as it did before; a signal that comes while a worker is being forked waits until then.
 """
 
 import os

@@ -30,8 +30,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks; ``kept``: how much of it goes to this
-    rank itself, where ranks are given unequal parts."""
+    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks; ``kept``: how much
+    of it goes to this rank itself, where ranks are given unequal parts.
+    """
 
     op: str
     ranks: int
@@ -47,7 +48,9 @@ class Sent:
 
 
 class WireCounter(TorchDispatchMode):
-    """``with WireCounter() as wire: …`` then ``wire.sent`` (in order) and ``wire.operations`` (dispatched operations in all)."""
+    """``with WireCounter() as wire: …`` then ``wire.sent`` (in order) and ``wire.operations`` (dispatched operations
+    in all).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class WireCounter(TorchDispatchMode):
         self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
 
     def totals(self) -> dict[tuple[str, int], float]:
-        """Bytes by (operation, ranks of the group)."""
+        """Return bytes by (operation, ranks of the group)."""
         found: dict[tuple[str, int], float] = {}
         for item in self.sent:
             found[item.op, item.ranks] = found.get((item.op, item.ranks), 0.0) + item.bytes

@@ -2,9 +2,9 @@
 
 Torch-free in the parent.
 
-Workers are forked from a server that has imported torch already (so four start in a fraction of a second), and from a parent
-that never ran a multi-threaded kernel (so OpenMP survives the fork). Each job is a function that every rank runs; the ranks
-meet in a file store of the job's own, so that no port can clash.
+Workers are forked from a server that has imported torch already (so four start in a fraction of a second), and from a
+parent that never ran a multi-threaded kernel (so OpenMP survives the fork). Each job is a function that every rank
+runs; the ranks meet in a file store of the job's own, so that no port can clash.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class WorkerDied(MeshwrightError):
     """A worker process ended in the middle of a job; the others were stopped."""
 
     def __init__(self, rank: int, exit_code: int | None, pid: int = 0):
-        how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code and exit_code < 0 else f"exited with status {exit_code}"
+        how = (
+            f"was killed by {signal.Signals(-exit_code).name}"
+            if exit_code and exit_code < 0
+            else f"exited with status {exit_code}"
+        )
         super().__init__(f"rank {rank} {how} in the middle of the job; the other ranks were stopped")
         self.rank, self.exit_code, self.pid, self.how = rank, exit_code, pid, how
 
@@ -61,7 +65,9 @@ class WorkerTimeout(MeshwrightError):
 
 
 class WorkerPool:
-    """``size`` worker processes. ``run`` gives them a job; after a death or a timeout they are replaced at the next job.
+    """``size`` worker processes.
+
+    ``run`` gives them a job; after a death or a timeout they are replaced at the next job.
 
     Args:
         threads: intra-op threads per worker; 0: the cores shared out evenly.
@@ -88,23 +94,30 @@ class WorkerPool:
         self._stop_workers()
         for rank in range(self.size):
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}")
+            process = self._context.Process(
+                target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}"
+            )
             with _not_from_the_current_folder():
                 process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float | None = None) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout: float | None = None
+    ) -> list[Any]:
         """Run ``function(*args)`` on ranks 0 … world-1 at once and return their results in rank order.
 
         Raises:
-            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout`` seconds. Of
-                several ranks' troubles it is the cause that is raised, not what followed from it on the others.
+            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout``
+                seconds. Of several ranks' troubles it is the cause that is raised, not what followed from it on the
+                others.
         """
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
-            raise ConfigError(f"a job for {world} ranks does not fit a pool of {self.size} workers: give it 1 to {self.size}")
+            raise ConfigError(
+                f"a job for {world} ranks does not fit a pool of {self.size} workers: give it 1 to {self.size}"
+            )
         self.start()
         store = str(self.folder / f"job{next(self._jobs)}")
         job = (list(sys.path), store, world, pickle.dumps((function, args)))
@@ -188,7 +201,9 @@ class WorkerPool:
 
 
 def _keep_socket_paths_short() -> None:
-    """Let the fork server listen under /tmp where TMPDIR is deep: the path of a Unix socket has about 100 characters at most."""
+    """Let the fork server listen under /tmp where TMPDIR is deep: the path of a Unix socket has about 100 characters
+    at most.
+    """
     config = mp.current_process()._config  # type: ignore[attr-defined]
     if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
         config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
@@ -197,7 +212,9 @@ def _keep_socket_paths_short() -> None:
 
 @contextmanager
 def _not_from_the_current_folder() -> Iterator[None]:
-    """Let the fork server, which Python starts by ``python -c``, import nothing from the current folder: it may be anybody's."""
+    """Let the fork server, which Python starts by ``python -c``, import nothing from the current folder: it may be
+    anybody's.
+    """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -221,7 +238,9 @@ PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
 
 
 def _distance(problem: WorkerDied | WorkerFailed) -> int:
-    """How far a rank's trouble may be from its cause: a death is one (but gloo aborts a process whose peer went), an echo is none."""
+    """Tell how far a rank's trouble may be from its cause: a death is one (but gloo aborts a process whose peer
+    went), an echo is none.
+    """
     if isinstance(problem, WorkerDied):
         return 2 if problem.exit_code == -signal.SIGABRT else 0
     return 3 if problem.is_echo else 1
@@ -253,7 +272,10 @@ def _end_with_parent() -> None:
 
 
 def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
-    """Run a job and report. A failure is told before the group is closed, which takes a moment and makes the peers fail too."""
+    """Run a job and report.
+
+    A failure is told before the group is closed, which takes a moment and makes the peers fail too.
+    """
     from meshwright.distributed.setup import destroy_distributed
 
     try:
@@ -277,7 +299,7 @@ def _told(error: BaseException) -> bytes:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether it says that a collective or a message failed, which another rank is the cause of."""
+    """Tell whether it says that a collective or a message failed, which another rank is the cause of."""
     if getattr(error, "is_echo", False):
         return True
     words = str(error).lower()
@@ -297,6 +319,6 @@ def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
 
 
 def meeting_place() -> Path | None:
-    """The temporary folder of the pool that this process is a worker of; None outside a pool."""
+    """Return the temporary folder of the pool that this process is a worker of; None outside a pool."""
     store = os.environ.get(STORE)
     return Path(store).parent if store else None

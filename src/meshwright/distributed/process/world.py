@@ -12,19 +12,22 @@ from collections.abc import Mapping
 from meshwright.core.errors import ConfigError
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""From here up Slurm numbers what is no step of srun: the batch script, the shell of salloc, the step that watches a node."""
+"""From here up Slurm numbers what is no step of srun: the batch script, the shell of salloc, the step that watches a
+node.
+"""
 STORE = "MESHWRIGHT_FILE_STORE"
-"""Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup)."""
+"""Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup).
+"""
 FIRST_PORT, PORTS = 20_000, 12_000
 """MASTER_PORT lies below 32768, where Linux begins to take ports for outgoing connections."""
 
 
 def get_world_info() -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) of this process.
+    """Return (rank, local_rank, world_size) of this process.
 
-    Reads RANK / LOCAL_RANK / WORLD_SIZE, else SLURM_PROCID / SLURM_LOCALID / SLURM_NTASKS, else (0, 0, 1). Under srun it also
-    sets the torch names, MASTER_ADDR (the first host of the job) and a MASTER_PORT derived from the job id, where unset. A batch
-    script and an interactive shell of Slurm are one process: only srun starts tasks.
+    Reads RANK / LOCAL_RANK / WORLD_SIZE, else SLURM_PROCID / SLURM_LOCALID / SLURM_NTASKS, else (0, 0, 1). Under srun
+    it also sets the torch names, MASTER_ADDR (the first host of the job) and a MASTER_PORT derived from the job id,
+    where unset. A batch script and an interactive shell of Slurm are one process: only srun starts tasks.
 
     Raises:
         ConfigError: a variable of a started family is missing, or is not a whole number in range.
@@ -46,7 +49,7 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks."""
+    """Tell whether this process is the one that speaks."""
     return get_world_info()[0] == 0
 
 
@@ -54,24 +57,34 @@ def ranks_per_node() -> int:
     """Processes on each host as the launcher says; 0 where it does not, or where the hosts hold different numbers."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _number(os.environ, "LOCAL_WORLD_SIZE")
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):  # "4", or "4(x2)" for two hosts
+    for name in (
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_NTASKS_PER_NODE",
+    ):  # "4", or "4(x2)" for two hosts
         if found := re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, "")):
             return int(found.group(1))
     return 0
 
 
 def check_nodes_in_use() -> None:
-    """Refuse to leave nodes of a Slurm job idle. Raises ConfigError where this process was not started by srun and there are several."""
+    """Refuse to leave nodes of a Slurm job idle.
+
+    Raises ConfigError where this process was not started by srun and there are several.
+    """
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if "RANK" not in os.environ and _is_script_of_slurm(os.environ) and nodes not in ("", "1"):
         raise ConfigError(
-            f"this job has {nodes} nodes, and a batch script or shell runs on the first of them alone. Write: srun meshwright train ..."
+            f"this job has {nodes} nodes, and a batch script or shell runs on the first of them alone. Write: srun"
+            f" meshwright train ..."
             f" (to train on this node alone, ask for one: --nodes=1)"
         )
 
 
 def _is_script_of_slurm(env: Mapping[str, str]) -> bool:
-    """Whether this is a batch script or the shell of ``salloc``: they see a rank and the number of tasks too, but are no task."""
+    """Tell whether this is a batch script or the shell of ``salloc``: they see a rank and the number of tasks too,
+    but are no task.
+    """
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not step.isdigit():
         return env.get("ENVIRONMENT") == "BATCH"
@@ -82,7 +95,8 @@ def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
     if text is None:
         raise ConfigError(
-            f"the environment variable {name} is missing, although others of its launcher are set; start with torchrun or srun"
+            f"the environment variable {name} is missing, although others of its launcher are set; start with"
+            f" torchrun or srun"
         )
     if not re.fullmatch(r"[0-9]+", text):
         raise ConfigError(f"the environment variable {name} = '{text}' is not a whole number from 0 up")
@@ -112,5 +126,7 @@ def first_host(nodelist: str) -> str:
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)", nodelist)  # up to the first comma outside brackets
     name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group(1)) if first else ""
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", name):
-        raise ConfigError(f"cannot read the first host of Slurm's host list '{nodelist}'; set MASTER_ADDR to its address")
+        raise ConfigError(
+            f"cannot read the first host of Slurm's host list '{nodelist}'; set MASTER_ADDR to its address"
+        )
     return name

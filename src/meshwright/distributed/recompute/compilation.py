@@ -10,7 +10,13 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import note
-from meshwright.core.torch_private import compiled_call, forward_hooks, graph_break_counts, set_compiled_call, with_activation_budget
+from meshwright.core.torch_private import (
+    compiled_call,
+    forward_hooks,
+    graph_break_counts,
+    set_compiled_call,
+    with_activation_budget,
+)
 from meshwright.planning.plan import Plan
 
 from .random_streams import streams
@@ -29,9 +35,10 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _compile_within(module: nn.Module, budget: float) -> None:
-    """Let whatever the module's calls compile keep no more than this share of its activations for backward; the partitioner chooses what
-    (min cut, arXiv 2302.05442, and a knapsack over what it costs). It would recompute random operators with other numbers (torch 2.13 on
-    the CPU), so a block that draws any is refused.
+    """Let whatever the module's calls compile keep no more than this share of its activations for backward.
+
+    The partitioner chooses what (min cut, arXiv 2302.05442, and a knapsack over what it costs). It would recompute
+    random operators with other numbers (torch 2.13 on the CPU), so a block that draws any is refused.
 
     Raises:
         UnsupportedError: in the first forward that is trained, if the block draws random numbers.
@@ -48,7 +55,8 @@ def _compile_within(module: nn.Module, budget: float) -> None:
             not torch.equal(state, before[device]) for device, state in streams().items() if device in before
         ):
             raise UnsupportedError(
-                f"techniques.activation_checkpointing = memory_budget: {type(module).__name__} draws random numbers, and the compiler could"
+                f"techniques.activation_checkpointing = memory_budget: {type(module).__name__} draws random numbers,"
+                f" and the compiler could"
                 f" draw others when it recomputes. Use selective_op or full, or switch dropout off."
             )
         return output
@@ -57,15 +65,16 @@ def _compile_within(module: nn.Module, budget: float) -> None:
 
 
 def keep_hooks_eager(module: nn.Module) -> None:
-    """Hooks that earlier techniques left on the module itself run as they are: torch compiles each of them alone, and anew with every
-    number that it holds (a seed, a length)."""
+    """Hooks that earlier techniques left on the module itself run as they are: torch compiles each of them alone, and
+    anew with every number that it holds (a seed, a length).
+    """
     for hooks in forward_hooks(module):
         for key, hook in hooks.items():
             hooks[key] = torch.compiler.disable(hook)
 
 
 def graph_breaks() -> dict[str, int]:
-    """Where what this process compiled falls apart into several graphs, in torch's words, and how often."""
+    """Tell where what this process compiled falls apart into several graphs, in torch's words, and how often."""
     found: dict[str, int] = {}
     for reason, times in graph_break_counts().items():
         what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
@@ -76,6 +85,10 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_breaks_text() -> str:
-    """The same for people; empty where there are none."""
+    """Return the same for people; empty where there are none."""
     lines = [f"  {times} × {reason}" for reason, times in sorted(graph_breaks().items(), key=lambda one: -one[1])]
-    return "\n".join(["compiled blocks fall apart into several graphs (what is between them runs uncompiled):", *lines]) if lines else ""
+    return (
+        "\n".join(["compiled blocks fall apart into several graphs (what is between them runs uncompiled):", *lines])
+        if lines
+        else ""
+    )

@@ -1,7 +1,7 @@
 """Keep activations in host memory (as in arXiv 2104.07857), and fetch them one block ahead of their use.
 
-On CUDA copies run on a stream of their own, from and to pinned memory: a block's leave while the next one computes, and the one before is
-fetched while this one's backward runs. On the CPU the same is done by plain copies.
+On CUDA copies run on a stream of their own, from and to pinned memory: a block's leave while the next one computes,
+and the one before is fetched while this one's backward runs. On the CPU the same is done by plain copies.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Copies:
         self._stream: torch.cuda.Stream | None = None
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, complete behind ``mark``."""
+        """Return a copy in host memory, complete behind ``mark``."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         with self._beside(tensor):
             host.copy_(tensor, non_blocking=True)
         return host
 
     def come(self, host: Tensor, device: torch.device) -> Tensor:
-        """A copy on the device, complete behind ``mark``."""
+        """Return a copy on the device, complete behind ``mark``."""
         back = torch.empty_like(host, device=device)
         with self._beside(back):
             back.copy_(host, non_blocking=True)
@@ -108,7 +108,14 @@ class BlockForward:
     def keep(self, tensor: Tensor) -> Key:
         """Of the tensor's slot; the same tensor has one slot."""
         version = version_of(tensor)
-        key = (address_of(storage_of(tensor)), version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (
+            address_of(storage_of(tensor)),
+            version,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if key not in self.slots:  # a slot holds its tensor until the block has ended: nothing else gets its address
             self.slots[key] = Slot(self.copies.leave(tensor), tensor.device, version, tensor)
         return key
@@ -133,7 +140,7 @@ class BlockForward:
         slot.version = version_of(slot.here)
 
     def take(self, key: Key) -> Tensor:
-        """A tensor, for the block's backward; those of the block before are on their way then."""
+        """Return a tensor, for the block's backward; those of the block before are on their way then."""
         self.fetch()
         Copies.wait(self.came)
         if self.before is not None:
@@ -170,8 +177,8 @@ class HostActivations:
 def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     """Let one block keep in host memory what it saves for backward.
 
-    What lies elsewhere anyway stays: parameters and views of them, buffers, arguments that take no gradient (masks, tables). So do
-    small tensors, and those of other kinds than plain ones.
+    What lies elsewhere anyway stays: parameters and views of them, buffers, arguments that take no gradient (masks,
+    tables). So do small tensors, and those of other kinds than plain ones.
     """
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:

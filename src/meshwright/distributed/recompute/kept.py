@@ -1,8 +1,9 @@
 """Save results of operators and collectives for a recomputation, as a policy asks.
 
-torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) holds results of operators, and so of no collective
-that writes into a buffer; it fails where the recomputed forward has an operator that the forward had not (a sharded unit gathers again,
-somebody observes); and a random operator that is not run again leaves the stream of random numbers behind. It serves where a block
+torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) holds results of operators, and so
+of no collective that writes into a buffer; it fails where the recomputed forward has an operator that the forward had
+not (a sharded unit gathers again, somebody observes); and a random operator that is not run again leaves the stream
+of random numbers behind. It serves where a block
 is compiled: there the policy is written into the graph.
 """
 
@@ -32,7 +33,9 @@ EXCHANGE = "exchange"
 
 
 def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
-    """What ``send`` receives from other ranks. A recomputation whose policy keeps such sends nothing: it has what the forward received.
+    """Return what ``send`` receives from other ranks.
+
+    A recomputation whose policy keeps such sends nothing: it has what the forward received.
 
     Args:
         into: a tensor that ``send`` writes it into, and returns.
@@ -44,7 +47,7 @@ def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def leaving(output: Any) -> Any:
-    """What a region's forward returns: others may write into it, so that what is kept of it is copied first."""
+    """Return what a region's forward returns: others may write into it, so that what is kept of it is copied first."""
     modes = getattr(_running, "modes", None)
     if modes:
         with modes[-1].aside():
@@ -77,8 +80,8 @@ class SavedResult:
 class Results:
     """Of one forward of a region, until its recomputation has taken them.
 
-    Results are known by what made them and its arguments' shapes, and by which of those calls it was. They are not copied: but before
-    somebody writes into one, it is.
+    Results are known by what made them and its arguments' shapes, and by which of those calls it was. They are not
+    copied: but before somebody writes into one, it is.
     """
 
     def __init__(self, policy: OperatorPolicy):
@@ -180,7 +183,11 @@ class HandingBack(_Mode):
     """Around its recomputation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kept = self.results.take(self._key(func, args)) if not self._aside and self.results.policy.asks_about(func) else None
+        kept = (
+            self.results.take(self._key(func, args))
+            if not self._aside and self.results.policy.asks_about(func)
+            else None
+        )
         if kept is None:
             return func(*args, **(kwargs or {}))
         if kept.streams is not None:
@@ -202,14 +209,20 @@ def _address(tensor: Tensor) -> int:
 
 @functools.cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes into; of a collective, which does not say, all."""
+    """Return the arguments that an operator writes into; of a collective, which does not say, all."""
     schema = schema_of(func)
     if schema is None:
         return ()
     sends = func.namespace == "c10d"
     is_written = [sends or (a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments]
-    return tuple((place, a.name) for place, (a, yes) in enumerate(zip(schema.arguments, is_written, strict=True)) if yes)
+    return tuple(
+        (place, a.name) for place, (a, yes) in enumerate(zip(schema.arguments, is_written, strict=True)) if yes
+    )
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    return [tensor for place, name in _writes(func) for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name))]
+    return [
+        tensor
+        for place, name in _writes(func)
+        for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name))
+    ]

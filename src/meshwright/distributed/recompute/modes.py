@@ -20,7 +20,9 @@ class ActivationCheckpointing(StrEnum):
     MODULES = "modules"
     """Modules that are named."""
     SELECTIVE_OP = "selective_op"
-    """Every block, but not attention products, each second matrix product, what other ranks sent, and the choice of experts."""
+    """Every block, but not attention products, each second matrix product, what other ranks sent, and the choice of
+    experts.
+    """
     OFFLOAD = "offload"
     """Nothing; what blocks save for backward waits in host memory."""
     MEMORY_BUDGET = "memory_budget"
@@ -28,7 +30,7 @@ class ActivationCheckpointing(StrEnum):
 
 
 def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:
-    """The mode of that name. Raises ConfigError for another."""
+    """Return the mode of that name. Raises ConfigError for another."""
     try:
         return ActivationCheckpointing(mode)
     except ValueError:

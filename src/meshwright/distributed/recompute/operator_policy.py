@@ -27,7 +27,9 @@ WORDS = {
     "matmuls": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default"),
     "topk": ("aten.topk.default",),
 }
-"""Linear layers are mm, or with a bias addmm; batched products (bmm) are those of attention that is computed step by step, whose results
+"""Linear layers are mm, or with a bias addmm.
+
+Batched products (bmm) are those of attention that is computed step by step, whose results
 are as large as the sequence squared: they are kept by name only."""
 
 
@@ -46,16 +48,18 @@ class OperatorPolicy:
         self.keeps_exchanges = "collectives" in keep
         self.every = every
         self._always = {form for name in named for form in operators(name, where)}
-        self._products = {form for name in WORDS["matmuls"] for form in operators(name, where)} if "matmuls" in keep else set()
+        self._products = (
+            {form for name in WORDS["matmuls"] for form in operators(name, where)} if "matmuls" in keep else set()
+        )
         self._products -= self._always
         self._functions = [policy_function(word, where) for word in keep if ":" in word]
 
     def asks_about(self, operator: Any) -> bool:
-        """Whether its results may be kept at all."""
+        """Tell whether its results may be kept at all."""
         return bool(self._functions) or operator in self._always or operator in self._products
 
     def start(self) -> Policy:
-        """The policy of one forward, which counts that forward's matrix products."""
+        """Return the policy of one forward, which counts that forward's matrix products."""
         products = 0
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -74,15 +78,20 @@ class OperatorPolicy:
         """By the user's functions; the first that wants to save."""
         for function in self._functions:
             said = function(context, operator, *args, **kwargs)
-            if getattr(said, "name", "") in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"):  # older versions of torch lack them
+            if getattr(said, "name", "") in (
+                "MUST_CPU_OFFLOAD",
+                "PREFER_CPU_OFFLOAD",
+            ):  # older versions of torch lack them
                 raise UnsupportedError(
-                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or recompute. For host"
+                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save"
+                    f" or recompute. For host"
                     f" memory set techniques.activation_checkpointing = offload."
                 )
             if said is True or said in SAVED:
                 if not (isinstance(operator, OpOverload) and is_fresh(operator)):
                     raise UnsupportedError(
-                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result of its own: it"
+                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no"
+                        f" result of its own: it"
                         f" writes into its inputs or gives a view of them"
                     )
                 return CheckpointPolicy.MUST_SAVE

@@ -22,8 +22,10 @@ RECOMPUTED = "recomputed"
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Recompute the planned modules in place, or let them keep in host memory what they save; names stay as they are, random states are
-    preserved."""
+    """Recompute the planned modules in place, or let them keep in host memory what they save.
+
+    Names stay as they are, random states are preserved.
+    """
     if plan.activation_checkpointing == "offload":
         store = HostActivations()
         for number, name in enumerate(plan.checkpointed):
@@ -36,7 +38,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
-    """Make one module recompute; where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway.
+    """Make one module recompute.
+
+    Where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway.
 
     Args:
         policy: which results are kept; None: none.
@@ -44,7 +48,9 @@ def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        region = forward if policy is None else functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
+        region = forward
+        if policy is not None:
+            region = functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
         def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
             if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):

@@ -1,8 +1,8 @@
 """Defer weight gradients to a split backward's second half (zero bubble pipelines, arXiv 2401.10241).
 
-The first half is an ordinary backward in which linear layers pass on their input's gradient, and note input and output gradient for
-later. So a recomputed block is recomputed once, and what the second half needs is all that is kept. Other parameters (norms, biases,
-embeddings) get their gradients in the first half: they cost little.
+The first half is an ordinary backward in which linear layers pass on their input's gradient, and note input and
+output gradient for later. So a recomputed block is recomputed once, and what the second half needs is all that is
+kept. Other parameters (norms, biases, embeddings) get their gradients in the first half: they cost little.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradient
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, deferred: DeferredGradients
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # not saved: recomputation would hand back another tensor, whose gradient nobody asks for
         ctx.weight, ctx.way, ctx.deferred = weight, way, deferred

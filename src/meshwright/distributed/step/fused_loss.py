@@ -22,5 +22,5 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def site_of(model: nn.Module) -> LossSite | None:
-    """Where the model's head is asked for a loss; None of one whose head computes logits only."""
+    """Tell where the model's head is asked for a loss; None of one whose head computes logits only."""
     return runtime_of(model) or recall(model, LossSite)

@@ -20,12 +20,13 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
 ) -> list[int]:
-    """The ids that follow ``prompt``, at most ``tokens`` of them.
+    """Return the ids that follow ``prompt``, at most ``tokens`` of them.
 
     Args:
         next_logits: (1, seq) ids -> (vocab,) logits of the next one.
         window: longest sequence that the model takes; older ids are dropped.
-        temperature: 0 takes the likeliest id; above, samples from softmax(logits / temperature) with a generator of ``seed``.
+        temperature: 0 takes the likeliest id; above, samples from softmax(logits / temperature) with a generator of
+            ``seed``.
         stop: an id that ends the text (it is not returned).
 
     Raises:

@@ -27,10 +27,13 @@ class Objective:
     Args:
         model: as it was laid out (without a wrapper).
         loss_fn: the user's; None: the cross entropy, which alone can be computed from parts of the logits.
-        starts_backward: told of a loss that does not follow from the model's output, for those who start a backward from it.
+        starts_backward: told of a loss that does not follow from the model's output, for those who start a backward
+            from it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFunction | None, starts_backward: Callable[[Tensor], None]):
+    def __init__(
+        self, model: nn.Module, plan: Plan, loss_fn: LossFunction | None, starts_backward: Callable[[Tensor], None]
+    ):
         self.plan, self.loss_fn, self._starts_backward = plan, loss_fn or cross_entropy_sum, starts_backward
         self._runtime, self._site = runtime_of(model), site_of(model)
         vocabulary = None
@@ -67,7 +70,9 @@ class Objective:
         shard = self._shard
         if shard is None:
             return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
-        return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(tail(logits), labels, shard, weights=weights)
+        return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(
+            tail(logits), labels, shard, weights=weights
+        )
 
 
 @contextmanager

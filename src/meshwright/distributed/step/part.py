@@ -42,20 +42,24 @@ class Runner(Protocol):
     """How the parts of a process compute together."""
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
-        """What this process finds of the sum of all losses, divided by ``weight``: 0-dim float64. Gradients add up in ``.grad``, ``scale``
-        times as large, and whole over all axes when it ends."""
+        """Return what this process finds of the sum of all losses, divided by ``weight``: 0-dim float64.
+
+        Gradients add up in ``.grad``, ``scale`` times as large, and whole over all axes when it ends.
+        """
         ...
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
-        """What this process finds of the sum of all losses, without gradients: 0-dim float64."""
+        """Return what this process finds of the sum of all losses, without gradients: 0-dim float64."""
         ...
 
     def logits(self, batch: Batch) -> Tensor:
-        """(rows, seq, vocabulary), without gradients, on every rank that has these rows."""
+        """Return (rows, seq, vocabulary), without gradients, on every rank that has these rows."""
         ...
 
     def action_times(self) -> list[tuple[Action, float, float]]:
-        """What a pipeline's rank did in the last step, and when it began and ended, in seconds since the epoch."""
+        """Return what a pipeline's rank did in the last step, and when it began and ended, in seconds since the
+        epoch.
+        """
         ...
 
     def copy_shared(self) -> None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepLoss:
-    """``loss``: (weighted) mean over all real tokens of the step on all ranks, nats, 0-dim float64, equal on all; ``tokens``: how many."""
+    """``loss``: (weighted) mean over all real tokens of the step on all ranks, nats, 0-dim float64, equal on all;
+    ``tokens``: how many.
+    """
 
     loss: Tensor
     tokens: int
@@ -20,7 +22,9 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm``: global 2-norm before clipping; ``skipped``: the weights were left alone (non-finite loss or gradient)."""
+    """``grad_norm``: global 2-norm before clipping; ``skipped``: the weights were left alone (non-finite loss or
+    gradient).
+    """
 
     grad_norm: float
     skipped: bool

@@ -66,7 +66,9 @@ class WholeModel:
         """Nothing is shared with other processes."""
 
     def _loss_sum(self, piece: Batch) -> Tensor:
-        return self._objective(lambda: self.part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device))
+        return self._objective(
+            lambda: self.part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device)
+        )
 
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
         """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""

@@ -1,8 +1,9 @@
 """Compute linear layers with adapters on one of several tensor-parallel ranks.
 
-The module that adds an adapter's output to its host's runs as it is, with this rank's parts inside. So what lies between (dropout,
-scales, casts, several adapters, adapters switched off) stays its own business, and nothing travels but what would without adapters:
-the whole sequence is gathered before the module, or its summands are reduced behind it.
+The module that adds an adapter's output to its host's runs as it is, with this rank's parts inside. So what lies
+between (dropout, scales, casts, several adapters, adapters switched off) stays its own business, and nothing travels
+but what would without adapters: the whole sequence is gathered before the module, or its summands are reduced behind
+it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from .sequence import Sequence
 
 
 class GatheredInput:
-    """Column-parallel layers that take the very same tensor, some with adapters: it is gathered once, and each is handed the whole.
+    """Column-parallel layers that take the very same tensor, some with adapters: it is gathered once, and each is
+    handed the whole.
 
-    Adapters keep it for backward. An adapter's first layer is whole on all ranks, and each rank finds a summand of its gradient.
+    Adapters keep it for backward. An adapter's first layer is whole on all ranks, and each rank finds a summand of
+    its gradient.
     """
 
     def __init__(self, runtime: Runtime, modules: list[nn.Module]):
@@ -70,7 +73,9 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
             weight, bias, way = layer.tensors(runtime)
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
-                bias = bias if runtime.group.rank == 0 else bias * 0  # a gradient on every rank, or their sum would wait for some
+                bias = (
+                    bias if runtime.group.rank == 0 else bias * 0
+                )  # a gradient on every rank, or their sum would wait for some
             return agreed.linear(x, weight, bias, way, runtime.group)
 
         return partial_sum_forward
@@ -96,7 +101,7 @@ def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
 
 
 def _reduced(x: Tensor, sequence: Sequence) -> Tensor:
-    """(rows, length, features) summands → the sum: this rank's part of the sequence where that is cut."""
+    """Return (rows, length, features) summands → the sum: this rank's part of the sequence where that is cut."""
     return _Reduced.apply(x, sequence, sequence.shape_of(x))
 
 
@@ -104,7 +109,9 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
-        ctx.save_for_backward(x.new_empty(0))  # recomputed forwards end at the last tensor that is kept: what travels again is planned
+        ctx.save_for_backward(
+            x.new_empty(0)
+        )  # recomputed forwards end at the last tensor that is kept: what travels again is planned
         return sequence.reduced(x if sequence.cut else x.clone())
 
     @staticmethod
@@ -121,7 +128,8 @@ def refuse_idle(module: nn.Module, path: str) -> None:
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def refused_forward(*args: Any, **kwargs: Any) -> Any:
             raise UnsupportedError(
-                f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was left whole and cannot"
+                f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was"
+                f" left whole and cannot"
                 f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
             )
 

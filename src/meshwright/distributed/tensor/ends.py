@@ -19,7 +19,10 @@ from .runtime import LossRequest, LossSite, Runtime, argument, local, with_argum
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
-    """Where activations begin to be cut along the sequence. A hook, so that a recomputed forward is given the part and not the whole."""
+    """Where activations begin to be cut along the sequence.
+
+    A hook, so that a recomputed forward is given the part and not the whole.
+    """
 
     def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         x = argument(args, kwargs, hidden)
@@ -36,7 +39,8 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
 
 
 def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
-    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks, or whose head is whole.
+    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks, or whose
+    head is whole.
 
     Args:
         alike: what follows is computed by all ranks alike.
@@ -131,12 +135,14 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:
     """Compute the loss that is asked for; the logits of no token are what the head then returns."""
     weight, bias = _held(head)
-    request.result = head_loss_sum(x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks, weights=request.weights)
+    request.result = head_loss_sum(
+        x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks, weights=request.weights
+    )
     return x.new_empty((x.shape[0], 0, weight.shape[0]))
 
 
 def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """This rank's parts of weight and bias."""
+    """Return this rank's parts of weight and bias."""
     weight = local(module._parameters["weight"])
     assert weight is not None
     return weight, local(module._parameters.get("bias"))
@@ -145,8 +151,8 @@ def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:
     """Give each rank a random stream of its own from the first block to the end of the forward, in training mode.
 
-    Before the blocks all ranks of the tensor axis draw alike. A rank's own stream is a function of a number that all draw and of its rank,
-    so there is no state besides torch's to be saved or restored.
+    Before the blocks all ranks of the tensor axis draw alike. A rank's own stream is a function of a number that all
+    draw and of its rank, so there is no state besides torch's to be saved or restored.
     """
     shared: list[dict[str, torch.Tensor]] = []
 

@@ -1,8 +1,9 @@
 """Define the differentiable steps of tensor and sequence parallelism.
 
-Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): what a rank holds between blocks is its
-part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter. A gathered tensor is not kept for backward:
-only the rank's part is, and it is gathered again (selective recomputation of that paper).
+Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): what a rank holds
+between blocks is its part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter.
+A gathered tensor is not kept for backward: only the rank's part is, and it is gathered again (selective recomputation
+of that paper).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from .group import TensorGroup, own_share
 from .sequence import Sequence
 
 
-def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: Sequence) -> tuple[Tensor, ...]:
+def column_parallel(
+    x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: Sequence
+) -> tuple[Tensor, ...]:
     """Several linear layers of one input, of which each rank has some output features.
 
     Args:
@@ -37,16 +40,27 @@ def column_parallel(x: Tensor, layers: list[tuple[Tensor, Tensor | None, Product
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int], ways: tuple[Products, ...], *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        sequence: Sequence,
+        shape: tuple[int | None, int],
+        ways: tuple[Products, ...],
+        *tensors: Tensor | None,
     ):
         weights = [weight for weight in tensors[::2] if weight is not None]
         largest = agreed.before_outputs(x, weights, ways, sequence.group)
         if sequence.overlap is None:
             whole = sequence.whole(x)
-            outputs = tuple(way.output(whole, w, b, at) for w, b, way, at in zip(weights, tensors[1::2], ways, largest, strict=True))
+            outputs = tuple(
+                way.output(whole, w, b, at) for w, b, way, at in zip(weights, tensors[1::2], ways, largest, strict=True)
+            )
         else:
-            whole, products = sequence.whole_and_products(x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)])
-            outputs = tuple(made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True))
+            whole, products = sequence.whole_and_products(
+                x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)]
+            )
+            outputs = tuple(
+                made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True)
+            )
         ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
         ctx.tracked = weights if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
@@ -79,8 +93,10 @@ class _ColumnParallel(torch.autograd.Function):
         return grad_x, None, None, None, *found
 
 
-def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: Sequence, others: Tensor | None = None) -> Tensor:
-    """A linear layer of which each rank has some input features, reduced.
+def row_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: Sequence, others: Tensor | None = None
+) -> Tensor:
+    """Return a linear layer of which each rank has some input features, reduced.
 
     Args:
         x: (rows, length, own input features).
@@ -136,14 +152,25 @@ class _RowParallel(torch.autograd.Function):
             grad_x = ctx.way.of_input(whole, weight, largest) if ctx.needs_input_grad[0] else None
         grad_weight = now_or_later(ctx, 0, whole, x, ctx.way, largest) if ctx.needs_input_grad[1] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, whole.view(ctx.others) if ctx.needs_input_grad[3] else None, None, None, None
+        return (
+            grad_x,
+            grad_weight,
+            grad_bias,
+            whole.view(ctx.others) if ctx.needs_input_grad[3] else None,
+            None,
+            None,
+            None,
+        )
 
 
-def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products, largest: Largest = OWN) -> Tensor | None:
-    """The gradient of a layer's weight; None where a pipeline puts it off.
+def now_or_later(
+    ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products, largest: Largest = OWN
+) -> Tensor | None:
+    """Return the gradient of a layer's weight; None where a pipeline puts it off.
 
     Args:
-        ctx: of a node, with ``sequence`` and, as ``tracked``, the weights that it was given: what is saved may come back as another tensor.
+        ctx: of a node, with ``sequence`` and, as ``tracked``, the weights that it was given: what is saved may come
+            back as another tensor.
         number: of the weight among them.
     """
     deferred = ctx.sequence.deferred
@@ -155,7 +182,9 @@ def now_or_later(ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Produc
 
 
 def gathered(x: Tensor, sequence: Sequence) -> Tensor:
-    """(rows, share, features) → (rows, length, features), used by each rank for a part of what follows: its gradient is summed and cut."""
+    """Return (rows, share, features) → (rows, length, features), used by each rank for a part of what follows: its
+    gradient is summed and cut.
+    """
     return _Gathered.apply(x, sequence, sequence.shape_of(x))
 
 
@@ -174,7 +203,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
-    """(rows, share, features) → (rows, length, features), where what follows is computed by all ranks alike: its gradient is cut."""
+    """Return (rows, share, features) → (rows, length, features), where what follows is computed by all ranks alike:
+    its gradient is cut.
+    """
     return _GatheredAlike.apply(x, sequence)
 
 
@@ -191,7 +222,10 @@ class _GatheredAlike(torch.autograd.Function):
 
 
 def own_part(x: Tensor, sequence: Sequence) -> Tensor:
-    """(rows, length, features), equal on all ranks → this rank's part of the sequence. Its gradient is put together from all parts."""
+    """Return (rows, length, features), equal on all ranks → this rank's part of the sequence.
+
+    Its gradient is put together from all parts.
+    """
     return _OwnPart.apply(x, sequence)
 
 
@@ -208,7 +242,10 @@ class _OwnPart(torch.autograd.Function):
 
 
 def summed_part(x: Tensor, sequence: Sequence) -> Tensor:
-    """(rows, length, features) summands → this rank's part of the sum; every rank's summand gets the whole gradient."""
+    """Return (rows, length, features) summands → this rank's part of the sum.
+
+    Every rank's summand gets the whole gradient.
+    """
     return _SummedPart.apply(x, sequence)
 
 
@@ -225,7 +262,9 @@ class _SummedPart(torch.autograd.Function):
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Summands → their sum on every rank, where what follows is computed by all ranks alike: the gradient goes back as it comes."""
+    """Summands → their sum on every rank, where what follows is computed by all ranks alike: the gradient goes back
+    as it comes.
+    """
     return _Summed.apply(x, group)
 
 
@@ -241,7 +280,7 @@ class _Summed(torch.autograd.Function):
 
 
 def summing_gradients(x: Tensor, group: TensorGroup) -> Tensor:
-    """What all ranks have alike and use differently: its gradient is summed over them."""
+    """Return what all ranks have alike and use differently: its gradient is summed over them."""
     return _SummingGradients.apply(x, group)
 
 
@@ -258,7 +297,7 @@ class _SummingGradients(torch.autograd.Function):
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same; its gradient is so many times what comes back."""
+    """Return the same; its gradient is so many times what comes back."""
     return _ScaledGradient.apply(x, factor)
 
 
@@ -274,7 +313,10 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def whole_features(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
-    """(…, n) of each rank → (…, n · size / copies), where ``copies`` ranks in a row have the same. Its gradient is summed and cut."""
+    """Return (…, n) of each rank → (…, n · size / copies), where ``copies`` ranks in a row have the same.
+
+    Its gradient is summed and cut.
+    """
     return _WholeFeatures.apply(x, copies, group)
 
 
@@ -293,7 +335,9 @@ class _WholeFeatures(torch.autograd.Function):
 
 
 def whole_vocabulary(own: Tensor, size: int, group: TensorGroup) -> Tensor:
-    """This rank's features, (…, n), by torch's chunks of ``size`` → all of them, where what follows is computed by all ranks alike."""
+    """Return this rank's features, (…, n), by torch's chunks of ``size`` → all of them, where what follows is
+    computed by all ranks alike.
+    """
     return _WholeVocabulary.apply(own, size, group)
 
 
@@ -304,7 +348,9 @@ class _WholeVocabulary(torch.autograd.Function):
         ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
         filled = F.pad(own, (0, share - own.shape[-1]))
         whole = torch.cat(group.gather_features(filled).unbind(), dim=-1)
-        return whole if whole.shape[-1] == size else whole[..., :size].contiguous()  # a view could not be changed in place
+        return (
+            whole if whole.shape[-1] == size else whole[..., :size].contiguous()
+        )  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):

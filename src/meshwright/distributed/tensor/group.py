@@ -16,29 +16,35 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class TensorGroup(Protocol):
-    """Ranks that share out weights. Activations between blocks are cut along dim 1, the sequence; the last rank's may be filled up."""
+    """Ranks that share out weights.
+
+    Activations between blocks are cut along dim 1, the sequence; the last rank's may be filled up.
+    """
 
     rank: int
     size: int
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        """(rows, ⌈length / size⌉, …) of each rank → (rows, length, …)."""
+        """Return (rows, ⌈length / size⌉, …) of each rank → (rows, length, …)."""
         ...
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(rows, length, …) summands → this rank's (rows, ⌈length / size⌉, …) of the sum; what fills up the last rank's is zero."""
+        """Return (rows, length, …) summands → this rank's (rows, ⌈length / size⌉, …) of the sum.
+
+        What fills up the last rank's is zero.
+        """
         ...
 
     def gather_features(self, x: Tensor) -> Tensor:
-        """(…, n) of each rank, in equal numbers → (size, …, n)."""
+        """Return (…, n) of each rank, in equal numbers → (size, …, n)."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, written into ``x``."""
+        """Return the sum over ranks, written into ``x``."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over ranks, written into ``x``."""
+        """Return the elementwise maximum over ranks, written into ``x``."""
         ...
 
 
@@ -48,7 +54,7 @@ def share_of_sequence(length: int, size: int) -> int:
 
 
 def own_share(x: Tensor, rank: int, size: int) -> Tensor:
-    """This rank's part of dim 1 of a whole (rows, length, …), filled up with zeros."""
+    """Return this rank's part of dim 1 of a whole (rows, length, …), filled up with zeros."""
     share = share_of_sequence(x.shape[1], size)
     mine = x[:, rank * share : (rank + 1) * share]
     missing = share - mine.shape[1]
@@ -56,7 +62,7 @@ def own_share(x: Tensor, rank: int, size: int) -> Tensor:
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """(rows, length, …) → (size, rows, ⌈length / size⌉, …), contiguous."""
+    """Return (rows, length, …) → (size, rows, ⌈length / size⌉, …), contiguous."""
     rows, length, *rest = x.shape
     share = share_of_sequence(length, size)
     if share * size != length:
@@ -65,7 +71,7 @@ def by_rank(x: Tensor, size: int) -> Tensor:
 
 
 def joined(parts: Tensor, length: int) -> Tensor:
-    """(size, rows, share, …) → (rows, length, …)."""
+    """Return (size, rows, share, …) → (rows, length, …)."""
     size, rows, share, *rest = parts.shape
     whole = parts.transpose(0, 1).reshape(rows, size * share, *rest)
     return whole if size * share == length else whole[:, :length]

@@ -31,7 +31,8 @@ class ColumnLayer:
 
     Attributes:
         transposed: its weight is stored (in, out).
-        copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over them at once.
+        copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over
+            them at once.
         sums: so are those of all parameters, which lie whole on every rank.
         parts: which operands of its products are parts.
     """
@@ -48,7 +49,7 @@ class ColumnLayer:
         return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
-        """This rank's weight and bias, and how they are used."""
+        """Return this rank's weight and bias, and how they are used."""
         weight, bias = self._local("weight", runtime), self._local("bias", runtime)
         assert weight is not None
         return weight, bias, self.way
@@ -75,7 +76,9 @@ def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
 
 
 def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
-    """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands are parts."""
+    """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands
+    are parts.
+    """
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
 
@@ -89,7 +92,9 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
 
 
 class SharedInput:
-    """Column-parallel layers that take the very same tensor: gathered once, computed together when the first of them is called."""
+    """Column-parallel layers that take the very same tensor: gathered once, computed together when the first of them
+    is called.
+    """
 
     def __init__(self, runtime: Runtime, layers: list[ColumnLayer]):
         self.runtime, self.layers = runtime, layers
@@ -118,12 +123,14 @@ class SharedInput:
         return output
 
     def input_of(self, x: Tensor) -> Tensor:
-        """What a layer's input stands for."""
+        """Return what a layer's input stands for."""
         return self.runtime.behind(x)
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all layers."""
-        return functions.column_parallel(x, [layer.tensors(self.runtime) for layer in self.layers], self.runtime.sequence)
+        """Return the outputs of all layers."""
+        return functions.column_parallel(
+            x, [layer.tensors(self.runtime) for layer in self.layers], self.runtime.sequence
+        )
 
 
 @dataclass(frozen=True)
@@ -132,8 +139,8 @@ class Reduction:
 
     Attributes:
         defers: give nothing now, and leave the summand to a later layer.
-        begins: it is the first of those that do. What was left before is forgotten: a part of a block that is computed once more in
-            backward leaves a summand that nobody takes.
+        begins: it is the first of those that do. What was left before is forgotten: a part of a block that is
+            computed once more in backward leaves a summand that nobody takes.
         takes_deferred: reduce those summands too.
         sums_bias: the bias's gradient is summed over the ranks as soon as it is there.
     """
@@ -159,7 +166,9 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
                 bias = functions.summing_gradients(bias, runtime.group)
             way = products_of(module, transposed, ROW)
             if reduction.defers:
-                return collect_deferred(runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins)
+                return collect_deferred(
+                    runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
+                )
             others = runtime.deferred if reduction.takes_deferred else None
             runtime.deferred = None if reduction.takes_deferred else runtime.deferred
             return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
@@ -176,14 +185,20 @@ def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor 
         x: the layer's input.
         begins: see ``Reduction``.
     """
-    runtime.deferred = summand if begins or runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
+    runtime.deferred = (
+        summand if begins or runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
+    )
     share, features = runtime.sequence.own_shape(x), summand.shape[-1]
     return summand.new_zeros((*share, features)) if bias is None else bias.expand(*share, features).clone()
 
 
 def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -> None:
-    """The module around a region: its input stands in for the gathered one, and what it counts by it counts as this rank has it."""
-    numbers = [(module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers]
+    """The module around a region: its input stands in for the gathered one, and what it counts by it counts as this
+    rank has it.
+    """
+    numbers = [
+        (module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers
+    ]
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def container_forward(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +209,9 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
                 given |= dict.fromkeys(form.hidden, made)
             for shared in form.arguments:
                 whole = argument(args, kwargs, shared.key)
-                given[shared.key] = share_of(whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size)
+                given[shared.key] = share_of(
+                    whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size
+                )
             args, kwargs = with_arguments(args, kwargs, given)
             try:
                 with counting_locally(numbers):
@@ -209,7 +226,10 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
 
 @contextmanager
 def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[None]:
-    """Inside, modules count what is on this rank; outside, nobody sees another number. A config is replaced and never written to."""
+    """Inside, modules count what is on this rank; outside, nobody sees another number.
+
+    A config is replaced and never written to.
+    """
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for module, number in numbers:
@@ -230,7 +250,9 @@ def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[N
 
 
 def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:
-    """A norm over features of which each rank has some: they are gathered, and each rank keeps its own of what comes out."""
+    """A norm over features of which each rank has some: they are gathered, and each rank keeps its own of what comes
+    out.
+    """
     (part,) = parts
     group = runtime.group
     (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
@@ -245,7 +267,8 @@ def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runt
 
 
 def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
-    """Wrap every router, so that each rank routes its own tokens where sequences are cut, and sums over a whole sequence span the ranks.
+    """Wrap every router, so that each rank routes its own tokens where sequences are cut, and sums over a whole
+    sequence span the ranks.
 
     Padding of the last rank's part of a sequence is no token, and is not routed.
     """

@@ -1,8 +1,8 @@
 """Compute the loss of a vocabulary-parallel head, and of a head whose logits are never whole.
 
-The vocabulary-parallel cross entropy is Megatron-LM's (arXiv 1909.08053): each rank has the logits of its part of the vocabulary; maxima
-and sums of exponentials travel, and not the logits. The fused head computes logits, loss and gradients chunk by chunk in the forward, as
-Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989) do.
+The vocabulary-parallel cross entropy is Megatron-LM's (arXiv 1909.08053): each rank has the logits of its part of the
+vocabulary; maxima and sums of exponentials travel, and not the logits. The fused head computes logits, loss and
+gradients chunk by chunk in the forward, as Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989) do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from .group import TensorGroup
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of the vocabulary: ``size`` ids from ``first`` on, of ``whole`` in all; ``group``: the ranks that share it."""
+    """This rank's part of the vocabulary: ``size`` ids from ``first`` on, of ``whole`` in all; ``group``: the ranks
+    that share it.
+    """
 
     first: int
     size: int
@@ -65,7 +67,13 @@ def vocabulary_parallel_cross_entropy_sum(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, smoothing: float, z_loss: float, weights: Tensor | None
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        shard: VocabularyShard,
+        smoothing: float,
+        z_loss: float,
+        weights: Tensor | None,
     ) -> Tensor:
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         flat = labels.flatten()
@@ -109,8 +117,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 LossOfLogits = Callable[..., Tensor]
-"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens; does to the logits what
-the model does behind its head."""
+"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens.
+
+Does to the logits what the model does behind its head.
+"""
 
 
 def head_loss_sum(
@@ -123,7 +133,8 @@ def head_loss_sum(
     chunks: int = 8,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """``loss(hidden @ weight.T + bias, labels)``, computed in chunks of tokens: no more than 1/chunks of the logits exist at a time.
+    """``loss(hidden @ weight.T + bias, labels)``, computed in chunks of tokens: no more than 1/chunks of the logits
+    exist at a time.
 
     Gradients are computed with the loss, chunk by chunk, and kept until the backward asks for them.
 
@@ -134,8 +145,8 @@ def head_loss_sum(
         weights: (...) floats by which the tokens' losses are multiplied.
 
     Returns:
-        0-dim, in at least fp32. The gradient of ``hidden`` is that of the given weight's part of the vocabulary: a caller with a part sums
-        it over the ranks.
+        0-dim, in at least fp32. The gradient of ``hidden`` is that of the given weight's part of the vocabulary: a
+        caller with a part sums it over the ranks.
     """
     return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks, weights)
 
@@ -187,6 +198,16 @@ class _HeadLoss(torch.autograd.Function):
         (grad_output,) = grad_outputs
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a fused head and loss are used up by their first backward")
-        grad_hidden, grad_weight, grad_bias = (g if g is None else g.mul_(grad_output.to(g.dtype)) for g in ctx.gradients)
+        grad_hidden, grad_weight, grad_bias = (
+            g if g is None else g.mul_(grad_output.to(g.dtype)) for g in ctx.gradients
+        )
         ctx.gradients = None
-        return grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None, None
+        return (
+            grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+        )

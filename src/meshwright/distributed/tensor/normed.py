@@ -1,7 +1,7 @@
 """Compute column-parallel layers behind norms side by side: their input is gathered once, before the norms.
 
-Gathering what the norms give would send one tensor for each. A rank finds for the norms' parameters a summand of their gradients, that
-of its own features; without this it would be that of its own tokens.
+Gathering what the norms give would send one tensor for each. A rank finds for the norms' parameters a summand of
+their gradients, that of its own features; without this it would be that of its own tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Branch:
     ways: tuple[Products, ...]
 
 
-def normed_column_parallel(x: Tensor, branches: tuple[Branch, ...], tensors: list[Tensor | None], sequence: TokenSequence):
+def normed_column_parallel(
+    x: Tensor, branches: tuple[Branch, ...], tensors: list[Tensor | None], sequence: TokenSequence
+):
     """Several norms of one input, and linear layers behind each, of which each rank has some output features.
 
     Args:
@@ -51,8 +53,8 @@ def normed_column_parallel(x: Tensor, branches: tuple[Branch, ...], tensors: lis
         tensors: for each branch the norm's parameters, then weight and bias of each layer, this rank's parts.
 
     Returns:
-        (rows, length, own output features) of each layer. The gradients of the input are summed over the ranks, those of the norms'
-        parameters are summands.
+        (rows, length, own output features) of each layer. The gradients of the input are summed over the ranks, those
+        of the norms' parameters are summands.
     """
     return _NormedColumnParallel.apply(x, sequence, sequence.shape_of(x), branches, *tensors)
 
@@ -60,7 +62,12 @@ def normed_column_parallel(x: Tensor, branches: tuple[Branch, ...], tensors: lis
 class _NormedColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int], branches: tuple[Branch, ...], *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        sequence: TokenSequence,
+        shape: tuple[int | None, int],
+        branches: tuple[Branch, ...],
+        *tensors: Tensor | None,
     ):
         weights = [tensors[first + 2 * i] for branch, _, first in _dealt(branches) for i in range(len(branch.ways))]
         largest = agreed.before_outputs(x, weights, _ways(branches), sequence.group)  # type: ignore[arg-type]
@@ -85,7 +92,9 @@ class _NormedColumnParallel(torch.autograd.Function):
         earlier, tensors = agreed.saved(rest[: 2 * len(ways)]), rest[2 * len(ways) :]
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
-        of_layers = iter(agreed.before_gradients(grad_outputs, ways, earlier, _asked(ctx.branches, needed), sequence.group))
+        of_layers = iter(
+            agreed.before_gradients(grad_outputs, ways, earlier, _asked(ctx.branches, needed), sequence.group)
+        )
         whole = (sequence.whole(kept) if ctx.kept_part else kept).detach().requires_grad_(needed[0])
         grad_x: Tensor | None = None
         found: list[Tensor | None] = [None] * len(tensors)
@@ -100,7 +109,9 @@ class _NormedColumnParallel(torch.autograd.Function):
                 if normed.requires_grad:
                     summand = way.of_input(gradient, tensors[place], largest)
                     back = summand if back is None else back.add_(summand)
-                found[place] = now_or_later(ctx, place, gradient, normed.detach(), way, largest) if needed[4 + place] else None
+                found[place] = (
+                    now_or_later(ctx, place, gradient, normed.detach(), way, largest) if needed[4 + place] else None
+                )
                 found[place + 1] = gradient.flatten(0, -2).sum(0) if needed[5 + place] else None
             asked = [(place, tensor) for place, tensor in enumerate((whole, *parameters)) if tensor.requires_grad]
             if asked:
@@ -114,7 +125,7 @@ class _NormedColumnParallel(torch.autograd.Function):
 
 
 def _dealt(branches: tuple[Branch, ...]) -> Iterator[tuple[Branch, int, int]]:
-    """Each branch, and where its norm's parameters and its layers' weights begin among all tensors."""
+    """Yield each branch, and where its norm's parameters and its layers' weights begin among all tensors."""
     start = 0
     for branch in branches:
         first = start + branch.parameters
@@ -127,7 +138,9 @@ def _ways(branches: tuple[Branch, ...]) -> list[Products]:
 
 
 def _asked(branches: tuple[Branch, ...], needed: Sequence[bool]) -> list[bool]:
-    """Of each layer: whether a gradient of its input or its weight is asked for; ``needed`` of the arguments of the node."""
+    """Of each layer: whether a gradient of its input or its weight is asked for; ``needed`` of the arguments of the
+    node.
+    """
     found: list[bool] = []
     for branch, start, first in _dealt(branches):
         flows = needed[0] or any(needed[4 + start : 4 + first])
@@ -148,7 +161,7 @@ class NormedLayers:
     sums: bool
 
     def parameters(self, runtime: Runtime) -> list[Tensor]:
-        """The norm's, as plain tensors."""
+        """Return the norm's, as plain tensors."""
         found = [local(parameter) for parameter in self.norm._parameters.values()]
         held = [parameter for parameter in found if parameter is not None]
         return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
@@ -163,7 +176,9 @@ class SharedNormInput(SharedInput):
     def __init__(self, runtime: Runtime, branches: list[NormedLayers]):
         super().__init__(runtime, [layer for branch in branches for layer in branch.layers])
         self.branches = branches
-        self.plan = tuple(Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.way for x in b.layers)) for b in branches)
+        self.plan = tuple(
+            Branch(_on_norm(b.norm), len(b.parameters(runtime)), tuple(x.way for x in b.layers)) for b in branches
+        )
         for branch in branches:
             wrap(branch.norm, _later, f"computed with the layers behind it, tp {runtime.group.size}")
 
@@ -171,7 +186,8 @@ class SharedNormInput(SharedInput):
         entered = getattr(super().input_of(x), "normed_later", None)
         if entered is None:
             raise UnsupportedError(
-                f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were measured side by side,"
+                f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were"
+                f" measured side by side,"
                 " was given something else than what its norm gives. Set layout.tp = 1."
             )
         return entered
@@ -193,14 +209,16 @@ def _later(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stand_in_for(x: Tensor) -> Tensor:
-    """A tensor without values that takes no memory, in place of a norm of ``x`` that will be computed where it is used."""
+    """Return a tensor without values that takes no memory, in place of a norm of ``x`` that will be computed where it
+    is used.
+    """
     made = x.detach().new_full((1,), torch.nan).expand(x.shape)
     made.normed_later = x  # type: ignore[attr-defined]
     return made
 
 
 def _on_norm(module: nn.Module) -> Normalise:
-    """The module's own forward, on parameters that are given."""
+    """Return the module's own forward, on parameters that are given."""
     forward = module.forward
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
 

@@ -1,7 +1,7 @@
 """Overlap products with the messages before or behind them, through symmetric memory.
 
-torch's fused operators do it ("async TP" in torchtitan): ranks read each other's memory over NVLink while they multiply. What comes out is
-what the message and the product give one after the other.
+torch's fused operators do it ("async TP" in torchtitan): ranks read each other's memory over NVLink while they
+multiply. What comes out is what the message and the product give one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Operators:
 
 
 def symmetric_memory(group: dist.ProcessGroup) -> Operators:
-    """Those of torch. Collective: the ranks map each other's memory.
+    """Return those of torch. Collective: the ranks map each other's memory.
 
     Raises:
         UnsupportedError: they cannot.
@@ -47,7 +47,8 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
         map_memory(group)
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
-            f"techniques.async_tensor_parallel: the {dist.get_world_size(group)} ranks of layout.tp cannot map each other's memory;"
+            f"techniques.async_tensor_parallel: the {dist.get_world_size(group)} ranks of layout.tp cannot map each"
+            f" other's memory;"
             f" for that they must be joined by NVLink ({type(error).__name__}: {error}). {way}"
         ) from error
     return Operators(torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter)
@@ -60,10 +61,13 @@ class Overlap:
         self._operators, self._name = symmetric_memory(group), group.group_name
 
     def gather_products(self, part: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """A rank's part of the tokens → all of them, and their product with each matrix. One message for all products."""
+        """Return a rank's part of the tokens → all of them, and their product with each matrix.
+
+        One message for all products.
+        """
         whole, products = self._operators.gather_products(part, matrices, TOKENS, self._name, return_A=True)
         return whole.contiguous(), [product.contiguous() for product in products]  # models take views that need it
 
     def product_scatter(self, whole: Tensor, matrix: Tensor) -> Tensor:
-        """(rows, tokens, features) @ (features, others), a summand → this rank's part of the sum."""
+        """Return (rows, tokens, features) @ (features, others), a summand → this rank's part of the sum."""
         return self._operators.product_scatter(whole, matrix, "sum", TOKENS, self._name).contiguous()

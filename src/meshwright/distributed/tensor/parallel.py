@@ -33,14 +33,21 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     assert tensor is not None
     overlap = Overlap(mesh.get_group()) if tensor.async_tensor_parallel else None
     sums_at_once = plan.data.reduction == "mean"
-    wrap_modules(model, tensor, ProcessGroupRanks(mesh.get_group()), sums_at_once=sums_at_once, overlap=overlap, leaving=plan.experts)
+    wrap_modules(
+        model,
+        tensor,
+        ProcessGroupRanks(mesh.get_group()),
+        sums_at_once=sums_at_once,
+        overlap=overlap,
+        leaving=plan.experts,
+    )
     distribute_parameters(model, tensor, mesh, leaving=plan.experts)
     remember(model, tensor)
     return model
 
 
 def sums_of(model: nn.Module, plan: Plan) -> Sums:
-    """The trained parameters of which ranks hold the same, by what their gradients are."""
+    """Return the trained parameters of which ranks hold the same, by what their gradients are."""
     tensor = plan.tensor
     if tensor is None:
         return Sums([], [], [])
@@ -49,12 +56,21 @@ def sums_of(model: nn.Module, plan: Plan) -> Sums:
     trained = [(name, parameter) for name, parameter in named if own is None or not own.has(name)]
     cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in trained}
     whole = [(parameter, tensor.is_summed(name)) for name, parameter in trained if cuts[name] is None]
-    copied = [p for name, p in trained if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])]
+    copied = [
+        p
+        for name, p in trained
+        if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])
+    ]
     return Sums([p for p, is_summed in whole if is_summed], copied, [p for p, is_summed in whole if not is_summed])
 
 
-def distribute_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, leaving: ExpertPlan | None = None) -> None:
-    """Every parameter becomes a DTensor on the tensor axis; tied ones stay one. Experts that are ``leaving`` for another axis do not."""
+def distribute_parameters(
+    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, leaving: ExpertPlan | None = None
+) -> None:
+    """Every parameter becomes a DTensor on the tensor axis; tied ones stay one.
+
+    Experts that are ``leaving`` for another axis do not.
+    """
     made: dict[int, nn.Parameter] = {}
     for raw, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
@@ -81,8 +97,8 @@ def wrap_modules(
     """Wrap forwards; returns what they share.
 
     Args:
-        sums_at_once: gradients of whole parameters that are sums over the ranks are summed as soon as they are there, and not by
-            whoever steps.
+        sums_at_once: gradients of whole parameters that are sums over the ranks are summed as soon as they are there,
+            and not by whoever steps.
         overlap: of products and messages; a rehearsal has none.
         leaving: whose experts another technique shares out.
     """
@@ -120,15 +136,20 @@ def wrap_modules(
     return runtime
 
 
-def _use_local_parameters(model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: TensorGroup | None) -> None:
-    """Let every forward see plain tensors, its module's and those of all modules inside: many a block reads the weights of its children.
+def _use_local_parameters(
+    model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: TensorGroup | None
+) -> None:
+    """Let every forward see plain tensors, its module's and those of all modules inside: many a block reads the
+    weights of its children.
 
     A block is given its own by its own forward, which may be compiled, recomputed, and what FSDP gathers for.
     """
     modules, blocks = dict(model.named_modules()), set(plan.blocks)
     inside: dict[str, list[LocalView]] = {}
     for path, module in modules.items():
-        views = LocalView.of(module, summing=_summed(plan, path, module), group=summing_over) if module not in done else []
+        views = (
+            LocalView.of(module, summing=_summed(plan, path, module), group=summing_over) if module not in done else []
+        )
         around = path
         while views:
             inside.setdefault(around, []).extend(views)
@@ -141,19 +162,21 @@ def _use_local_parameters(model: nn.Module, plan: TensorPlan, done: set[nn.Modul
 
 
 def _summed(plan: TensorPlan, path: str, module: nn.Module) -> tuple[str, ...]:
-    """The whole parameters of a module whose gradients are sums over the ranks."""
+    """Return the whole parameters of a module whose gradients are sums over the ranks."""
     names = (name for name, parameter in module._parameters.items() if parameter is not None)
-    return tuple(name for name in names if is_summed(plan, clean(f"{path}.{name}" if path else name), module._parameters[name]))
+    return tuple(
+        name for name in names if is_summed(plan, clean(f"{path}.{name}" if path else name), module._parameters[name])
+    )
 
 
 def is_summed(plan: TensorPlan, name: str, parameter: nn.Parameter | None) -> bool:
-    """Whether the gradient of this parameter, or of a copy of a part of it, is a sum over the ranks."""
+    """Tell whether the gradient of this parameter, or of a copy of a part of it, is a sum over the ranks."""
     assert parameter is not None
     return plan.cut_of(name, parameter.shape) is None and plan.is_summed(name)
 
 
 def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
-    """The modules that compute with cut parameters of their own."""
+    """Return the modules that compute with cut parameters of their own."""
     wrapped: set[nn.Module] = set()
     ways: dict[str, bool] = {}
     for planned in kind.regions:
@@ -162,7 +185,10 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
         ways[region.consumer] = _is_transposed(region.cuts, region.consumer, is_consumer=True)
         for found in region.adapted:
             ends = found.host == region.consumer
-            ways |= {path: _is_transposed(region.cuts, path, is_consumer=ends) for path in (pair[not ends] for pair in found.pairs)}
+            ways |= {
+                path: _is_transposed(region.cuts, path, is_consumer=ends)
+                for path in (pair[not ends] for pair in found.pairs)
+            }
         for path in region.spanning:
             cut = region.cut_of(f"{path}.weight")
             assert cut is not None
@@ -175,15 +201,21 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
     regions = [planned.region for planned in kind.regions]
     latent = {path for region in regions for path in region.latent}
     for path in (path for region in regions for path in region.fed):
-        layer = layers.ColumnLayer(block.get_submodule(path), ways[path], _copied(kind, path, runtime.group.size) if sums_at_once else {})
+        layer = layers.ColumnLayer(
+            block.get_submodule(path), ways[path], _copied(kind, path, runtime.group.size) if sums_at_once else {}
+        )
         layers.local_linear(layer, runtime)
         wrapped.add(layer.module)
     for paths in kind.gathers:
-        around = {path: found for region in regions for path in paths if (found := region.adapters_of(path)) is not None}
+        around = {
+            path: found for region in regions for path in paths if (found := region.adapters_of(path)) is not None
+        }
         cut = [*paths, *(second for found in around.values() for _, second in found.pairs)]
         copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in cut}
         linears = [
-            layers.ColumnLayer(block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent, parts)
+            layers.ColumnLayer(
+                block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent, parts
+            )
             for path in cut
             for parts in (kind.parts_of(path),)
         ]
@@ -201,7 +233,9 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
     return wrapped
 
 
-def _wrap_normed(block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
+def _wrap_normed(
+    block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
+) -> set[nn.Module]:
     """Norms side by side, with the layers behind them."""
     branches = []
     for norm, paths in zip(kind.norms, kind.gathers, strict=True):
@@ -215,7 +249,10 @@ def _wrap_normed(block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runt
 def _wrap_consumer(
     block: nn.Module, kind: BlocksPlan, region: Region, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
 ) -> set[nn.Module]:
-    """The layer that ends a region, with its adapters; gives the modules that compute with cut parameters of their own."""
+    """Return the layer that ends a region, with its adapters.
+
+    Gives the modules that compute with cut parameters of their own.
+    """
     reduction = layers.Reduction(
         defers=region.consumer in kind.summed[:-1],
         begins=region.consumer in kind.summed[:1],
@@ -238,12 +275,18 @@ def _wrap_consumer(
 
 
 def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[FusedPart, ...]]]:
-    """(dim, parts) of a layer's parameters of which several ranks have the same parts."""
+    """Return (dim, parts) of a layer's parameters of which several ranks have the same parts."""
     cuts = (cut for cut in kind.cuts() if owner(cut.name) == path)
-    return {cut.name.rpartition(".")[2]: (cut.dim, cut.parts) for cut in cuts if any(part.copies(ranks) > 1 for part in cut.parts)}
+    return {
+        cut.name.rpartition(".")[2]: (cut.dim, cut.parts)
+        for cut in cuts
+        if any(part.copies(ranks) > 1 for part in cut.parts)
+    }
 
 
 def _is_transposed(cuts: tuple[Cut, ...], path: str, *, is_consumer: bool) -> bool:
-    """Whether a layer's weight is stored (in, out): what is cut are its outputs, or of the layer that ends a region its inputs."""
+    """Tell whether a layer's weight is stored (in, out): what is cut are its outputs, or of the layer that ends a
+    region its inputs.
+    """
     cut = next(cut for cut in cuts if cut.name == f"{path}.weight")
     return cut.dim == (0 if is_consumer else 1)

@@ -1,6 +1,7 @@
 """Rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch.
 
-The modules are wrapped by the very code that lays out the real model; only what carries messages between ranks is another.
+The modules are wrapped by the very code that lays out the real model; only what carries messages between ranks is
+another.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Thread:
 
 
 def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
-    """What ``job`` gives on each of ``size`` threads; the first error that one raised is raised."""
+    """Return what ``job`` gives on each of ``size`` threads; the first error that one raised is raised."""
     board = Board(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -132,7 +133,9 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
         try:
             errors = rehearse(sample.model, small, inputs, logits=logits, sums_at_once=sums_at_once)
         except Exception as error:
-            raise UnsupportedError(_refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")) from error
+            raise UnsupportedError(
+                _refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")
+            ) from error
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         if not errors[worst] <= LARGEST_ERROR and not _is_rounding(errors, sample.model, inputs):
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
@@ -141,11 +144,15 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
 
 
 Logits = Literal["whole", "own", "never"]
-"""How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head itself, in chunks."""
+"""How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head itself, in
+chunks.
+"""
 
 
 def _performances(sample: Sample) -> Iterator[tuple[dict[str, Any], Logits]]:
-    """What is rehearsed: the ways of a loss, with and without a padding mask, and a sequence that does not divide."""
+    """Yield what is rehearsed: the ways of a loss, with and without a padding mask, and a sequence that does not
+    divide.
+    """
     yield sample.inputs[0], "own"
     yield sample.inputs[-1], "whole"
     name, tokens = next(iter(sample.inputs[0].items()))
@@ -156,7 +163,8 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
     way = "with its sequences cut" if plan.sequence_parallel else "with whole sequences"
     hint = " Set techniques.sequence_parallel = false, or" if plan.sequence_parallel else ""
     return (
-        f"layout.tp = {plan.ranks}: the plan to cut {facts.kind} ({plan.source}) was rehearsed on a small copy of it, {way}, and {why}."
+        f"layout.tp = {plan.ranks}: the plan to cut {facts.kind} ({plan.source}) was rehearsed on a small copy of it,"
+        f" {way}, and {why}."
         f"{hint or ' Set'} layout.tp = 1."
     )
 
@@ -164,7 +172,7 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
 def rehearse(
     model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, logits: Logits = "whole", sums_at_once: bool = False
 ) -> dict[str, float]:
-    """The relative error of the loss ("loss"), and of each parameter's gradient, against one process.
+    """Return the relative error of the loss ("loss"), and of each parameter's gradient, against one process.
 
     Args:
         model: small, with weights, in fp64.
@@ -180,8 +188,12 @@ def rehearse(
     logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-    errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}  # NaN where one is
-    expected = {clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    errors = {
+        "loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())
+    }  # NaN where one is
+    expected = {
+        clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None
+    }
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         wholes = _wholes(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
@@ -191,7 +203,7 @@ def rehearse(
 
 
 def _is_rounding(errors: dict[str, float], model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Whether a model that computes in fp32 inside is not exact to more."""
+    """Tell whether a model that computes in fp32 inside is not exact to more."""
     if not narrows(lambda: model(**inputs)):
         return False
     gradients: list[dict[str, Tensor]] = []
@@ -202,14 +214,21 @@ def _is_rounding(errors: dict[str, float], model: nn.Module, inputs: dict[str, A
                 parameter.data = parameter.data.float().double()
         loss = _loss_of(logits_of(one(**inputs)))
         loss.backward()
-        gradients.append({clean(name): p.grad for name, p in one.named_parameters() if p.grad is not None} | {"loss": loss.detach()})
+        gradients.append(
+            {clean(name): p.grad for name, p in one.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
+        )
     exact, rounded = gradients
     moved = {name: float((rounded[name] - value).norm() / value.norm()) for name, value in exact.items()}
-    return all(error <= max(LARGEST_ERROR, min(ROUNDED * moved.get(name, 0.0), LARGEST_ROUNDED)) for name, error in errors.items())
+    return all(
+        error <= max(LARGEST_ERROR, min(ROUNDED * moved.get(name, 0.0), LARGEST_ROUNDED))
+        for name, error in errors.items()
+    )
 
 
 class Resting:
-    """What code finds that reads a parameter of ``Runtime.own``: no tensor, as the DTensor is none that lies there in the real model."""
+    """What code finds that reads a parameter of ``Runtime.own``: no tensor, as the DTensor is none that lies there in
+    the real model.
+    """
 
     def __init__(self, parameter: Tensor):
         self.dtype, self.device, self.requires_grad = parameter.dtype, parameter.device, parameter.requires_grad
@@ -233,12 +252,17 @@ def _on_rank(
         if cut is not None:
             parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
     for module in runtime.own:
-        module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})  # found before the parameter
+        module.__dict__.update(
+            {key: Resting(p) for key, p in module._parameters.items() if p is not None}
+        )  # found before the parameter
     if logits == "whole":
         loss = _loss_of(logits_of(model(**inputs)))
     else:
         labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
-        loss = _loss_of_parts(model, plan, inputs, runtime, labels, VocabularyShard.of(vocabulary, group), logits) / labels.numel()
+        loss = (
+            _loss_of_parts(model, plan, inputs, runtime, labels, VocabularyShard.of(vocabulary, group), logits)
+            / labels.numel()
+        )
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -258,11 +282,13 @@ def _loss_of_parts(
     shard: VocabularyShard,
     logits: Logits,
 ) -> Tensor:
-    """The sum, from this rank's part of the vocabulary."""
+    """Return the sum, from this rank's part of the vocabulary."""
     if logits == "own":
         runtime.logits = "own"
         return vocabulary_parallel_cross_entropy_sum(logits_of(model(**inputs)), labels, shard)
-    request = LossRequest(labels, lambda piece, own: vocabulary_parallel_cross_entropy_sum(plan.tail(piece), own, shard), chunks=2)
+    request = LossRequest(
+        labels, lambda piece, own: vocabulary_parallel_cross_entropy_sum(plan.tail(piece), own, shard), chunks=2
+    )
     runtime.request = request
     model(**inputs)
     runtime.request = None
@@ -270,8 +296,13 @@ def _loss_of_parts(
     return request.result
 
 
-def _wholes(plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool) -> list[Tensor]:
-    """Of what is whole, that of every rank; else put together from the parts of all. Copies add up, unless each is the sum already."""
+def _wholes(
+    plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool
+) -> list[Tensor]:
+    """Of what is whole, that of every rank; else put together from the parts of all.
+
+    Copies add up, unless each is the sum already.
+    """
     cut = plan.cut_of(name, shape)
     if cut is None:
         return gradients

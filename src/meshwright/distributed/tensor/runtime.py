@@ -63,7 +63,8 @@ class Runtime(LossSite):
         logits: "whole": the model returns all logits on every rank; "own": those of this rank's part of the vocabulary.
         arriving: this rank's part of the embedding's output, on its way to the first block.
         deferred: summands that wait for the row-parallel layer that reduces them.
-        own: modules whose parameters nobody sees as plain tensors, since what is wrapped around their forward computes with them.
+        own: modules whose parameters nobody sees as plain tensors, since what is wrapped around their forward
+            computes with them.
     """
 
     sequence: Sequence = field(kw_only=True)
@@ -78,7 +79,10 @@ class Runtime(LossSite):
         return self.sequence.group
 
     def stand_in(self, part: Tensor) -> Tensor:
-        """A tensor of the whole sequence's shape that takes no memory, for code that asks for shapes only; its values are not a number."""
+        """Return a tensor of the whole sequence's shape that takes no memory, for code that asks for shapes only.
+
+        Its values are not a number.
+        """
         sequence = self.sequence
         if part.dim() == 2:
             shape = (sequence.rows * sequence.length(part.shape[0] // sequence.rows), part.shape[-1])
@@ -93,22 +97,25 @@ class Runtime(LossSite):
         self._standing_for = [pair for pair in self._standing_for if pair[0] is not made]
 
     def behind(self, x: Tensor) -> Tensor:
-        """What a stand-in stands for; any other tensor is itself."""
+        """Return what a stand-in stands for; any other tensor is itself."""
         return next((part for made, part in self._standing_for if made is x), x)
 
 
 def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
-    """A tensor of that shape that takes no memory; its values are not a number, so that code which reads them shows."""
+    """Return a tensor of that shape that takes no memory.
+
+    Its values are not a number, so that code which reads them shows.
+    """
     return like.detach().new_full((1,), torch.nan).expand(*shape)
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
-    """What the wrapped modules of a cut model share; None of one that is not cut."""
+    """Return what the wrapped modules of a cut model share; None of one that is not cut."""
     return recall(model, Runtime)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part, differentiable."""
+    """Return this rank's part, differentiable."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():  # which knows to_local and not what a DTensor is made of
@@ -167,9 +174,17 @@ class LocalView:
 
     @classmethod
     def of(
-        cls, module: nn.Module, *, summing: Iterable[str] = (), group: TensorGroup | None = None, gradient_factor: float = 1.0
+        cls,
+        module: nn.Module,
+        *,
+        summing: Iterable[str] = (),
+        group: TensorGroup | None = None,
+        gradient_factor: float = 1.0,
     ) -> list[LocalView]:
-        """All parameters of the module itself; the gradients of those in ``summing`` are summed over ``group``."""
+        """Return all parameters of the module itself.
+
+        The gradients of those in ``summing`` are summed over ``group``.
+        """
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
 
@@ -183,8 +198,8 @@ class LocalView:
 def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = None) -> None:
     """While its forward runs, every module sees this rank's parts of some parameters as plain tensors.
 
-    Those that a forward around this one has in place stay. Those that FSDP has not gathered are left to the unit that gathers them: its
-    forward runs inside this one.
+    Those that a forward around this one has in place stay. Those that FSDP has not gathered are left to the unit that
+    gathers them: its forward runs inside this one.
 
     Args:
         views: of which parameters, of this module or of any inside; by default the module's own.
@@ -211,7 +226,7 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
 
 
 def _is_gathered(parameter: Tensor | None) -> bool:
-    """Whether it lies in parts over no axis but the tensor axis."""
+    """Tell whether it lies in parts over no axis but the tensor axis."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
 
 

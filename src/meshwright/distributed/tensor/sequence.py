@@ -26,8 +26,8 @@ class Sequence:
         rows: of the batch in the forward that runs.
         filled: tokens by which the last rank's part of a row is filled up.
 
-    The length itself is read off the tensors: as a number that stands here it would be a constant to torch.compile, and each new one
-    a compilation.
+    The length itself is read off the tensors: as a number that stands here it would be a constant to torch.compile,
+    and each new one a compilation.
     """
 
     group: TensorGroup
@@ -43,7 +43,10 @@ class Sequence:
         self.rows, self.filled = rows, -length % self.group.size
 
     def shape_of(self, x: Tensor) -> tuple[int | None, int]:
-        """What a backward must know of the forward that ``x`` is from; the rows only where the shape of ``x`` does not say them."""
+        """Return what a backward must know of the forward that ``x`` is from.
+
+        The rows only where the shape of ``x`` does not say them.
+        """
         return self.rows if x.dim() == 2 else None, self.filled
 
     def restore(self, shape: tuple[int | None, int]) -> None:
@@ -62,7 +65,7 @@ class Sequence:
         return (x.shape[0], share) if x.dim() == 3 else (self.rows * share,)
 
     def whole(self, x: Tensor) -> Tensor:
-        """(rows, share, features), or (rows · share, features) → the same with the whole sequence."""
+        """Return (rows, share, features), or (rows · share, features) → the same with the whole sequence."""
         if not self.cut:
             return x
         by_row = x if x.dim() == 3 else x.view(self.rows, -1, x.shape[-1])
@@ -74,10 +77,15 @@ class Sequence:
         if not self.cut:
             return self.group.sum(x.contiguous())
         mine = self.group.scatter(x if x.dim() == 3 else x.reshape(self.rows, -1, x.shape[-1]))
-        return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))  # a view could not be changed in place
+        return (
+            mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))
+        )  # a view could not be changed in place
 
     def _overlapping(self, x: Tensor) -> Overlap | None:
-        """Rows that do not divide must be filled up or cut off between message and product; flat ones lie otherwise than the ranks."""
+        """Rows that do not divide must be filled up or cut off between message and product.
+
+        Flat ones lie otherwise than the ranks.
+        """
         return self.overlap if self.cut and not self.filled and x.dim() == 3 else None
 
     def whole_and_products(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -92,7 +100,9 @@ class Sequence:
         x = factors[0][0]
         if (overlap := self._overlapping(x)) is not None:
             if len(factors) > 1:  # a sum of products is the product of what lies side by side
-                return overlap.product_scatter(torch.cat([x for x, _ in factors], dim=-1), torch.cat([matrix for _, matrix in factors]))
+                return overlap.product_scatter(
+                    torch.cat([x for x, _ in factors], dim=-1), torch.cat([matrix for _, matrix in factors])
+                )
             return overlap.product_scatter(*factors[0])
         total = x @ factors[0][1]
         for x, matrix in factors[1:]:

@@ -27,8 +27,8 @@ class Sums:
     Attributes:
         whole: whole on every rank; each finds a summand of their gradients.
         copied: some parts lie on several ranks, each of which finds a summand.
-        alike: whole, and every rank computes the same gradient. Their mean is taken: kernels that add up in no fixed order would let
-            the ranks drift apart.
+        alike: whole, and every rank computes the same gradient. Their mean is taken: kernels that add up in no fixed
+            order would let the ranks drift apart.
     """
 
     whole: list[nn.Parameter]
@@ -38,7 +38,10 @@ class Sums:
 
 @contextmanager
 def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
-    """What the backwards inside add to gradients is summed over ``group`` at the end; what was there before is kept beside."""
+    """What the backwards inside add to gradients is summed over ``group`` at the end.
+
+    What was there before is kept beside.
+    """
     before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
     for parameter, _ in before:
         parameter.grad = None
@@ -57,7 +60,9 @@ def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
 
 
 def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: TensorGroup) -> Tensor:
-    """A rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is summed over them at once."""
+    """Return a rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is
+    summed over them at once.
+    """
     return _SummingCopies.apply(x, dim, parts, group)
 
 
@@ -84,16 +89,22 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _copies(gradient: Tensor | None, group: TensorGroup) -> list[tuple[Tensor, int, int]]:
-    """(view, number of the slot that it belongs into, slots): ranks that have copies of one part share a slot."""
+    """Return (view, number of its slot, slots): ranks that have copies of one part share a slot."""
     assert gradient is not None
-    return [(piece.local, group.rank // piece.copies, group.size // piece.copies) for piece in pieces(gradient) if piece.copies > 1]
+    return [
+        (piece.local, group.rank // piece.copies, group.size // piece.copies)
+        for piece in pieces(gradient)
+        if piece.copies > 1
+    ]
 
 
 def _sum(places: list[tuple[Tensor, int, int]], group: TensorGroup) -> None:
     """Add up views over the ranks, in one message for each dtype; a view only with those that lie in its slot."""
     for dtype in dict.fromkeys(view.dtype for view, *_ in places):
         chosen = [entry for entry in places if entry[0].dtype == dtype]
-        flat = torch.zeros(sum(view.numel() * slots for view, _, slots in chosen), dtype=dtype, device=chosen[0][0].device)
+        flat = torch.zeros(
+            sum(view.numel() * slots for view, _, slots in chosen), dtype=dtype, device=chosen[0][0].device
+        )
         rooms, start = [], 0
         for view, slot, slots in chosen:
             room = flat[start + slot * view.numel() : start + (slot + 1) * view.numel()].view(view.shape)

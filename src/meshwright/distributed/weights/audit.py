@@ -25,7 +25,9 @@ from .describe import placement_of
 CHUNK = 2**20
 
 
-def audit(parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None) -> None:
+def audit(
+    parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Compare each part with its facts and plan, and an optimizer with all of them. Collective over the data groups.
 
     Raises:
@@ -37,7 +39,11 @@ def audit(parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], opti
         found = {clean(name): parameter for name, parameter in part.model.named_parameters(remove_duplicate=False)}
         buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
         trained += found.items()
-        problems += [*_structure(found, part.facts, part.plan), *_buffers(buffers, part.facts), *_replicas(part.model, data_groups)]
+        problems += [
+            *_structure(found, part.facts, part.plan),
+            *_buffers(buffers, part.facts),
+            *_replicas(part.model, data_groups),
+        ]
         problems += _float8(part.model, part.plan)
     held = _optimized(trained, optimizer) if optimizer is not None else ()
     _refuse("the model is not what the plan says", [*problems, *held])
@@ -83,7 +89,10 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
         if request is not None and place != request.placements:
             yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
         if request is not None and str(parameter.dtype) != f"torch.{request.dtype}":
-            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {request.dtype}"
+            yield (
+                f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says"
+                f" {request.dtype}"
+            )
         if parameter.requires_grad == (fact.name in frozen):
             yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
         for alias in fact.aliases:
@@ -127,15 +136,21 @@ def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Opt
         elif times and not trained:
             yield f"{name} is frozen, and the optimizer holds it"
     if held:
-        yield f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the model was laid out?)"
+        yield (
+            f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the"
+            f" model was laid out?)"
+        )
 
 
-def _replicas(model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought: bool = False, leaving: ExpertPlan | None = None):
+def _replicas(
+    model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought: bool = False, leaving: ExpertPlan | None = None
+):
     """Names whose values differ between ranks that should hold the same ones.
 
     Args:
         groups: over which what is no DTensor is the same.
-        brought: what is a DTensor too, over those of the groups that its mesh does not have: another axis will cut it next.
+        brought: what is a DTensor too, over those of the groups that its mesh does not have: another axis will cut it
+            next.
         leaving: experts that are not compared.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
@@ -144,7 +159,11 @@ def _replicas(model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought:
             continue
         if isinstance(tensor, DTensor):
             axes = [tensor.device_mesh.get_group(i) for i in range(tensor.device_mesh.ndim)]
-            copied = [axis for axis, place in zip(axes, tensor.placements, strict=True) if place.is_replicate() and axis.size() > 1]
+            copied = [
+                axis
+                for axis, place in zip(axes, tensor.placements, strict=True)
+                if place.is_replicate() and axis.size() > 1
+            ]
             others = [group for group in groups if brought and group not in axes]
             by_groups.setdefault((*copied, *others), []).append((clean(name), tensor.to_local()))
         else:
@@ -157,16 +176,21 @@ def _replicas(model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought:
         equal = agree.equal_over(words, list(same))
         for (name, _), fine in zip(tensors, equal.tolist(), strict=True):
             if not fine:
-                yield f"{name} differs between ranks that should hold the same values (build the model on meta, or seed every rank alike)"
+                yield (
+                    f"{name} differs between ranks that should hold the same values (build the model on meta, or"
+                    f" seed every rank alike)"
+                )
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit checksum of a tensor's bits, on its device: 0-dim int64; the order of elements counts."""
+    """Return a 64-bit checksum of a tensor's bits, on its device: 0-dim int64; the order of elements counts."""
     flat = tensor.detach().contiguous().flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     for start in range(0, flat.numel(), CHUNK):
         piece = flat[start : start + CHUNK].view(kind).to(torch.int64)
-        place = torch.arange(start, start + piece.numel(), device=tensor.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
+        place = (
+            torch.arange(start, start + piece.numel(), device=tensor.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
+        )
         total = total * 31 + ((piece + 1) * place).sum()
     return total

@@ -33,11 +33,15 @@ from .drawing import draw_rows
 from .shards import pieces, seed_of
 
 
-def write_constructed(model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False) -> set[str]:
-    """Give a model on real memory what its constructor computes, as far as its constructor is known; returns the names written.
+def write_constructed(
+    model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False
+) -> set[str]:
+    """Give a model on real memory what its constructor computes, as far as its constructor is known.
 
-    That is so of a model that a function, a class or a config made, and of each pretrained model of transformers inside. Collective where
-    a constructor cannot be recorded.
+    Returns the names written.
+
+    That is so of a model that a function, a class or a config made, and of each pretrained model of transformers
+    inside. Collective where a constructor cannot be recorded.
 
     A tensor of which the constructor leaves elements unwritten is not written.
 
@@ -61,7 +65,9 @@ def write_constructed(model: nn.Module, seed: int, draw_on: str | None = None, *
 
 
 def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Yield paths and how what is there is built: the model, if that is known, and the outermost pretrained models inside."""
+    """Yield paths and how what is there is built: the model, if that is known, and the outermost pretrained models
+    inside.
+    """
     if (build := builder_of(model)) is not None:
         yield "", build
     found: list[str] = []
@@ -97,8 +103,10 @@ class _Part:
         for path, module in self.modules.items():
             if path not in recording.modules and any(tensor is not None for tensor in module._parameters.values()):
                 raise UnsupportedError(
-                    f"{self.said(path)} was put into {type(self.modules['']).__name__} behind its constructor, as adapters are, and has no"
-                    f" values on meta: how it begins is not known. Build the model on the CPU with its weights, adapters included"
+                    f"{self.said(path)} was put into {type(self.modules['']).__name__} behind its constructor, as"
+                    f" adapters are, and has no"
+                    f" values on meta: how it begins is not known. Build the model on the CPU with its weights,"
+                    f" adapters included"
                 )
 
     def said(self, name: str) -> str:
@@ -168,7 +176,9 @@ def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[
     program = recording.needed(storages, with_stream=False)
     if any(step.draws for step, _ in program):
         program = recording.needed(storages, with_stream=True)
-    last = {storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages}
+    last = {
+        storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages
+    }
     ends: dict[int, list[int]] = {}
     for storage, number in last.items():
         ends.setdefault(number, []).append(storage)
@@ -183,8 +193,10 @@ def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[
             give(storage, values)
 
 
-def _in_blocks(part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None) -> bool:
-    """Whether it was done: one step alone fills the tensor, with numbers.
+def _in_blocks(
+    part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None
+) -> bool:
+    """Tell whether it was done: one step alone fills the tensor, with numbers.
 
     Args:
         first: the tensor's name.
@@ -208,7 +220,8 @@ def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
     if world > 1 and local == 0:
         size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
         warnings.warn(
-            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on every rank, one of a node"
+            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on"
+            f" every rank, one of a node"
             f" after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
             stacklevel=2,
         )

@@ -25,8 +25,9 @@ from .shards import SHARDS
 
 
 def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes it; what a pipeline stage
-    has is not placed on its axis."""
+    """Return (axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes
+    it; what a pipeline stage has is not placed on its axis.
+    """
     places, mesh = {}, plan.mesh
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -43,8 +44,9 @@ def _words(place: Any) -> str:
 
 
 def describe(models: Sequence[nn.Module], plan: Plan) -> str:
-    """The parameters by what they are called in all blocks: number, shape, dtype at rest, placement, bytes on this rank; and what was
-    applied to which modules."""
+    """Return the parameters by what they are called in all blocks: number, shape, dtype at rest, placement, bytes on
+    this rank; and what was applied to which modules.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     for name, parameter in (named for model in models for named in model.named_parameters()):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -72,7 +74,7 @@ def describe(models: Sequence[nn.Module], plan: Plan) -> str:
 
 
 def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
-    """What was done to modules, by their names in all blocks, with how many there are."""
+    """Yield what was done to modules, by their names in all blocks, with how many there are."""
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
         "products in float8": lambda module: (config := config_at(module)) is not None and not config.emulate,
@@ -82,5 +84,10 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
         "compiled": lambda module: compiled_call(module) is not None,
     }
     for what, is_one in kinds.items():
-        found = Counter(pattern(clean(name)) or "the root" for model in models for name, module in model.named_modules() if is_one(module))
+        found = Counter(
+            pattern(clean(name)) or "the root"
+            for model in models
+            for name, module in model.named_modules()
+            if is_one(module)
+        )
         yield what, [f"{name} ({count})" for name, count in found.items()]

@@ -2,9 +2,10 @@
 
 What the model's constructor did besides is not known then (``constructed`` has models whose constructor is).
 
-Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its parameters and buffers
-and of those inside it (a parent may set its children's), with torch's generator seeded by (seed, path of the module); then each
-rank cuts its part. So the values depend on no layout, and one module at a time is whole.
+Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its
+parameters and buffers and of those inside it (a parent may set its children's), with torch's generator seeded by
+(seed, path of the module); then each rank cuts its part. So the values depend on no layout, and one module at a time
+is whole.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from meshwright.introspection.source import builder_of
 from .shards import pieces, seed_of
 
 
-def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False) -> set[str]:
-    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not ``done``; returns their names.
+def initialise_by_modules(
+    model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False
+) -> set[str]:
+    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not ``done``.
+
+    Returns their names.
 
     Args:
         done: names of those that have their values.
-        buffers_only: only modules with buffers of their own are initialised; what they write into parameters does not count.
+        buffers_only: only modules with buffers of their own are initialised; what they write into parameters does not
+            count.
 
     Raises:
         UnsupportedError: nothing initialises some of them; the text names them and the module that should.
@@ -38,7 +44,9 @@ def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (
     every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
     wanted = {id(tensor): name for raw, tensor in every if (name := clean(raw)) not in done}
     for raw, module in reversed(list(model.named_modules())) if wanted else ():
-        held = [tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())]
+        held = [
+            tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())
+        ]
         is_asked = any(id(tensor) in wanted for tensor in held) and (module._buffers or not buffers_only)
         if is_asked and callable(reset := resetting(module)):
             written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw))) if key in wanted}
@@ -46,10 +54,16 @@ def initialise_by_modules(model: nn.Module, seed: int, done: Collection[str] = (
     if left:
         path = owner(left[0])
         names = ", ".join(name.rpartition(".")[2] for name in left if owner(name) == path)
-        other = "" if builder_of(model) is not None else ", hand over the function that builds the model instead of the model"
+        other = (
+            ""
+            if builder_of(model) is not None
+            else ", hand over the function that builds the model instead of the model"
+        )
         raise UnsupportedError(
-            f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta and nothing initialises"
-            f" its {names}: give it a reset_parameters() that does{other}, or build the model on the CPU with its weights"
+            f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta"
+            f" and nothing initialises"
+            f" its {names}: give it a reset_parameters() that does{other}, or build the model on the CPU with its"
+            f" weights"
         )
     return written
 
@@ -76,7 +90,10 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
 
 @contextmanager
 def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
-    """Put unwritten CPU tensors in place of all parameters and buffers inside; gives (original, how to find its stand-in)."""
+    """Put unwritten CPU tensors in place of all parameters and buffers inside.
+
+    Gives (original, how to find its stand-in).
+    """
     kept: list[tuple[dict, dict]] = []
     made: dict[int, Tensor] = {}
     pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -105,7 +122,7 @@ def _blank(dtype: torch.dtype) -> float | int | bool:
 
 
 def _untouched(value: Tensor) -> Tensor:
-    """Where a stand-in was not written."""
+    """Tell where a stand-in was not written."""
     if value.is_floating_point() or value.is_complex():
         return torch.isnan(value)
     return ~value if value.dtype == torch.bool else value == _blank(value.dtype)

@@ -45,22 +45,26 @@ WHOLE_LISTS = ("norm", "max")
 class PartsTensor(DTensor):
     """A DTensor of which a rank's share is no single run of the whole, or is another rank's too.
 
-    Operators on each element by itself compute on the ranks' shares, without messages. All others are given the whole tensor, replicated:
-    right, at the price of a message. A checkpoint of torch's is told which boxes of the whole are here.
+    Operators on each element by itself compute on the ranks' shares, without messages. All others are given the whole
+    tensor, replicated: right, at the price of a message. A checkpoint of torch's is told which boxes of the whole are
+    here.
     """
 
     __slots__: list[str] = []
 
     @classmethod
     def of(cls, tensor: DTensor, *, requires_grad: bool = False) -> DTensor:
-        """The same memory and placements; a tensor that does not lie in parts is returned as it is."""
+        """Return the same memory and placements; a tensor that does not lie in parts is returned as it is."""
         if isinstance(tensor, cls) or not lies_in_parts(tensor):
             return tensor
         return cls(local_part(tensor), spec_of(tensor), requires_grad=requires_grad)  # type: ignore[return-value]
 
     @classmethod
     def parameter_of(cls, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter that lies in parts as a tensor of this kind, whose gradients will be too; any other is returned as it is."""
+        """Return a parameter that lies in parts as a tensor of this kind, whose gradients will be too.
+
+        Any other is returned as it is.
+        """
         if not isinstance(parameter, DTensor) or not lies_in_parts(parameter):
             return parameter
         made: Any = parameter
@@ -87,7 +91,9 @@ class PartsTensor(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         return _Share.apply(self) if torch.is_grad_enabled() else local_part(self)
 
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any) -> DTensor:
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
         if placements is not None and tuple(placements) == self.placements and device_mesh in (None, self.device_mesh):
             return self
         return _Whole.apply(self).redistribute(device_mesh, placements, **options)
@@ -99,7 +105,9 @@ class PartsTensor(DTensor):
         return [chunk_of(piece) for piece in pieces(self)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(piece.local for piece in pieces(self) if index.offset is None or piece.offset == tuple(index.offset))
+        return next(
+            piece.local for piece in pieces(self) if index.offset is None or piece.offset == tuple(index.offset)
+        )
 
 
 def lies_in_parts(tensor: Tensor) -> bool:
@@ -111,12 +119,15 @@ def _has_parts(spec: DTensorSpec) -> bool:
 
 
 def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of the kind that its placements ask for."""
+    """Return a DTensor of the kind that its placements ask for."""
     return (PartsTensor if _has_parts(spec) else DTensor)(local, spec, requires_grad=False)
 
 
 def keep_parts(model: nn.Module) -> None:
-    """Make parameters that lie in parts tensors that know it, where a technique made new ones of them; tied ones stay one."""
+    """Make parameters that lie in parts tensors that know it, where a technique made new ones of them.
+
+    Tied ones stay one.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -126,12 +137,16 @@ def keep_parts(model: nn.Module) -> None:
                 module._parameters[name] = made[parameter]
 
 
-def gathered(local: Tensor, shape: torch.Size, dim: int, parts: Sequence[FusedPart], mesh: DeviceMesh, axis: int) -> Tensor:
-    """The whole of a tensor that lies in parts on one axis of a mesh. Collective over that axis."""
+def gathered(
+    local: Tensor, shape: torch.Size, dim: int, parts: Sequence[FusedPart], mesh: DeviceMesh, axis: int
+) -> Tensor:
+    """Return the whole of a tensor that lies in parts on one axis of a mesh. Collective over that axis."""
     rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
     whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
     runs = ranges(parts, rank, ranks)
-    for share, (low, high), part in zip(local.split([high - low for low, high in runs], dim=dim), runs, parts, strict=True):
+    for share, (low, high), part in zip(
+        local.split([high - low for low, high in runs], dim=dim), runs, parts, strict=True
+    ):
         if rank % part.copies(ranks) == 0:
             whole.narrow(dim, low, high - low).copy_(share)
     if not local.is_meta:
@@ -167,18 +182,28 @@ class _Whole(torch.autograd.Function):
 
 def _place_gradient(parameter: Tensor) -> None:
     """The gradient lies as its parameter does, whoever made it: FSDP and autograd know DTensors only."""
-    if parameter.grad is not None and isinstance(parameter, PartsTensor) and not isinstance(parameter.grad, PartsTensor):
+    if (
+        parameter.grad is not None
+        and isinstance(parameter, PartsTensor)
+        and not isinstance(parameter.grad, PartsTensor)
+    ):
         parameter.grad = _share_of(parameter.grad, parameter)
 
 
 def _goes_with(tensor: Tensor, like: PartsTensor) -> bool:
-    """Whether an operator on shares can be given a tensor: one number, or a DTensor of the same shape on the same mesh."""
+    """Tell whether an operator on shares can be given a tensor: one number, or a DTensor of the same shape on the
+    same mesh.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.dim() == 0
     replicated = all(place.is_replicate() for place in tensor.placements)
     if tensor.dim() == 0:
         return replicated
-    return tensor.shape == like.shape and tensor.device_mesh == like.device_mesh and (replicated or tensor.placements == like.placements)
+    return (
+        tensor.shape == like.shape
+        and tensor.device_mesh == like.device_mesh
+        and (replicated or tensor.placements == like.placements)
+    )
 
 
 def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], like: PartsTensor) -> Any:
@@ -188,7 +213,11 @@ def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], li
     def share(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        made = local_part(leaf) if leaf.dim() == 0 or leaf.placements == like.placements else local_part(_share_of(leaf, like))
+        made = (
+            local_part(leaf)
+            if leaf.dim() == 0 or leaf.placements == like.placements
+            else local_part(_share_of(leaf, like))
+        )
         given[id(made)] = leaf
         return shares.setdefault(id(leaf), made)
 
@@ -196,17 +225,28 @@ def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], li
 
 
 def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
-    """What an operator returned, each tensor placed as ``like``; what it wrote into and returned is the tensor that was given."""
+    """Return what an operator returned, each tensor placed as ``like``.
+
+    What it wrote into and returned is the tensor that was given.
+    """
     return tree_map(
-        lambda leaf: given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf, result
+        lambda leaf: (
+            given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf
+        ),
+        result,
     )
 
 
 def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operator on lists of tensors, element by element: those that lie in parts on their shares, the others as torch does it."""
+    """Return an operator on lists of tensors, element by element: those that lie in parts on their shares, the others
+    as torch does it.
+    """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     length = max(map(len, lists))
-    likes = [next((value[i] for value in lists if len(value) == length and isinstance(value[i], PartsTensor)), None) for i in range(length)]
+    likes = [
+        next((value[i] for value in lists if len(value) == length and isinstance(value[i], PartsTensor)), None)
+        for i in range(length)
+    ]
     results: list[Any] = [None] * length
 
     def only(numbers: list[int], value: Any) -> Any:
@@ -236,7 +276,9 @@ def _plain(leaf: Any) -> Any:
 
 
 def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operator that looks at tensors as wholes: it is given them, and what it writes into one is taken over into the share."""
+    """Return an operator that looks at tensors as wholes: it is given them, and what it writes into one is taken over
+    into the share.
+    """
     wholes: dict[int, tuple[PartsTensor, DTensor]] = {}
 
     def whole(leaf: Any) -> Any:
@@ -253,7 +295,7 @@ def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _replicated(tensor: PartsTensor) -> DTensor:
-    """The whole tensor on every rank of its mesh. Collective over the axes that cut it."""
+    """Return the whole tensor on every rank of its mesh. Collective over the axes that cut it."""
     mesh = tensor.device_mesh
     whole = whole_everywhere(tensor)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
@@ -261,7 +303,9 @@ def _replicated(tensor: PartsTensor) -> DTensor:
 
 
 def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
-    """A tensor of the same shape placed as ``like`` is: itself where it is, else this rank's share of the whole."""
+    """Return a tensor of the same shape placed as ``like`` is: itself where it is, else this rank's share of the
+    whole.
+    """
     if isinstance(tensor, DTensor) and tensor.placements == like.placements:
         return with_local(like, local_part(tensor))
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

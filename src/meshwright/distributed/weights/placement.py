@@ -30,17 +30,21 @@ class _NoStride(int):
 
 
 CANNOT = (
-    "torch cannot deal out, or compute with, a weight that a rank holds several parts of (fused queries, keys and values; key heads that"
-    " several ranks have). To write it: meshwright.load; pretrained weights from Hugging Face files; or tensor.copy_ of a whole tensor that"
-    " distribute_tensor placed as Replicate() on every axis. To read it: full_tensor(), a full state dict, torch.distributed.checkpoint."
+    "torch cannot deal out, or compute with, a weight that a rank holds several parts of (fused queries, keys and"
+    " values; key heads that"
+    " several ranks have). To write it: meshwright.load; pretrained weights from Hugging Face files; or tensor.copy_"
+    " of a whole tensor that"
+    " distribute_tensor placed as Replicate() on every axis. To read it: full_tensor(), a full state dict,"
+    " torch.distributed.checkpoint."
 )
 
 
 class PartsShard(StridedShard):
     """Sharded along ``dim``, each of its ``parts`` by itself: a rank holds its shares of all of them, side by side.
 
-    Of torch's placements the strided shard is the nearest: it is no plain Shard, and whoever moves such a tensor asks it how it is put
-    together and taken apart. So what torch computes of it is right, or refused. A ``PartsTensor`` does most of that without messages.
+    Of torch's placements the strided shard is the nearest: it is no plain Shard, and whoever moves such a tensor asks
+    it how it is put together and taken apart. So what torch computes of it is right, or refused. A ``PartsTensor``
+    does most of that without messages.
     """
 
     def __new__(cls, dim: int, parts: tuple[FusedPart, ...]) -> PartsShard:
@@ -72,19 +76,26 @@ class PartsShard(StridedShard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """Each rank's share of a whole tensor, all of one size. torch deals, narrows and counts by it."""
+        """Return each rank's share of a whole tensor, all of one size. torch deals, narrows and counts by it."""
         self._check(tensor.shape)
         shares = [take(tensor, self.dim, self.parts, rank, num_chunks) for rank in range(num_chunks)]
         return [share.contiguous() for share in shares] if contiguous else shares, [0] * num_chunks
 
-    def _to_replicate_tensor(self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]) -> Tensor:
-        """The whole, on every rank of the axis. Collective."""
+    def _to_replicate_tensor(
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> Tensor:
+        """Return the whole, on every rank of the axis. Collective."""
         self._check(current_logical_shape)
         shape = torch.Size(int(size) for size in current_logical_shape)
         return gathered(local_tensor, shape, self.dim, self.parts, mesh, mesh_dim)
 
-    def local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any, offset_mode: int = 0) -> tuple[int, Any]:
-        """What torch asks for to find a rank's share in the whole; refused where the share is no single run of it."""
+    def local_shard_size_and_offset(
+        self, curr_local_size: Any, num_chunks: int, rank: Any, offset_mode: int = 0
+    ) -> tuple[int, Any]:
+        """Return what torch asks for to find a rank's share in the whole.
+
+        Refused where the share is no single run of it.
+        """
         self._check([curr_local_size] * (self.dim + 1))
         runs = ranges(self.parts, rank, num_chunks)
         size = sum(high - low for low, high in runs)
@@ -105,14 +116,19 @@ def placement_of_cut(dim: int, parts: tuple[FusedPart, ...], ranks: int) -> Plac
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """The parameter as a DTensor over the one axis of ``mesh``; this rank keeps its part only. No communication; meta stays meta."""
+    """Return the parameter as a DTensor over the one axis of ``mesh``; this rank keeps its part only.
+
+    No communication; meta stays meta.
+    """
     rank, size = mesh.get_local_rank(), mesh.size()
     local = parameter.detach()
     if not isinstance(placement, Replicate):
         whole = FusedPart(local.shape[placement.dim], local.shape[placement.dim])  # type: ignore[attr-defined]
         local = take(local, placement.dim, getattr(placement, "parts", (whole,)), rank, size)  # type: ignore[attr-defined]
     local = local.contiguous() if local.is_meta else local.clone(memory_format=torch.contiguous_format)
-    made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=parameter.shape, stride=_stride(parameter.shape))
+    made = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=_stride(parameter.shape)
+    )
     return PartsTensor.parameter_of(nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 

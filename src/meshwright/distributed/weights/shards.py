@@ -22,14 +22,17 @@ SHARDS = (Shard, StridedShard)
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from any values (blake2b; equal on every machine)."""
+    """Return a 63-bit seed from any values (blake2b; equal on every machine)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class LocalRange:
-    """A range of a dim that is here; it is the ``copy``-th of ``copies`` that ranks of the axis that cuts the dim hold."""
+    """A range of a dim that is here.
+
+    It is the ``copy``-th of ``copies`` that ranks of the axis that cuts the dim hold.
+    """
 
     low: int
     high: int
@@ -63,7 +66,7 @@ class Piece:
 
 
 def pieces(tensor: Tensor) -> list[Piece]:
-    """What this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
+    """Return what this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
 
     Several where its share is no single run: blocked queries, keys and values in one weight.
     """
@@ -82,24 +85,30 @@ def pieces(tensor: Tensor) -> list[Piece]:
 
 def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
-    model._apply(lambda tensor: with_local(tensor, change(local_part(tensor))) if isinstance(tensor, DTensor) else change(tensor))
+    model._apply(
+        lambda tensor: with_local(tensor, change(local_part(tensor))) if isinstance(tensor, DTensor) else change(tensor)
+    )
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             forget_accumulation_hooks(parameter)
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the kind of ``like`` and placed as it is, with another memory, wherever that lies.
+    """Return a DTensor of the kind of ``like`` and placed as it is, with another memory, wherever that lies.
 
-    ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into it, or a gradient
-    that is scaled, would change a copy.
+    ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into
+    it, or a gradient that is scaled, would change a copy.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return type(like)(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad)
+    return type(like)(
+        local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=local.requires_grad
+    )
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's codes and scales are."""
+    """Return the plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's
+    codes and scales are.
+    """
     local = local_part(tensor)
     if is_traceable_wrapper_subclass(local):
         return [plain for name in local.__tensor_flatten__()[0] for plain in memory_of(getattr(local, name))]
@@ -107,36 +116,43 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
-    """A tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
+    """Return a tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
     if isinstance(like, DTensor):
         return with_local(like, in_memory(local_part(like), memory))
     if is_traceable_wrapper_subclass(like):
         names, context = like.__tensor_flatten__()
-        return type(like).__tensor_unflatten__(dict(zip(names, memory, strict=True)), context, like.shape, like.stride())
+        return type(like).__tensor_unflatten__(
+            dict(zip(names, memory, strict=True)), context, like.shape, like.stride()
+        )
     (plain,) = memory
     return plain
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, without its graph."""
+    """Return a copy in another dtype, without its graph."""
     local = (local_part(tensor)).detach().to(dtype)
     return with_local(tensor, local) if isinstance(tensor, DTensor) else local
 
 
 def first_copies(tensor: Tensor) -> list[Piece]:
-    """The pieces without those that another rank of the same axis holds too."""
+    """Return the pieces without those that another rank of the same axis holds too."""
     return [piece for piece in pieces(tensor) if piece.copy == 0]
 
 
 def _runs(tensor: DTensor) -> list[list[LocalRange]]:
     """Along each dim what is here, in the order in which it lies in memory.
 
-    A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go outermost first.
+    A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go
+        outermost first.
     """
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
     runs: list[list[LocalRange]] = [[LocalRange(0, size)] for size in tensor.shape]
-    placed = [(place, where[i], tensor.device_mesh.size(i)) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS)]
+    placed = [
+        (place, where[i], tensor.device_mesh.size(i))
+        for i, place in enumerate(tensor.placements)
+        if isinstance(place, SHARDS)
+    ]
     for place, rank, size in sorted(placed, key=lambda entry: _is_cut_last(entry[0])):
         parts = getattr(place, "parts", None)
         runs[place.dim] = _shares(parts, rank, size) if parts else _chunk(runs[place.dim], rank, size)
@@ -149,7 +165,9 @@ def _is_cut_last(place: Placement) -> bool:
 
 def _shares(parts: Sequence[FusedPart], rank: int, size: int) -> list[LocalRange]:
     copies = [part.copies(size) for part in parts]
-    return [LocalRange(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, size), copies, strict=True)]
+    return [
+        LocalRange(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, size), copies, strict=True)
+    ]
 
 
 def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
@@ -167,7 +185,8 @@ def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sketch of each whole tensor, put together from the parts that ranks hold: (TENSOR_WIDTH,) float64 on the CPU.
+    """Return the sketch of each whole tensor, put together from the parts that ranks hold: (TENSOR_WIDTH,) float64 on
+    the CPU.
 
     Collective over the groups that share a tensor out. Replicas are each sketched where they are.
     """
@@ -176,9 +195,15 @@ def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            groups = tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS) and mesh.size(i) > 1)
+            groups = tuple(
+                mesh.get_group(i)
+                for i, place in enumerate(tensor.placements)
+                if isinstance(place, SHARDS) and mesh.size(i) > 1
+            )
         here = [sketch_part(piece.local, piece.offset, tuple(tensor.shape)) for piece in first_copies(tensor)]
-        by_groups.setdefault(groups, {})[name] = sum(here, torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=tensor.device))
+        by_groups.setdefault(groups, {})[name] = sum(
+            here, torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=tensor.device)
+        )
     found: dict[str, Tensor] = {}
     for groups, parts in by_groups.items():
         found |= zip(parts, agree.total(torch.stack([*parts.values()]), list(groups)), strict=True)

@@ -1,11 +1,11 @@
 """Make weights: each rank its own share, bitwise equal on every layout.
 
-A model that a function, a class or a config builds gets what its constructor computes (``constructed``). Our own decoder has a law: a
-parameter's values are a function of (seed, global name, position). It is cut into blocks of whole rows, at most
-``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by (seed, name, block number), in fp32, on
-the parameter's device (or another: a CPU and a GPU draw different values from one seed). A rank draws the blocks that overlap its
-shard, so its peak is its own share plus one block.
-Its buffers come from their modules' own initialisers, as does all of a model that was handed over on meta (``module_weights``).
+A model that a function, a class or a config builds gets what its constructor computes (``constructed``). Our own
+decoder has a law: a parameter's values are a function of (seed, global name, position). It is cut into blocks of
+whole rows, at most ``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by
+(seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw different values from
+one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one block. Its buffers
+come from their modules' own initialisers, as does all of a model that was handed over on meta (``module_weights``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from .module_weights import initialise_by_modules
 from .shards import apply_to_tensors, pieces
 
 Weights = Callable[[nn.Module], set[str]]
-"""Writes every parameter and persistent buffer of a model that lies where it belongs; returns their names. Collective."""
+"""Writes every parameter and persistent buffer of a model that lies where it belongs; returns their names.
+
+Collective.
+"""
 
 
 def materialise(
@@ -53,9 +56,13 @@ def materialise(
         if weights is not None:
             written = _initialised(model, seed, buffers_only=True) | weights(model)
             if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
-                raise ConfigError(f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one")
+                raise ConfigError(
+                    f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one"
+                )
             return written
-        return write_by_law(model, seed, draw_on) if hasattr(model, "weight_law") else _initialised(model, seed, draw_on)
+        return (
+            write_by_law(model, seed, draw_on) if hasattr(model, "weight_law") else _initialised(model, seed, draw_on)
+        )
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:
@@ -82,11 +89,14 @@ def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set
         name = clean(raw)
         kind, value = model.weight_law(name)  # type: ignore[operator]
         if kind not in ("constant", "normal"):
-            raise ConfigError(f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'")
+            raise ConfigError(
+                f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'"
+            )
         for piece in pieces(parameter):
             if kind == "constant":
                 piece.local.fill_(value)
             else:
-                draw_rows(piece.local, piece.offset, tuple(parameter.shape), partial(_normal, std=value), seed, name, draw_on)
+                shape, drawn = tuple(parameter.shape), partial(_normal, std=value)
+                draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)
         written.add(name)
     return written

@@ -20,10 +20,12 @@ PACK_ELEMENTS = 2**20
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> dict[str, Tensor]:
-    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Collective: ranks that share a tensor out bring the same names.
+    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere.
 
-    Of small shards the time goes into the number of collectives and not into bytes. So each rank writes its parts of many tensors into
-    zeros, and one sum puts them together.
+    Collective: ranks that share a tensor out bring the same names.
+
+    Of small shards the time goes into the number of collectives and not into bytes. So each rank writes its parts of
+    many tensors into zeros, and one sum puts them together.
     """
     packed: dict[str, DTensor] = {}
     found: dict[str, Tensor] = {}
@@ -42,7 +44,7 @@ def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> di
 
 
 def _on_first(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What any rank has, on rank 0."""
+    """Return what any rank has, on rank 0."""
     said = agree.everybody_says(list(found))
     home = {name: rank for rank in reversed(range(len(said))) for name in said[rank]}
     rank = get_world_info()[0]
@@ -53,7 +55,10 @@ def _on_first(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def whole_everywhere(tensor: DTensor) -> Tensor:
-    """The whole tensor on every rank of its mesh, without its graph, where the parts lie. Collective over that mesh."""
+    """Return the whole tensor on every rank of its mesh, without its graph, where the parts lie.
+
+    Collective over that mesh.
+    """
     if not all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements):
         return tensor.full_tensor().detach()
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -67,7 +72,7 @@ def whole_everywhere(tensor: DTensor) -> Tensor:
 
 
 def _can_be_packed(tensor: DTensor) -> bool:
-    """Whether the ranks of one job hold it in parts whose place in the whole can be told."""
+    """Tell whether the ranks of one job hold it in parts whose place in the whole can be told."""
     is_everywhere = tensor.device_mesh.size() == dist.get_world_size()
     return is_everywhere and all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements)
 
@@ -101,4 +106,6 @@ def _sum_of_parts(pack: Mapping[str, DTensor]) -> dict[str, Tensor]:
 
 def _is_first_replica(tensor: DTensor) -> bool:
     where = tensor.device_mesh.get_coordinate() or ()
-    return all(isinstance(placement, SHARDS) or not index for placement, index in zip(tensor.placements, where, strict=True))
+    return all(
+        isinstance(placement, SHARDS) or not index for placement, index in zip(tensor.placements, where, strict=True)
+    )

@@ -11,14 +11,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 DRAWING = {
-    *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.cauchy_, Tensor.log_normal_, Tensor.geometric_),
+    *(
+        Tensor.normal_,
+        Tensor.uniform_,
+        Tensor.bernoulli_,
+        Tensor.exponential_,
+        Tensor.cauchy_,
+        Tensor.log_normal_,
+        Tensor.geometric_,
+    ),
     *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
 }
-"""Functions that fill their first argument. On meta, torch plays each of them in Python, behind an import of its compiler."""
+"""Functions that fill their first argument.
+
+On meta, torch plays each of them in Python, behind an import of its compiler.
+"""
 
 
 class _WithoutDraws(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in DRAWING:
             filled = args[0] if args else kwargs.get("tensor")

@@ -1,12 +1,12 @@
 """Record what a constructor does to its tensors, without memory, to repeat it elsewhere.
 
-The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates or writes a tensor is
-noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to the last bit what the constructor gives in one
-process.
+The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates
+or writes a tensor is noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to
+the last bit what the constructor gives in one process.
 
-Rejection sampling looks at what it drew: ``trunc_normal_`` of torch is noted as one step. A number that the constructor reads (``.item()``)
-is computed at once, where no random number is in it. A constructor that seeds, brings generators of its own, or decides by what it
-drew is not recorded.
+Rejection sampling looks at what it drew: ``trunc_normal_`` of torch is noted as one step. A number that the
+constructor reads (``.item()``) is computed at once, where no random number is in it. A constructor that seeds, brings
+generators of its own, or decides by what it drew is not recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ from meshwright.core.torch_private import (
 from .steps import ConstructorSteps, Step, Values, View, name_of
 
 OVERWRITING = (
-    *("zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_"),
+    *(
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+        "log_normal_",
+        "cauchy_",
+    ),
     "geometric_",
 )
 """Operators that write every element of their first argument, whatever it was."""
@@ -58,7 +69,9 @@ def seeded(seed: int) -> Iterator[None]:
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds other devices too, whose streams are not kept
+            torch.default_generator.manual_seed(
+                seed
+            )  # torch.manual_seed seeds other devices too, whose streams are not kept
             np.random.seed(seed % 2**32)
             random.seed(seed)
             yield
@@ -74,8 +87,9 @@ def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 STREAM_ELEMENTS = 2**30
-"""Elements of all parameters and buffers up to which every layout has the very weights of ``built``: a rank draws those of others too, to
-reach its own, and this takes some ten seconds."""
+"""Elements of all parameters and buffers up to which every layout has the very weights of ``built``: a rank draws
+those of others too, to reach its own, and this takes some ten seconds.
+"""
 
 
 def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, ConstructorSteps]:
@@ -87,7 +101,9 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
     Raises:
         NotRecordedError: it does what cannot be carried out later, or fails on tensors without values.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # it imports much of torch, which must not see what is put in place below
+    fake = FakeTensorMode(
+        allow_non_fake_inputs=True
+    )  # it imports much of torch, which must not see what is put in place below
     with seeded(seed):
         before = torch.get_rng_state()
         with _without_seeds_and_swaps(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
@@ -95,7 +111,8 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
                 model = build()
             except NotRecordedError:
                 raise
-            except Exception as error:  # whatever it is, it comes again where the constructor runs on real tensors, or it was about these
+            # whatever it is, it comes again where the constructor runs on real tensors, or it was about these
+            except Exception as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 raise NotRecordedError(f"it fails on tensors without values ({why})") from error
             recording, inner = recorder.recording_of(model), set(vars(torch.empty(0)))
@@ -135,7 +152,9 @@ class _ConstructorRecorder(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("cpu")  # on meta, what they would be; on a GPU, where they are moved to afterwards
+            kwargs["device"] = torch.device(
+                "cpu"
+            )  # on meta, what they would be; on a GPU, where they are moved to afterwards
         name = name_of(func)
         if name in RESHAPING:
             raise NotRecordedError(f"it gives a tensor other memory ({name})")
@@ -147,7 +166,11 @@ class _ConstructorRecorder(EagerDispatchMode):
         known = len(self._numbers)
         result = func(*args, **kwargs)
         results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        if results and "dtype" in {argument.name for argument in schema_of(func).arguments} and kwargs.get("dtype") is None:
+        if (
+            results
+            and "dtype" in {argument.name for argument in schema_of(func).arguments}
+            and kwargs.get("dtype") is None
+        ):
             said[1]["dtype"] = results[0].dtype  # the default one may be another by then
         writes = {
             leaf.storage
@@ -176,12 +199,26 @@ class _ConstructorRecorder(EagerDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)]
         filled = {args[0].storage} if overwrites and self._is_whole(args[0]) else set()
         reads = {view.storage for view in (given[1:] if filled else given)}
-        step = Step(operator, args, kwargs, results, frozenset(reads), frozenset(created), frozenset(writes), frozenset(filled), draws)
+        step = Step(
+            operator,
+            args,
+            kwargs,
+            results,
+            frozenset(reads),
+            frozenset(created),
+            frozenset(writes),
+            frozenset(filled),
+            draws,
+        )
         self._recording.steps.append(step)
 
     def _is_whole(self, view: View) -> bool:
         elements = torch.Size(view.size).numel()
-        return elements * view.dtype.itemsize == self._recording.bytes_of[view.storage] and 0 not in view.stride and not view.offset
+        return (
+            elements * view.dtype.itemsize == self._recording.bytes_of[view.storage]
+            and 0 not in view.stride
+            and not view.offset
+        )
 
     def view(self, tensor: Tensor) -> View:
         if tensor.is_conj() or tensor.is_neg():
@@ -198,7 +235,7 @@ class _ConstructorRecorder(EagerDispatchMode):
         return View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A number that the constructor asks for."""
+        """Return a number that the constructor asks for."""
         asked = {leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)}
         steps = [step for step, _ in self._recording.needed(asked, with_stream=False)]
         if any(step.draws for step in steps):
@@ -216,7 +253,9 @@ class _ConstructorRecorder(EagerDispatchMode):
         init: Any = nn.init
         sample = getattr(init, SAMPLES_NORMAL)
 
-        def note(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
+        def note(
+            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+        ) -> Tensor:
             if generator is not None:
                 raise NotRecordedError("it draws from a generator of its own")
             view = self.view(tensor)
@@ -241,7 +280,7 @@ class _ConstructorRecorder(EagerDispatchMode):
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes into."""
+    """Yield the arguments that an operator writes into."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
@@ -249,8 +288,10 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 @contextmanager
 def _without_seeds_and_swaps() -> Iterator[None]:
-    """A constructor that seeds, and puts the stream back afterwards, would leave no trace. And fake parameters cannot be swapped, which
-    ``module.to(dtype)`` would do."""
+    """A constructor that seeds, and puts the stream back afterwards, would leave no trace.
+
+    And fake parameters cannot be swapped, which ``module.to(dtype)`` would do.
+    """
     with ExitStack() as stack:
         for place in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):

@@ -62,7 +62,9 @@ class Step:
     @property
     def fills(self) -> View | None:
         """The view that it fills, if it does so by numbers alone: then it can be done to any part."""
-        return self.args[0] if self.writes and self.overwrites == self.writes and not self.reads | self.creates else None
+        return (
+            self.args[0] if self.writes and self.overwrites == self.writes and not self.reads | self.creates else None
+        )
 
     @property
     def storages(self) -> frozenset[int]:
@@ -99,7 +101,7 @@ class ConstructorSteps:
         return sum({view.storage: view.elements for view in self.tensors.values()}.values())
 
     def needed(self, storages: Collection[int], *, with_stream: bool) -> list[tuple[Step, bool]]:
-        """The steps that some storages' values follow from, in order.
+        """Return the steps that some storages' values follow from, in order.
 
         Args:
             with_stream: other steps that draw too, with False beside them, so that the random stream goes on as it did.
@@ -118,7 +120,8 @@ class Values:
     """Real tensors, in which steps are carried out; on the CPU.
 
     Attributes:
-        blank: storages that began as whatever memory held: elements that nothing wrote yet are nan, or the largest integer.
+        blank: storages that began as whatever memory held: elements that nothing wrote yet are nan, or the largest
+            integer.
     """
 
     def __init__(self, recording: ConstructorSteps) -> None:
@@ -144,7 +147,7 @@ class Values:
                     self.blank.add(view.storage)
 
     def has_unwritten(self, view: View) -> bool:
-        """Whether elements are left that nothing wrote."""
+        """Tell whether elements are left that nothing wrote."""
         if view.storage not in self.blank:
             return False
         value, mark = self.get(view), _unwritten(view.dtype)
@@ -152,7 +155,9 @@ class Values:
 
     def _keep(self, view: View, tensor: Tensor) -> None:
         storage, size = tensor.untyped_storage(), self._recording.bytes_of[view.storage]
-        lies_alike = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
+        lies_alike = (
+            tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
+        )
         if lies_alike and all(address_of(storage) != address_of(other) for other in self._storages.values()):
             self._storages[view.storage] = storage
         else:
@@ -169,7 +174,9 @@ def _unwritten(dtype: torch.dtype) -> float | int:
 
 def pass_over(step: Step) -> None:
     """Take from the random stream what a step draws, and keep nothing."""
-    args, kwargs = tree_map_only(View, lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype), (step.args, step.kwargs))
+    args, kwargs = tree_map_only(
+        View, lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype), (step.args, step.kwargs)
+    )
     step.operator(*args, **kwargs)
 
 

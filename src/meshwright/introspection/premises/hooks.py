@@ -20,13 +20,15 @@ LARGEST_GRADIENT = 1 << 24
 
 
 def lies_on_mesh(model: nn.Module) -> bool:
-    """Whether a model is laid out, at least in part: some of its parameters are DTensors."""
+    """Tell whether a model is laid out, at least in part: some of its parameters are DTensors."""
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
 class HookFact:
-    """A hook on a parameter. ``kind``: "gradient", or "accumulated" where it is called with the parameter once its gradient is there.
+    """A hook on a parameter.
+
+    ``kind``: "gradient", or "accumulated" where it is called with the parameter once its gradient is there.
     ``adds_up``: on random numbers, the hook of a sum was the sum of the hooks."""
 
     parameter: str
@@ -35,7 +37,10 @@ class HookFact:
 
 
 def hooks_of(model: nn.Module) -> tuple[HookFact, ...]:
-    """The user's hooks on the model's parameters; none are known of a model that is laid out in part (ours are among them)."""
+    """Return the user's hooks on the model's parameters.
+
+    None are known of a model that is laid out in part (ours are among them).
+    """
     if lies_on_mesh(model):
         return ()
     found = []
@@ -58,7 +63,9 @@ def _add_up(hooks: list[Any], parameter: nn.Parameter) -> bool:
         return False
     try:
         with seeded(0), torch.no_grad():
-            one, other = (torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device) for _ in range(2))
+            one, other = (
+                torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
+            )
             together, apart = called(one + other), called(one.clone()) + called(other.clone())
     except Exception:  # noqa: BLE001  (a hook of the user's; one that cannot be tried has not been seen to add up)
         return False

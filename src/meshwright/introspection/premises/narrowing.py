@@ -10,7 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
-    """Whether a forward turns what follows from its parameters into a narrower dtype: then sums in another order are not exact to more."""
+    """Tell whether a forward turns what follows from its parameters into a narrower dtype: then sums in another order
+    are not exact to more.
+    """
     with _Narrowing() as watch:
         forward()
     return watch.found
@@ -25,5 +27,7 @@ class _Narrowing(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.requires_grad and args and isinstance(args[0], Tensor):
             given = args[0].dtype
-            self.found |= given.is_floating_point and result.is_floating_point() and result.dtype.itemsize < given.itemsize
+            self.found |= (
+                given.is_floating_point and result.is_floating_point() and result.dtype.itemsize < given.itemsize
+            )
         return result

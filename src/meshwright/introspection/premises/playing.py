@@ -28,7 +28,9 @@ ROWS = 4
 
 @dataclass
 class Play:
-    """What one batch gave: outputs by name (rows first), gradients of those parameters that have one, what modules took and gave."""
+    """What one batch gave: outputs by name (rows first), gradients of those parameters that have one, what modules
+    took and gave.
+    """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -85,7 +87,9 @@ def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     found: dict[str, Tensor] = {}
     losses = []
     for name, value in _fields(output):
-        for number, tensor in enumerate(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        for number, tensor in enumerate(
+            leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ):
             if tensor.dim() and len(tensor) == rows:
                 found[f"{name}.{number}"] = tensor
             elif tensor.numel() == 1 and tensor.requires_grad:
@@ -112,7 +116,10 @@ def _watched(
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         held.within.pop()
-        took, gave = ([leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in ((args, kwargs), output))
+        took, gave = (
+            [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            for value in ((args, kwargs), output)
+        )
         seen.setdefault(path, (took, gave))  # of several calls the first
 
     yield module.register_forward_pre_hook(enter)

@@ -2,10 +2,11 @@
 
 The test runs on a small copy, before the model is first laid out.
 
-Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process does. All of that is
-without consequence for a forward that is a function of weights and rows. So the small copy is played, in training mode and with every
-random draw held still: rows together and in halves, two batches, several calls, and again with each number that Python reads off the
-data turned round (a condition on a rare token is then taken the other way).
+Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process
+does. All of that is without consequence for a forward that is a function of weights and rows. So the small copy is
+played, in training mode and with every
+random draw held still: rows together and in halves, two batches, several calls, and again with each number that
+Python reads off the data turned round (a condition on a rare token is then taken the other way).
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ FAR = 1_000_000
 
 @dataclass(frozen=True)
 class WrittenState:
-    """A parameter or buffer that a forward writes. ``by_data``: what is written depends on the rows; ``again``: each call writes anew."""
+    """A parameter or buffer that a forward writes.
+
+    ``by_data``: what is written depends on the rows; ``again``: each call writes anew.
+    """
 
     name: str
     by_data: bool
@@ -55,10 +59,12 @@ class Premises:
     """What was seen of a model. Names are global.
 
     Attributes:
-        mixes_rows: a row's logits or gradients depend on the other rows: the module where that begins, and its class; else "".
+        mixes_rows: a row's logits or gradients depend on the other rows: the module where that begins, and its class;
+            else "".
         parameters: those that a forward writes.
         buffers: those that a forward writes.
-        changes: attributes (or "outputs") by which a later call gives something else than the first, other than by buffers.
+        changes: attributes (or "outputs") by which a later call gives something else than the first, other than by
+            buffers.
         remembers: what an earlier batch was changes what a later one gives, other than by buffers.
         conditional: parameters that some rows give a gradient, and others leave without any.
         unused: parameters that all rows that were tried leave without any.
@@ -80,7 +86,9 @@ class Premises:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Parameters that may be left without a gradient: a condition that no batch tried met may use the unused ones too."""
+        """Parameters that may be left without a gradient: a condition that no batch tried met may use the unused ones
+        too.
+        """
         return (*self.conditional, *self.unused)
 
 
@@ -113,12 +121,22 @@ def _on_copies(model: nn.Module) -> Premises:
                     trouble = error
     except Exception as error:  # noqa: BLE001
         trouble = trouble or error
-    norm = next((f"{clean(path)} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, BatchNorm) and m.training), "")
+    norm = next(
+        (
+            f"{clean(path)} ({type(m).__name__})"
+            for path, m in model.named_modules()
+            if isinstance(m, BatchNorm) and m.training
+        ),
+        "",
+    )
     return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
 
 
 def _set_modes(copied: nn.Module, model: nn.Module) -> None:
-    """Those of the model's modules; of one that is in evaluation mode as a whole, those of training, which will come."""
+    """Those of the model's modules.
+
+    Of one that is in evaluation mode as a whole, those of training, which will come.
+    """
     evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
     copied.train()
     for path, module in copied.named_modules():
@@ -145,8 +163,11 @@ def _seen(model: nn.Module, length: int) -> Premises:
 
 
 def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
-    """Two of (ROWS, length). The first has as many ids as it can; its halves begin with another one, even and odd, and one id stands in all
-    rows. The second has one row, over and over."""
+    """Two of (ROWS, length).
+
+    The first has as many ids as it can; its halves begin with another one, even and odd, and one id stands in all
+    rows. The second has one row, over and over.
+    """
     spread = torch.randperm(ids, generator=torch.Generator().manual_seed(0))[: ROWS * length]
     tokens = spread.repeat(-(-ROWS * length // len(spread)))[: ROWS * length].view(ROWS, length).clone()
     tokens[:, -2] = ids - 1
@@ -158,7 +179,10 @@ def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float = DIFFERENT) -> bool:
-    """Beyond rounding of the largest element, or of ``floor`` where that is more. What is not finite on made-up weights says nothing."""
+    """Beyond rounding of the largest element, or of ``floor`` where that is more.
+
+    What is not finite on made-up weights says nothing.
+    """
     if found.shape != wanted.shape:
         return True
     if not found.numel():
@@ -169,7 +193,7 @@ def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float
 
 
 def _mixing(together: Play, halves: list[Play]) -> str:
-    """Where rows begin to depend on each other; "" where they do not."""
+    """Tell where rows begin to depend on each other; "" where they do not."""
     depends = any(
         _differ(half.outputs[name], _half(value, number, ROWS) if half.outputs[name].shape != value.shape else value)
         for number, half in enumerate(halves)
@@ -178,7 +202,9 @@ def _mixing(together: Play, halves: list[Play]) -> str:
     )
     if depends:
         return _begins(together, halves)
-    floor = 1e-8 * max((float(gradient.abs().max()) for gradient in together.gradients.values() if gradient.numel()), default=1.0)
+    floor = 1e-8 * max(
+        (float(gradient.abs().max()) for gradient in together.gradients.values() if gradient.numel()), default=1.0
+    )
     for name, gradient in together.gradients.items():
         parts = [half.gradients[name] for half in halves if name in half.gradients]
         if not parts or _differ(torch.stack(parts).sum(0), gradient, floor):
@@ -187,18 +213,21 @@ def _mixing(together: Play, halves: list[Play]) -> str:
 
 
 def _half(value: Tensor, number: int, rows: int) -> Tensor:
-    """The rows of one half, also where rows and tokens are one dim."""
+    """Return the rows of one half, also where rows and tokens are one dim."""
     size = len(value) // 2
     return value[number * size : (number + 1) * size] if value.dim() and len(value) % rows == 0 else value
 
 
 def _begins(together: Play, halves: list[Play]) -> str:
-    """The first module that was given equal rows and gave others."""
+    """Return the first module that was given equal rows and gave others."""
 
     def equal(path: str, place: int) -> bool:
         for number, half in enumerate(halves):
             pairs = list(zip(half.seen.get(path, ([], []))[place], together.seen[path][place], strict=False))
-            if any(_differ(found, _half(whole, number, ROWS) if found.shape != whole.shape else whole) for found, whole in pairs):
+            if any(
+                _differ(found, _half(whole, number, ROWS) if found.shape != whole.shape else whole)
+                for found, whole in pairs
+            ):
                 return False
         return True
 
@@ -207,12 +236,15 @@ def _begins(together: Play, halves: list[Play]) -> str:
 
 
 def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Play]:
-    """Of a model that decides by its data: few tokens, other weights, which route tokens otherwise, and every condition the other way.
-    What the code cannot take says nothing."""
+    """Of a model that decides by its data: few tokens, other weights, which route tokens otherwise, and every
+    condition the other way. What the code cannot take says nothing.
+    """
     if not together.decides:
         return
     few = [token.expand(1, 2).clone() for token in (first[:1, :1], first[-1:, 1:2])]
-    tries: list[tuple[nn.Module, Tensor, Any]] = [(made, tokens, None) for made in (model, *_redrawn(model)) for tokens in (first, *few)]
+    tries: list[tuple[nn.Module, Tensor, Any]] = [
+        (made, tokens, None) for made in (model, *_redrawn(model)) for tokens in (first, *few)
+    ]
     tries += [(model, first, read) for read in together.reads[:READS]]
     for made, tokens, turned in tries[1:]:
         try:
@@ -222,12 +254,14 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
 
 
 def _redrawn(model: nn.Module) -> Iterator[nn.Module]:
-    """The model with other weights, and biases near zero."""
+    """Yield the model with other weights, and biases near zero."""
     for seed in (1, 2):
         made, generator = copy_of(model), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                parameter.copy_(random_like(parameter, generator) - (1.0 if name.endswith("bias") and parameter.dim() < 2 else 0.0))
+                parameter.copy_(
+                    random_like(parameter, generator) - (1.0 if name.endswith("bias") and parameter.dim() < 2 else 0.0)
+                )
         yield made
 
 
@@ -247,7 +281,9 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
     instead = _state(other)
     behind_another = _outputs(other, first)
     written = {
-        name: WrittenState(name, _differ(instead.get(name, value), after[name]), name in state and _differ(state[name], after[name]))
+        name: WrittenState(
+            name, _differ(instead.get(name, value), after[name]), name in state and _differ(state[name], after[name])
+        )
         for name, value in before.items()
         if name in after and _differ(after[name], value)
     }

@@ -1,6 +1,7 @@
 """Derive configs of the same structure that are small enough to be measured in a moment.
 
-Keys are the usual ones of transformers' configs and of ours. Whether a small model really has the structure of the large one is not taken
+Keys are the usual ones of transformers' configs and of ours. Whether a small model really has the structure of the
+large one is not taken
 on trust: its blocks must have the same modules and parameters.
 """
 
@@ -54,10 +55,13 @@ def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = F
     """Smaller ones, smallest first, then the config itself with no more blocks than ``blocks``.
 
     Args:
-        ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config can.
+        ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config
+            can.
         few_experts: of many experts in a layer a few do.
     """
-    layers = _fewer_layers(config, blocks) | {name: FEW_TOKENS for name in CHUNKS if (_get(config, (name,)) or 0) > FEW_TOKENS}
+    layers = _fewer_layers(config, blocks) | {
+        name: FEW_TOKENS for name in CHUNKS if (_get(config, (name,)) or 0) > FEW_TOKENS
+    }
     fewer = _fewer_experts(config) if few_experts else {}
     for experts in (fewer, {}) if fewer else ({},):
         yield from _narrow_configs(config, layers | experts, ranks)
@@ -78,7 +82,7 @@ def _narrow_configs(config: Any, layers: dict[str, Any], ranks: int) -> Iterator
 
 
 def _kept(key_heads: int, ranks: int) -> int | None:
-    """The fewest key heads that ``ranks`` share as they share all; where they cannot, as few as show groups."""
+    """Return the fewest key heads that ``ranks`` share as they share all; where they cannot, as few as show groups."""
     if ranks % key_heads == 0:
         return key_heads
     kept = math.lcm(2, ranks)
@@ -89,7 +93,13 @@ def _narrow(config: Any, heads: int, key_heads: int, size: int, ranks: int) -> d
     width = heads * size
     changes: dict[str, Any] = {}
     hidden = 4 * math.lcm(2, ranks)
-    for names, value in ((WIDTH, width), (HEADS, heads), (KEY_HEADS, key_heads), (HIDDEN + EXPERT_HIDDEN, hidden), (LATENT, 2 * size)):
+    for names, value in (
+        (WIDTH, width),
+        (HEADS, heads),
+        (KEY_HEADS, key_heads),
+        (HIDDEN + EXPERT_HIDDEN, hidden),
+        (LATENT, 2 * size),
+    ):
         changes |= {name: value for name in names if isinstance(_own(config, name), int)}
     if isinstance(found := _own(config, "rotary_dim"), int) and found > size:
         changes["rotary_dim"] = size // 2
@@ -118,19 +128,27 @@ def _narrow_parts(config: Any, size: int) -> dict[str, int]:
 
 
 def _narrow_others(config: Any, heads: int, size: int) -> dict[str, int]:
-    """Heads of further kinds of attention, in the same proportions: ``swa_num_attention_heads`` and the like, and linear attention's."""
+    """Heads of further kinds of attention, in the same proportions: ``swa_num_attention_heads`` and the like, and
+    linear attention's.
+    """
     of_all, found = _get(config, HEADS) or heads, {}
     of_head = _head_size(config, of_all, _get(config, WIDTH) or size)
     for prefix in [name.removesuffix(HEADS[0]) for name in vars(config) if name.endswith(f"_{HEADS[0]}")]:
         counts = (prefix + HEADS[0], prefix + KEY_HEADS[0])
-        found |= _scaled(config, counts, heads, of_all) | _scaled(config, (prefix + "head_dim", prefix + "v_head_dim"), size, of_head)
+        found |= _scaled(config, counts, heads, of_all) | _scaled(
+            config, (prefix + "head_dim", prefix + "v_head_dim"), size, of_head
+        )
     return found | _scaled(config, LINEAR_HEADS, heads, of_all) | _scaled(config, LINEAR_SIZES, size, of_head)
 
 
 def _scaled(config: Any, names: tuple[str, ...], small: int, large: int) -> dict[str, int]:
-    """Those of the values that ``small / large`` times are whole numbers."""
+    """Return those of the values that ``small / large`` times are whole numbers."""
     values = {name: value for name in names if isinstance(value := _own(config, name), int)}
-    return {name: value * small // large for name, value in values.items() if value * small >= large and value * small % large == 0}
+    return {
+        name: value * small // large
+        for name, value in values.items()
+        if value * small >= large and value * small % large == 0
+    }
 
 
 def _head_size(config: Any, heads: int, width: int) -> int:
@@ -141,7 +159,11 @@ def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
     """Fewer, and as many entries of lists that have one for each layer (their kinds, under whatever name)."""
     for name in LAYERS:
         if isinstance(found := _own(config, name), int) and blocks < found:
-            lists = {key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == found}
+            lists = {
+                key: value
+                for key, value in vars(config).items()
+                if isinstance(value, (list, tuple)) and len(value) == found
+            }
             return {name: blocks} | {key: list(value)[:blocks] for key, value in lists.items()}
     return {}
 
@@ -174,7 +196,7 @@ def stated_width(model: Any) -> int | None:
 
 
 def _own(config: Any, name: str) -> Any:
-    """A value that can be set: a property cannot."""
+    """Return a value that can be set: a property cannot."""
     is_property = isinstance(getattr(type(config), name, None), property)
     return None if is_property else _value(config, name)
 

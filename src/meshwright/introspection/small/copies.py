@@ -18,7 +18,8 @@ CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
 def copy_of(model: nn.Module) -> nn.Module:
     """Copy a model deeply; functions that stand in for a module's forward, and hooks, hold on to the copy.
 
-    ``copy.deepcopy`` leaves functions as they are: a copy of a model whose forward is a closure would go through the original.
+    ``copy.deepcopy`` leaves functions as they are: a copy of a model whose forward is a closure would go through the
+    original.
     """
     memo: dict[int, Any] = {}
     made = copy.deepcopy(model, memo)

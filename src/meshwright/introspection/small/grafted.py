@@ -1,7 +1,8 @@
 """Put a small model into the wrappers of a large one.
 
-A wrapper is a module around one of the same class as the small model has in its place. It is copied without its weights, in sizes that
-follow from the layer inside; what it has of its own (a rank, a scale, a rate of dropout) stays.
+A wrapper is a module around one of the same class as the small model has in its place. It is copied without its
+weights, in sizes that follow from the layer inside; what it has of its own (a rank, a scale, a rate of dropout)
+stays.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _own_tensors(large: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
 
 def _resized(tensor: torch.Tensor, sizes: dict[int, int], device: torch.device) -> torch.Tensor:
     if sizes and tensor.dim() > 1 and all(size in sizes for size in tensor.shape):
-        raise UnlikeError("an adapter has as many features as its host: which of them follow from the model's width cannot be told")
+        raise UnlikeError(
+            "an adapter has as many features as its host: which of them follow from the model's width cannot be told"
+        )
     shape = [sizes.get(size, size) for size in tensor.shape]
     made = torch.zeros(shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

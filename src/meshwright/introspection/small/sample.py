@@ -52,10 +52,15 @@ class Sample:
     @property
     def repeated(self) -> dict[str, Any]:
         """The plain inputs, each row many times."""
-        return {key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value for key, value in self.inputs[0].items()}
+        return {
+            key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value
+            for key, value in self.inputs[0].items()
+        }
 
 
-def samples_of(model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
+def samples_of(
+    model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False
+) -> Iterator[Sample]:
     """Copies of ``model`` that can be measured, small ones first.
 
     Args:
@@ -88,22 +93,29 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
 
 
 def ids_of(model: nn.Module) -> int:
-    """How many token ids the smallest of its tables of that kind takes."""
+    """Tell how many token ids the smallest of its tables of that kind takes."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     stated = getattr(getattr(model, "config", None), "vocab_size", None)
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
 def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Values of an order at which nothing saturates: matrices keep the size of what they multiply, vectors are around one."""
+    """Values of an order at which nothing saturates: matrices keep the size of what they multiply, vectors are around
+    one.
+    """
     drawn = torch.randn(like.shape, dtype=like.dtype, generator=generator)
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
 
 
-def _constructed(model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]) -> Iterator[tuple[nn.Module, int]]:
-    """The same class from small copies of its config, and how many times more heads the model has; none where it is not built from one.
+def _constructed(
+    model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]
+) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the same class from small copies of its config, and how many times more heads the model has.
 
-    What is wrapped around the model and around its layers is put around those of the copy. What a copy fails with is added to ``failed``.
+    None where it is not built from one.
+
+    What is wrapped around the model and around its layers is put around those of the copy. What a copy fails with is
+    added to ``failed``.
     """
     core = core_of(model)
     kind, config = type(core), getattr(core, "config", None)
@@ -138,19 +150,22 @@ def _built_like(model: nn.Module, kind: type[nn.Module], config: Any) -> nn.Modu
 
 
 def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
-    """Raises UnsupportedError where a forward put other modules in the place of some: they would be measured, and others cut."""
+    """Raises UnsupportedError where a forward put other modules in the place of some: they would be measured, and
+    others cut.
+    """
     path = next((path for path, module in model.named_modules() if before.get(path) is not type(module)), None)
     if path is not None:
         was = before[path].__name__ if path in before else "nothing"
         raise UnsupportedError(
             f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
-            f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the model so that it is"
+            f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the"
+            f" model so that it is"
             " built with the modules that it uses."
         )
 
 
 def _names(model: nn.Module) -> set[tuple]:
-    """What its kinds of blocks are made of, whatever their sizes."""
+    """Return what its kinds of blocks are made of, whatever their sizes."""
     return {(kind, tuple(name for name, _ in shapes)) for kind, shapes in kinds_of(model)}
 
 
@@ -170,7 +185,10 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
-    """A copy of the module itself; one on meta is built once more with weights, or given memory and its modules' own initial values."""
+    """Return a copy of the module itself.
+
+    One on meta is built once more with weights, or given memory and its modules' own initial values.
+    """
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
         name = type(model).__name__
         if failed:
@@ -179,7 +197,9 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
             why = "from its config with fewer features came no smaller model that is made of the same"
         else:
             why = "none could be built: let its class take a config that it keeps as .config"
-        raise UnsupportedError(f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}")
+        raise UnsupportedError(
+            f"{name} has {size:,} parameters; its structure is measured on a copy of up to {LARGEST:,}, and {why}"
+        )
     made = copy_of(model)
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
@@ -195,8 +215,10 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
             reset()
         elif module._buffers:
             raise UnsupportedError(
-                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them, so the structure"
-                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the model, or build it on"
+                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills"
+                f" them, so the structure"
+                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the"
+                f" model, or build it on"
                 " the CPU"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -19,7 +19,8 @@ EARLIER = "a tensor made before the first block"
 
 
 def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
-    """Name, in words, the first things besides a block's output that the forward reads behind it; "" where there are none.
+    """Name, in words, the first things besides a block's output that the forward reads behind it; "" where there are
+    none.
 
     A model whose own parameter is read outside of the modules that it calls is told too.
 
@@ -28,13 +29,19 @@ def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, A
         blocks: paths of the repeated blocks, in forward order.
         inputs: of its forward.
     """
-    watch = _ReadsBetweenBlocks({id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()})
+    watch = _ReadsBetweenBlocks(
+        {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}
+    )
     handles = []
     for path, module in model.named_modules():
         holds_blocks = any(is_within(block, path) for block in blocks if block != path)
         if path in blocks or (path and not holds_blocks and next(module.parameters(recurse=False), None) is not None):
             handles.append(module.register_forward_pre_hook(lambda *_: watch.enter()))
-            handles.append(module.register_forward_hook(lambda _m, _in, output, path=path: watch.leave(path, output, path in blocks)))
+            handles.append(
+                module.register_forward_hook(
+                    lambda _m, _in, output, path=path: watch.leave(path, output, path in blocks)
+                )
+            )
     try:
         with torch.no_grad(), watch:
             model(**inputs)

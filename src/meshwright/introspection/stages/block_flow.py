@@ -54,7 +54,9 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
     handles = [
-        sample.model.get_submodule(path).register_forward_hook(lambda module, args, output, path=path: outputs.setdefault(path, output))
+        sample.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: outputs.setdefault(path, output)
+        )
         for path in sample.blocks
     ]
     try:
@@ -96,14 +98,18 @@ def _ends(
 
 
 def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
-    """That of the model itself: the small one's, if its blocks are as large; else by the key of its config that says the small one's."""
+    """That of the model itself: the small one's, if its blocks are as large.
+
+    Else by the key of its config that says the small one's.
+    """
     block = sample.blocks[0]
     if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
         return width
     found = stated_width(model)
     if found is None or stated_width(sample.model) != width:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says how many features"
+            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)})"
+            f" says how many features"
             f" its blocks hand on. Set layout.pp = 1."
         )
     return found

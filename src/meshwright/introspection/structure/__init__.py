@@ -32,7 +32,8 @@ class Measured:
         sample: the small copy that was measured.
         probes: of the sample's first block of each kind, by its path.
         parameter_bytes: what each parameter of the model itself takes, by its names.
-        shapes: of the parameters and buffers of the model's first block of each kind, by the block's path and the name within it.
+        shapes: of the parameters and buffers of the model's first block of each kind, by the block's path and the
+            name within it.
     """
 
     structure: Structure
@@ -44,7 +45,7 @@ class Measured:
     shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
 
     def form_of(self, block: str, region: Region) -> LocalForm | None:
-        """How a region that was not measured runs on one rank; None where no way was found."""
+        """Tell how a region that was not measured runs on one rank; None where no way was found."""
         probes = self.probes.get(block, [])
         known = {path for probe in probes for path in probe.calls}
         if not probes or not known.issuperset((region.container, *region.linears)):
@@ -67,17 +68,23 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
         for sample in samples_of(model, arguments, ranks, few_experts=True):
             try:
                 structure, tried = measure(sample, model)
-            except UnsupportedError as error:  # what a small one shows does not hold for the large one: the next is larger
+            except (
+                UnsupportedError
+            ) as error:  # what a small one shows does not hold for the large one: the next is larger
                 trouble = error
             except ConfigError:  # hints name what the model does not have
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
                 trouble = UnsupportedError(
-                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of it"
+                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy"
+                    f" of it"
                     f" ({type(error).__name__}: {error})"
                 )
             else:
-                sizes = {clean(name): p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+                sizes = {
+                    clean(name): p.numel() * p.element_size()
+                    for name, p in model.named_parameters(remove_duplicate=False)
+                }
                 probes = {kind.blocks[0]: found for kind, (found, _) in zip(structure.kinds, tried, strict=True)}
                 shapes = {block: shapes_of(model.get_submodule(block)) for block in probes}
                 return Measured(structure, ranks, forms(structure, tried, ranks), sample, probes, sizes, shapes)

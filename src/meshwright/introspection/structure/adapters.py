@@ -1,7 +1,8 @@
 """Find adapters: pairs of linear layers whose output is added to that of a host layer.
 
-Found by what is computed. A module takes one tensor and gives the host's output and multiples of what the pairs make of the same tensor.
-So it is itself linear, and is measured in the host's place: what it gives is held and pushed, and not what one of its layers gives.
+Found by what is computed. A module takes one tensor and gives the host's output and multiples of what the pairs make
+of the same tensor. So it is itself linear, and is measured in the host's place: what it gives is held and pushed, and
+not what one of its layers gives.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def find_adapted(block: nn.Module, calls: dict[str, list[Call]], linears: dict[s
         if not around or len(inside) < 3 or len(inside) % 2 == 0 or len(calls[around]) != 1:
             continue
         one = _adapted(block, calls, around, inside)
-        if one is not None and not any(is_within(other.around, around) or is_within(around, other.around) for other in found):
+        if one is not None and not any(
+            is_within(other.around, around) or is_within(around, other.around) for other in found
+        ):
             found.append(one)
     return tuple(found)
 
@@ -92,7 +95,7 @@ def _equal(tensor: Tensor | None, other: Tensor) -> bool:
 
 
 def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
-    """Whether what is given is the host's output and a multiple of each of the others."""
+    """Tell whether what is given is the host's output and a multiple of each of the others."""
     if host is None or host.shape != given.shape:
         return False
     others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]
@@ -105,7 +108,8 @@ def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> 
 
 
 def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
-    """In words: modules around a linear layer that give another thing than it gives, by what they have beside it, and are not adapted.
+    """In words: modules around a linear layer that give another thing than it gives, by what they have beside it, and
+    are not adapted.
 
     Args:
         linears: those that have no adapters.
@@ -117,10 +121,15 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
         taken, given, entered = calls[around][0].entered, calls[around][0].left, calls[host][0].entered
         if taken is None or given is None or not _equal(entered, taken) or calls[host][0].output.shape != given.shape:
             continue
-        beside = [name for name, _ in block.get_submodule(around).named_parameters() if not is_within(f"{around}.{name}", host)]
+        beside = [
+            name
+            for name, _ in block.get_submodule(around).named_parameters()
+            if not is_within(f"{around}.{name}", host)
+        ]
         if beside and _goes_token_by_token(block.get_submodule(around), taken, given):
             yield (
-                f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not that layer's output"
+                f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not"
+                f" that layer's output"
                 f" and multiples of what pairs of linear layers without bias give"
             )
 

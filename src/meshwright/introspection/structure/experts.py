@@ -1,7 +1,8 @@
 """Find stacks of experts: modules whose tensors hold all experts of a layer, a row for each.
 
-Such a module can compute with a part of its stack: given local numbers, and weights of one, its own forward gives what each row's expert
-makes of it. So experts are shared out without knowing what they compute. Whether that holds is tried on a small copy, in fp64.
+Such a module can compute with a part of its stack: given local numbers, and weights of one, its own forward gives
+what each row's expert makes of it. So experts are shared out without knowing what they compute. Whether that holds is
+tried on a small copy, in fp64.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Stack:
         experts: how many there are.
         parameters: names of its own parameters; the first dim of each is the experts.
         counts: names of its attributes that say how many experts there are.
-        rows, index, weights: names of its forward's arguments: the tokens; for each token the numbers of its experts; and their weights.
+        rows, index, weights: names of its forward's arguments: the tokens; for each token the numbers of its experts;
+            and their weights.
         top_k: experts of each token.
         width: features of a token.
     """
@@ -52,14 +54,16 @@ class Stack:
     width: int = 0
 
     def arguments(self, said: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """(n, dim) tokens, (n, k) int64 numbers of experts and (n, k) weights of a call, by its arguments' names."""
+        """Return (n, dim) tokens, (n, k) int64 numbers of experts and (n, k) weights of a call, by its arguments'
+        names.
+        """
         rows, weights = said[self.rows].flatten(0, -2), said[self.weights]
         index = said[self.index].reshape(len(rows), -1)
         weights = weights.reshape(len(rows), -1)
         return rows, index, weights if weights.shape == index.shape else weights.gather(1, index)
 
     def compute(self, forward: Callable[[dict[str, Tensor]], Any], rows: Tensor, index: Tensor) -> Tensor:
-        """(m, dim): what its expert makes of each row, with the module's own forward.
+        """Return (m, dim): what its expert makes of each row, with the module's own forward.
 
         Args:
             forward: of the module, which has its part of the stack only; it is given its arguments as a dict.
@@ -71,14 +75,17 @@ class Stack:
 
 
 def asked_for(stack: Stack, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The numbers of experts among the arguments of a call, where it is called as a stack is: with tokens, numbers, and weights for each
-    number or each expert. None where it only looks like one."""
+    """Return the numbers of experts among the arguments of a call, where it is called as a stack is: with tokens,
+    numbers, and weights for each number or each expert. None where it only looks like one.
+    """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     numbers = [tensor for tensor in tensors if not tensor.is_floating_point()]
     if len(tensors) != 3 or len(numbers) != 1:
         return None
     *tokens, k = numbers[0].shape
-    has_weights = any(t.is_floating_point() and list(t.shape) in ([*tokens, k], [*tokens, stack.experts]) for t in tensors)
+    has_weights = any(
+        t.is_floating_point() and list(t.shape) in ([*tokens, k], [*tokens, stack.experts]) for t in tensors
+    )
     return numbers[0] if has_weights else None
 
 
@@ -104,15 +111,23 @@ def _stack(module: nn.Module, path: str) -> Stack | None:
     if len(sizes) != 1 or len(own) != len(list(module.parameters())) or not any(p.dim() == 3 for p in own.values()):
         return None
     (experts,) = sizes
-    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes = [
+        p
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if experts < 2 or len(takes) < 3:
         return None
-    counts = tuple(name for name, value in vars(module).items() if type(value) is int and value == experts and "expert" in name)
+    counts = tuple(
+        name for name, value in vars(module).items() if type(value) is int and value == experts and "expert" in name
+    )
     return Stack(path, experts, tuple(own), counts)
 
 
 def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
-    """The stacks of a model, with the roles of their arguments; proven to give the same when ``ranks`` share each out.
+    """Return the stacks of a model, with the roles of their arguments.
+
+    Proven to give the same when ``ranks`` share each out.
 
     Raises:
         UnsupportedError: there are none, or they do not; the text names the module.
@@ -129,13 +144,16 @@ def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: in
             trouble = error
         except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
             trouble = UnsupportedError(
-                f"the experts of {type(model).__name__} could not be tried out on a small copy ({type(error).__name__}: {error})"
+                f"the experts of {type(model).__name__} could not be tried out on a small copy"
+                f" ({type(error).__name__}: {error})"
             )
     raise trouble
 
 
 def _width(model: nn.Module, small: nn.Module, here: int) -> int:
-    """Of a token in the model, which in its small copy has ``here`` features: those of the residual stream, or as many."""
+    """Of a token in the model, which in its small copy has ``here`` features: those of the residual stream, or as
+    many.
+    """
     stated = [stated_width(m) for m in (model, small)]
     return stated[0] if stated[0] is not None and stated[1] == here else here
 
@@ -156,7 +174,7 @@ def _first_of_each(model: nn.Module) -> dict[tuple[type, str], str]:
 
 
 def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
-    """The roles of a stack's arguments, its top_k and its width."""
+    """Return the roles of a stack's arguments, its top_k and its width."""
     module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
     args, kwargs = _call_of(sample, module, path)
     said = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -164,7 +182,9 @@ def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
     index = [name for name, value in tensors.items() if not value.is_floating_point()]
     others = [name for name in tensors if name not in index]
     if len(index) != 1 or len(others) != 2:
-        raise UnsupportedError(f"{path} ({type(module).__name__}) takes {', '.join(said)}, and not tokens, numbers of experts and weights")
+        raise UnsupportedError(
+            f"{path} ({type(module).__name__}) takes {', '.join(said)}, and not tokens, numbers of experts and weights"
+        )
     roles = {"rows": others[0], "index": index[0], "weights": others[1]}
     full = replace(stack, **roles)
     _prove(full, module, said, ranks)
@@ -174,14 +194,18 @@ def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
 
 def _call_of(sample: Sample, module: nn.Module, path: str) -> tuple[tuple, dict[str, Any]]:
     calls: list[tuple[tuple, dict[str, Any]]] = []
-    handle = module.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True)
+    handle = module.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True
+    )
     try:
         with torch.no_grad():
             sample.model(**sample.inputs[0])
     finally:
         handle.remove()
     if len(calls) != 1:
-        raise UnsupportedError(f"{path} ({type(module).__name__}) is called {len(calls)} times in a forward, and not once")
+        raise UnsupportedError(
+            f"{path} ({type(module).__name__}) is called {len(calls)} times in a forward, and not once"
+        )
     return calls[0]
 
 
@@ -200,7 +224,9 @@ def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) ->
         if len(token):
             held = {name: p[low : low + share] for name, p in leaves.items()}
             with _counting(module, stack, share):
-                made = stack.compute(partial(functional_call, module, held, None), rows[token], index[token, slot] - low)
+                made = stack.compute(
+                    partial(functional_call, module, held, None), rows[token], index[token, slot] - low
+                )
             out = out.index_add(0, token, made * weights[token, slot].unsqueeze(1))
     pushed = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(0))
     inputs = [x, w, *leaves.values()]
@@ -212,7 +238,8 @@ def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) ->
         if not torch.linalg.vector_norm(one - other) <= LARGEST_ERROR * torch.linalg.vector_norm(one):
             what = "its output" if name == "output" else f"the gradient of {name}"
             raise UnsupportedError(
-                f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its {stack.experts} experts out:"
+                f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its"
+                f" {stack.experts} experts out:"
                 f" {what} is another. Set layout.ep = 1."
             )
 

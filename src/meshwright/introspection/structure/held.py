@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 PUSHED = 1
 """The token that is pushed. Not the first: it attends to nothing but itself, whatever its query."""
 ROUNDING = 1e-9
-"""Relative; in fp64. What is less is no influence: experts add up their tokens in another order when one is routed elsewhere."""
+"""Relative; in fp64.
+
+What is less is no influence: experts add up their tokens in another order when one is routed elsewhere.
+"""
 
 
 class HeldOutputs:
@@ -38,7 +41,7 @@ class HeldOutputs:
         self._pushed = (path, features if len(features) > 1 else features * self.pairs, times)
 
     def keeps_pairs_apart(self, path: str) -> bool:
-        """Whether a push in the first pair of rows moves no other."""
+        """Tell whether a push in the first pair of rows moves no other."""
         if self.pairs == 1:
             return False
         self._pushed = (path, (0,), 1.0)

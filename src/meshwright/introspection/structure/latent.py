@@ -11,7 +11,9 @@ from .probe import Probe
 
 
 def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> bool:
-    """Whether what layers take is the same for another input of the block, as long as those that begin a region give what they gave."""
+    """Tell whether what layers take is the same for another input of the block, as long as those that begin a region
+    give what they gave.
+    """
     entered: dict[str, Tensor] = {}
 
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -26,4 +28,6 @@ def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> 
         for handle in handles:
             handle.remove()
     before = {path: probe.calls[path][0].entered for path in fed}
-    return all(kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items())
+    return all(
+        kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items()
+    )

@@ -1,7 +1,8 @@
 """Find what else a region must be told on a rank: numbers its modules keep, arguments with a dim of heads.
 
-Found by trying. The region's modules run as one of several ranks would run them, on slices of what was recorded; the input of the layer
-that ends the region must then be that rank's slice of the recorded one. Numbers that matter are changed, fewest first, until it is so.
+Found by trying. The region's modules run as one of several ranks would run them, on slices of what was recorded; the
+input of the layer that ends the region must then be that rank's slice of the recorded one. Numbers that matter are
+changed, fewest first, until it is so.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LocalNumber:
     local: int
 
     def of(self, whole: int) -> int:
-        """How many are on a rank of a model that counts ``whole`` (the measured one may be a small copy)."""
+        """Tell how many are on a rank of a model that counts ``whole`` (the measured one may be a small copy)."""
         return whole * self.local // self.whole
 
 
@@ -62,7 +63,8 @@ class LocalForm:
     """How a region runs on one of several ranks.
 
     Attributes:
-        hidden: the container's arguments that its producers take, where they take them as they are and nothing else does; else none.
+        hidden: the container's arguments that its producers take, where they take them as they are and nothing else
+            does; else none.
         numbers, arguments: what is changed while it runs.
     """
 
@@ -72,7 +74,7 @@ class LocalForm:
 
 
 def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
-    """How ``region`` runs on one of ``ranks``; None where no way was found.
+    """Tell how ``region`` runs on one of ``ranks``; None where no way was found.
 
     Args:
         probes: of one block, called in different ways (with a padding mask, without); the way must do for all.
@@ -93,7 +95,7 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
 
 
 def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[tuple[LocalNumber, ...]]:
-    """Every way to change some of the numbers, fewest first."""
+    """Yield every way to change some of the numbers, fewest first."""
     for count in range(min(len(numbers), MOST_CHANGES) + 1):
         for chosen in itertools.combinations(numbers, count):
             for values in itertools.product(*(numbers[key] for key in chosen)):
@@ -101,7 +103,9 @@ def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[
 
 
 class _Rehearsal:
-    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave, latent layers all of it."""
+    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave, latent
+    layers all of it.
+    """
 
     def __init__(self, probe: Probe, region: Region, ranks: int):
         self.probe, self.region, self.ranks = probe, region, ranks
@@ -137,8 +141,10 @@ class _Rehearsal:
                 held[name] = take(held[name].data, cut.dim, cut.parts, rank, self.ranks)
         return made
 
-    def succeeds(self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False) -> bool:
-        """Whether every rank's copy brings its slice of the recorded input before the consumer."""
+    def succeeds(
+        self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False
+    ) -> bool:
+        """Tell whether every rank's copy brings its slice of the recorded input before the consumer."""
         if without_hidden and not self.hidden:
             return False
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
@@ -153,11 +159,18 @@ class _Rehearsal:
         return True
 
     def _run(
-        self, module: nn.Module, rank: int, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], without_hidden: bool
+        self,
+        module: nn.Module,
+        rank: int,
+        numbers: tuple[LocalNumber, ...],
+        arguments: tuple[LocalArgument, ...],
+        without_hidden: bool,
     ) -> Tensor | None:
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         rows = self._rows()
-        given: dict[int | str, Tensor] = {a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments}
+        given: dict[int | str, Tensor] = {
+            a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
+        }
         if without_hidden:
             given |= {key: torch.full_like(self.call.tensors[key], torch.nan) for key in self.hidden}
         for key, value in given.items():
@@ -177,7 +190,9 @@ class _Rehearsal:
         return len(self.probe.call.entered)
 
     def numbers_that_matter(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
-        """(module, attribute) -> the (whole, local) values to try, of those without which the container computes something else."""
+        """Return (module, attribute) -> the (whole, local) values to try, of those without which the container
+        computes something else.
+        """
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         module, container = self.probe.module(self.region.container), self.region.container
         layers = [self.probe.place_of(path) for path in (*self.region.linears, *self.region.spanning)]
@@ -191,7 +206,9 @@ class _Rehearsal:
         return found
 
     def _scaled(self, value: int) -> Iterator[int]:
-        """What a count may be on one rank: all groups, the joint ones, or how many of the former use one of the latter."""
+        """Yield what a count may be on one rank: all groups, the joint ones, or how many of the former use one of the
+        latter.
+        """
         ranks, joint = self.ranks, min(self.region.joint, self.ranks)
         for numerator, denominator in ((1, ranks), (1, joint), (joint, ranks)):
             if value * numerator % denominator == 0:
@@ -240,7 +257,7 @@ class _Takes(nn.Module):
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The counts that a module keeps, by attribute; those of its config too."""
+    """Yield the counts that a module keeps, by attribute; those of its config too."""
     for name, value in vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield name, value
@@ -251,7 +268,10 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> Iterator[None]:
-    """Attributes of ``module`` (at ``path``) and its submodules have other values inside; a config is replaced and never written to."""
+    """Attributes of ``module`` (at ``path``) and its submodules have other values inside.
+
+    A config is replaced and never written to.
+    """
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for number in numbers:

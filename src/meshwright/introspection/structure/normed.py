@@ -11,10 +11,12 @@ from .probe import Probe
 
 
 def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int | str) -> tuple[str, ...]:
-    """The module behind which each group of ``gathers`` comes, where all take the block's input itself; empty where they do not.
+    """Return the module behind which each group of ``gathers`` comes, where all take the block's input itself.
 
-    Each acts on every token by itself, in the same way in training, and nothing else reads what it gives: so it may as well be computed
-    by each rank from the gathered input, once all the layers behind it are.
+    Empty where they do not.
+
+    Each acts on every token by itself, in the same way in training, and nothing else reads what it gives: so it may
+    as well be computed by each rank from the gathered input, once all the layers behind it are.
     """
     if len(gathers) < 2:
         return ()
@@ -26,7 +28,7 @@ def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int
 
 
 def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None:
-    """The module that is given the block's input and gives what the layers of these paths take."""
+    """Return the module that is given the block's input and gives what the layers of these paths take."""
     taken = next(iter(probe.calls[paths[0]][0].tensors.values()))
     for path, (call, *others) in probe.calls.items():
         if path and not others and call.output is taken and taken is not entered:
@@ -46,7 +48,9 @@ def _acts_by_token(probe: Probe, path: str) -> bool:
 
 
 def _read_by_nobody_else(probe: Probe, norms: tuple[str, ...], gathers: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether the block gives the same when the norms give no numbers, and the layers behind them what they gave."""
+    """Tell whether the block gives the same when the norms give no numbers, and the layers behind them what they
+    gave.
+    """
     rest = probe.call.left
     given = {path: probe.output_of(path) for paths in gathers for path in paths}
     given |= {path: torch.full_like(probe.output_of(path), torch.nan) for path in norms}

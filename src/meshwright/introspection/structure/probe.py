@@ -1,8 +1,8 @@
 """Measure in one block which features of which layers move which others.
 
-All linear layers' outputs are held at recorded values, one output feature of one of them is pushed at one token, and the inputs of all
-of them are watched. What moves is *directly* influenced. The direct influence is block-sparse exactly where a block can be cut: features
-of one head move together, features of an MLP alone.
+All linear layers' outputs are held at recorded values, one output feature of one of them is pushed at one token, and
+the inputs of all of them are watched. What moves is *directly* influenced. The direct influence is block-sparse
+exactly where a block can be cut: features of one head move together, features of an MLP alone.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Probe:
                 return key
         given = ", ".join(str(tuple(value.shape)) for value in self.call.tensors.values()) or "no tensors"
         raise UnsupportedError(
-            f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what flows between them"
+            f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what"
+            f" flows between them"
             " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
 
@@ -102,14 +103,16 @@ class Probe:
         found = next((key for key in (position, name) if key in self.call.tensors), None)
         if found is None:
             raise ConfigError(
-                f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor; their forward takes"
+                f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
+                f" their forward takes"
                 f" {', '.join(names)}"
             )
         return found
 
     def refuse_slow(self) -> None:
-        """Raise UnsupportedError where measuring would take minutes: each feature is pushed, and each input watched. Counted and not timed,
-        since all ranks must come to the same."""
+        """Raise UnsupportedError where measuring would take minutes: each feature is pushed, and each input watched.
+        Counted and not timed, since all ranks must come to the same.
+        """
         given, watched = {path: self.output_of(path).shape[-1] for path in self.linears}, 0
         for path in self.linears:
             entered = self.calls[path][0].entered
@@ -117,17 +120,23 @@ class Probe:
         if (effort := sum(given.values()) * watched) > MOST_EFFORT:
             widest = max(given, key=lambda path: given[path])
             raise UnsupportedError(
-                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)} linear layers,"
-                f" {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort {effort:.1e}, at most"
-                f" {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with the usual names (hidden_size,"
-                " num_attention_heads, num_key_value_heads, head_dim, intermediate_size). Or set layout.tp = 1 and layout.pp = 1."
+                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)}"
+                f" linear layers,"
+                f" {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort"
+                f" {effort:.1e}, at most"
+                f" {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with the usual names"
+                f" (hidden_size,"
+                " num_attention_heads, num_key_value_heads, head_dim, intermediate_size). Or set layout.tp = 1 and"
+                " layout.pp = 1."
             )
 
     def module(self, path: str) -> nn.Module:
         return self.block.get_submodule(path)
 
     def place_of(self, path: str) -> str:
-        """The module that gives what counts as a linear layer's output: it adds what adapters give, where there are any."""
+        """Return the module that gives what counts as a linear layer's output: it adds what adapters give, where
+        there are any.
+        """
         return self.adapted[path].around if path in self.adapted else path
 
     def output_of(self, path: str) -> Tensor:
@@ -136,14 +145,25 @@ class Probe:
         return result
 
     def _orientation(self, path: str, calls: list[Call]) -> bool | None:
-        """Of a module that is y = x Wᵀ + b (False) or y = x W + b (True) on the last dim, called once with all tokens; else None."""
+        """Of a module that is y = x Wᵀ + b (False) or y = x W + b (True) on the last dim, called once with all
+        tokens; else None.
+        """
         module = self.module(path)
         weight = module._parameters.get("weight")
         x, result, bias = calls[0].entered, calls[0].left, module._parameters.get("bias")
-        if weight is None or weight.dim() != 2 or len(calls) != 1 or x is None or result is None or not x.is_floating_point():
+        if (
+            weight is None
+            or weight.dim() != 2
+            or len(calls) != 1
+            or x is None
+            or result is None
+            or not x.is_floating_point()
+        ):
             return None
         entered = self.calls[""][0].entered if "" in self.calls else None
-        if not isinstance(calls[0].output, Tensor) or (entered is not None and x[..., 0].numel() != entered.shape[:2].numel()):
+        if not isinstance(calls[0].output, Tensor) or (
+            entered is not None and x[..., 0].numel() != entered.shape[:2].numel()
+        ):
             return None
         for transposed in (False, True):
             matrix = weight if transposed else weight.T
@@ -154,7 +174,7 @@ class Probe:
         return None
 
     def rerun(self, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The block's output for its recorded arguments; the hidden states among them changed."""
+        """Return the block's output for its recorded arguments; the hidden states among them changed."""
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         if change is not None:
             (args if isinstance(self.hidden, int) else kwargs)[self.hidden] = change(self.call.tensors[self.hidden])  # type: ignore[index]
@@ -162,7 +182,9 @@ class Probe:
         return output[0] if isinstance(output, (tuple, list)) else output
 
     def influence(self, producers: list[str], held: list[str]) -> Influence:
-        """Of each output feature of ``producers`` on the inputs of ``held``, all of whose outputs are kept at their recorded values."""
+        """Of each output feature of ``producers`` on the inputs of ``held``, all of whose outputs are kept at their
+        recorded values.
+        """
         if self.wide is not None:
             return self.wide.influence(producers, held)
         found: Influence = {}
@@ -177,7 +199,9 @@ class Probe:
         return found
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
-        """Along each dim of a parameter or buffer of the block, of its slices on the inputs of ``held``; the producer is called ``name``.
+        """Along each dim of a parameter or buffer of the block, of its slices on the inputs of ``held``.
+
+        The producer is called ``name``.
 
         Nothing where the tensor as a whole moves nothing.
         """
@@ -212,17 +236,22 @@ class Probe:
             moved: (rows, seq, features) of each consumer's input.
         """
         for consumer, places in moved.items():
-            by_push = places[None] if len(pushed) == 1 else places.unflatten(0, (-1, 2))[: len(pushed)]  # (pushes, rows, seq, features)
+            by_push = (
+                places[None] if len(pushed) == 1 else places.unflatten(0, (-1, 2))[: len(pushed)]
+            )  # (pushes, rows, seq, features)
             columns = by_push.flatten(1, 2).any(1)
             if consumer != producer and columns.any():
                 if (reach := found.get((producer, consumer))) is None:
-                    reach = Reach(torch.zeros((features, columns.shape[1]), dtype=torch.bool), torch.zeros(features, dtype=torch.bool))
+                    reach = Reach(
+                        torch.zeros((features, columns.shape[1]), dtype=torch.bool),
+                        torch.zeros(features, dtype=torch.bool),
+                    )
                     found[producer, consumer] = reach
                 reach.places[pushed.start : pushed.stop] = columns
                 reach.later[pushed.start : pushed.stop] = by_push[:, :, PUSHED + 1 :].flatten(1).any(1)
 
     def is_linear(self, producer: str, feature: int, consumer: str, held: list[str]) -> bool:
-        """Whether twice the push moves the consumer's input twice as far."""
+        """Tell whether twice the push moves the consumer's input twice as far."""
         far = []
         with self._holding(held) as state:
             for times in (1.0, 2.0):
@@ -231,7 +260,10 @@ class Probe:
         return torch.allclose(far[1], 2 * far[0], rtol=1e-4, atol=1e-6)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """(rows, seq, features) of a tensor whose leading dims are the tokens, be they flattened or not; a view."""
+        """Return (rows, seq, features) of a tensor whose leading dims are the tokens, be they flattened or not.
+
+        A view.
+        """
         assert self.call.entered is not None
         return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
 
@@ -239,7 +271,10 @@ class Probe:
     def giving(self, outputs: dict[str, Tensor]) -> Iterator[None]:
         """Modules give these outputs, whatever they compute."""
         places = {self.place_of(path): kept for path, kept in outputs.items()}
-        handles = [self.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone()) for path, kept in places.items()]
+        handles = [
+            self.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone())
+            for path, kept in places.items()
+        ]
         try:
             yield
         finally:
@@ -250,7 +285,9 @@ class Probe:
     def _holding(self, held: list[str]) -> Iterator[HeldOutputs]:
         """Keep the outputs of ``held`` at what was recorded."""
         state = HeldOutputs(self, held)
-        handles = [self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held]
+        handles = [
+            self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held
+        ]
         try:
             with torch.no_grad(), ExitStack() as idle:
                 for path in held:
@@ -269,7 +306,9 @@ def record(
     wide: dict[str, Probe] | None = None,
     residual: int | str | None = None,
 ) -> tuple[dict[str, Probe], dict[str, list[Call]]]:
-    """Run the model once: a Probe for each block (with its wide one), and the calls of the modules outside them, in order."""
+    """Run the model once: a Probe for each block (with its wide one), and the calls of the modules outside them, in
+    order.
+    """
     inside: dict[str, dict[str, list[Call]]] = {block: {} for block in blocks}
     outside: dict[str, list[Call]] = {}
     handles = []
@@ -293,7 +332,11 @@ def record(
         for handle in handles:
             handle.remove()
     wide = wide or {}
-    probes = {block: Probe(model.get_submodule(block), calls, wide.get(block), residual) for block, calls in inside.items() if "" in calls}
+    probes = {
+        block: Probe(model.get_submodule(block), calls, wide.get(block), residual)
+        for block, calls in inside.items()
+        if "" in calls
+    }
     return probes, outside
 
 

@@ -44,10 +44,11 @@ class Region:
         shared: other parameters inside, which all groups use.
         spanning: norms between a producer and the rest that run over all its features.
         roles: (linear layer, what it is) of each: query, key, value, gate, up, several joined by +, and output or down.
-        adapted: those of its linear layers that have adapters. Before a region ends, an adapter's first layer is whole and its second is
-            cut as its host; where it ends, the first is cut and the second is whole, and the host's bias is one rank's summand.
-        latent: linear layers before producers that every rank computes whole, since all groups use what they give: the compressed
-            queries, keys and values of multi-head latent attention (arXiv 2405.04434).
+        adapted: those of its linear layers that have adapters. Before a region ends, an adapter's first layer is
+            whole and its second is cut as its host; where it ends, the first is cut and the second is whole, and the
+            host's bias is one rank's summand.
+        latent: linear layers before producers that every rank computes whole, since all groups use what they give:
+            the compressed queries, keys and values of multi-head latent attention (arXiv 2405.04434).
         fed: producers that take what follows from latent layers, and nothing from outside.
     """
 
@@ -78,12 +79,12 @@ class Region:
         return next((found for found in self.adapted if found.host == host), None)
 
     def place_of(self, host: str) -> str:
-        """The module that stands where the linear layer would without adapters."""
+        """Return the module that stands where the linear layer would without adapters."""
         found = self.adapters_of(host)
         return host if found is None else found.around
 
     def linears_of(self, host: str) -> tuple[str, ...]:
-        """A linear layer, and those of its adapters."""
+        """Return a linear layer, and those of its adapters."""
         found = self.adapters_of(host)
         return (host, *found.linears) if found is not None else (host,)
 
@@ -93,7 +94,7 @@ class Region:
         return min(part.groups for cut in self.cuts for part in cut.parts)
 
     def fits(self, ranks: int) -> bool:
-        """Whether that many ranks can share it out."""
+        """Tell whether that many ranks can share it out."""
         return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
 
     def cut_of(self, name: str) -> Cut | None:
@@ -106,7 +107,7 @@ def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
 
 
 def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Region:
-    """The region in a block of the same structure and other sizes.
+    """Return the region in a block of the same structure and other sizes.
 
     Args:
         before, after: shapes in the block that it was found in, and in the other.
@@ -119,12 +120,16 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     found = replace(region, cuts=cuts)
     growth = _width(_end(found)) / _width(_end(region))
     for old, new in zip(region.cuts, found.cuts, strict=True):
-        legal = (growth, 1) if len(old.parts) == 1 else (growth,)  # a few numbers for each head, however large heads are
+        legal = (
+            (growth, 1) if len(old.parts) == 1 else (growth,)
+        )  # a few numbers for each head, however large heads are
         for before_part, after_part in zip(old.parts, new.parts, strict=True):
             if (found_growth := _width(after_part) / _width(before_part)) not in legal:
                 raise UnsupportedError(
-                    f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices in a group as in a"
-                    f" small model of the same structure, and the layer behind it {float(growth):g} times: how it is cut does not follow"
+                    f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices"
+                    f" in a group as in a"
+                    f" small model of the same structure, and the layer behind it {float(growth):g} times: how it is"
+                    f" cut does not follow"
                 )
     return replace(found, groups=_end(found).groups)
 
@@ -148,7 +153,8 @@ def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str
         groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
         if size.denominator > 1 or groups.denominator > 1 or size % groups:
             raise UnsupportedError(
-                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall into {part.groups}"
+                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size}"
+                f" fall into {part.groups}"
                 f" groups: how it is cut does not follow from that"
             )
         parts.append(FusedPart(int(size), int(groups)))

@@ -21,7 +21,7 @@ SAMPLED = 8
 
 
 def find_regions(probe: Probe) -> tuple[Region, ...]:
-    """The regions of a block, in the order of their consumers."""
+    """Return the regions of a block, in the order of their consumers."""
     linears = list(probe.linears)
     influence = probe.influence(linears, linears)
     found = []
@@ -40,7 +40,9 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
 
 
 def _apart(probe: Probe, regions: list[Region]) -> tuple[Region, ...]:
-    """Those of which none begins with a layer that ends another: attention first, then those with more weights."""
+    """Return those of which none begins with a layer that ends another: attention first, then those with more
+    weights.
+    """
 
     def rank(region: Region) -> tuple[bool, int]:
         paths = (*region.producers, region.consumer)
@@ -72,7 +74,9 @@ def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | N
 
 
 def _with_latent(probe: Probe, influence: Influence, producers: list[str], consumer: str) -> Region | None:
-    """Once more with the layers before producers held whole, where these take the block's input and reach no other layers."""
+    """Once more with the layers before producers held whole, where these take the block's input and reach no other
+    layers.
+    """
     latent = tuple(dict.fromkeys(path for path, other in influence if other in producers))
     begin = not any(other in latent for _, other in influence)
     stay = all(other in (*producers, consumer) for path, other in influence if path in latent)
@@ -87,11 +91,17 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
 
 
 def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
-    """Whether it is a module with parameters of its own that takes the very output of a producer and returns as much."""
+    """Tell whether it is a module with parameters of its own that takes the very output of a producer and returns as
+    much.
+    """
     calls = probe.calls[path]
     if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
         return False
-    if not probe.module(path)._parameters or not isinstance(calls[0].output, Tensor) or calls[0].left.shape != calls[0].entered.shape:
+    if (
+        not probe.module(path)._parameters
+        or not isinstance(calls[0].output, Tensor)
+        or calls[0].left.shape != calls[0].entered.shape
+    ):
         return False
     taken = next(iter(calls[0].tensors.values()))
     return any(taken is probe.calls[producer][0].output for producer in producers)
@@ -107,14 +117,16 @@ def _region(
     latent: tuple[str, ...] = (),
     fed: tuple[str, ...] = (),
 ) -> Region | None:
-    """The region that a consumer ends, where its input features fall into groups; else None.
+    """Return the region that a consumer ends, where its input features fall into groups; else None.
 
     Args:
         through: norm -> the linear layer before it, for producers that are norms.
         latent, fed: see ``Region``.
     """
     through, held = through or {}, held or list(probe.linears)
-    if any(other != consumer and producer in producers for producer, other in influence if producer not in through.values()):
+    if any(
+        other != consumer and producer in producers for producer, other in influence if producer not in through.values()
+    ):
         return None  # a producer that reaches other layers too
     reach = {producer: influence[producer, consumer] for producer in producers}
     size = reach[producers[0]].places.shape[1]
@@ -139,17 +151,32 @@ def _region(
     roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
     roles = _named_by_each_other(roles) if kind == "feed_forward" else roles
     roles = [*((path, "latent") for path in latent), *roles, (consumer, "output" if kind == "attention" else "down")]
-    shared += tuple(f"{path}.{name}" for path in latent for name, p in probe.module(path)._parameters.items() if p is not None)
+    shared += tuple(
+        f"{path}.{name}" for path in latent for name, p in probe.module(path)._parameters.items() if p is not None
+    )
     shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
     if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
         shared += (f"{consumer}.bias",)
     return Region(
-        kind, container, tuple(linears), consumer, len(fine), (*cuts, *others), shared, tuple(through), tuple(roles), adapted, latent, fed
+        kind,
+        container,
+        tuple(linears),
+        consumer,
+        len(fine),
+        (*cuts, *others),
+        shared,
+        tuple(through),
+        tuple(roles),
+        adapted,
+        latent,
+        fed,
     )
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
-    """What a producer's features do: queries act at their own token only, keys and values at later ones, values linearly."""
+    """Return what a producer's features do: queries act at their own token only, keys and values at later ones,
+    values linearly.
+    """
     later = reach.later.nonzero().flatten().tolist() if kind == "attention" else list(range(len(reach.later)))
     sampled = later[:: max(1, len(later) // SAMPLED)]
     linear = {probe.is_linear(producer, feature, consumer, held) for feature in sampled}
@@ -164,7 +191,10 @@ def _named_by_each_other(roles: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _components(influences: list[Tensor]) -> list[list[int]]:
-    """Groups of columns that the rows of (rows, columns) tie together, by first column; columns that no row reaches are left out."""
+    """Groups of columns that the rows of (rows, columns) tie together, by first column.
+
+    Columns that no row reaches are left out.
+    """
     influence = torch.cat(influences)
     parent = list(range(influence.shape[1]))
 
@@ -191,14 +221,18 @@ def _labels(groups: list[list[int]], size: int) -> list[int | None]:
     return labels
 
 
-def _all_rows(reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]) -> dict[str, tuple[FusedPart, ...]] | None:
-    """The parts that each producer's rows come in; None where some come in no order that can be dealt out."""
+def _all_rows(
+    reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]
+) -> dict[str, tuple[FusedPart, ...]] | None:
+    """Return the parts that each producer's rows come in; None where some come in no order that can be dealt out."""
     found = {producer: _rows(r, joint, fine) for producer, r in reach.items()}
     return None if any(rows is None for rows in found.values()) else found  # type: ignore[return-value]
 
 
 def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[FusedPart, ...] | None:
-    """Rows that act at later tokens too (keys, values) belong to the joint groups, the others (queries) to the fine ones."""
+    """Rows that act at later tokens too (keys, values) belong to the joint groups, the others (queries) to the fine
+    ones.
+    """
     size = reach.places.shape[1]
     firsts = [row.nonzero().flatten().tolist()[:1] for row in reach.places]
     found: list[FusedPart] = []
@@ -216,7 +250,10 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
 
 
 def _parts(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] | None:
-    """The parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares; None where it is no such sequence."""
+    """Return the parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares.
+
+    None where it is no such sequence.
+    """
     parts: list[FusedPart] = []
     start = 0
     while start < len(labels):
@@ -230,7 +267,7 @@ def _parts(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] |
 
 
 def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
-    """Whether each coarse group is a run of equally many fine ones."""
+    """Tell whether each coarse group is a run of equally many fine ones."""
     if len(fine) % len(coarse):
         return False
     share = len(fine) // len(coarse)
@@ -245,12 +282,15 @@ def _cuts_of_producer(probe: Probe, path: str, parts: tuple[FusedPart, ...]) -> 
 
 
 def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(host, (first, second)) of every adapter."""
+    """Yield (host, (first, second)) of every adapter."""
     return ((found.host, pair) for found in adapted for pair in found.pairs)
 
 
 def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut], consumer: str) -> list[Cut]:
-    """An adapter's second layer gives the features that its host gives, and is cut as that is; its first one where a region ends."""
+    """Return an adapter's second layer gives the features that its host gives, and is cut as that is.
+
+    Its first one where a region ends.
+    """
     of_host = {cut.name: cut.parts for cut in cuts}
     found = []
     for host, (first, second) in _pairs(adapted):
@@ -263,7 +303,7 @@ def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut
 
 
 def _common(paths: list[str]) -> str:
-    """The smallest module around all paths."""
+    """Return the smallest module around all paths."""
     container = owner(paths[0])
     while not all(path.startswith(container + ".") or not container for path in paths):
         container = owner(container)
@@ -271,9 +311,16 @@ def _common(paths: list[str]) -> str:
 
 
 def _other_tensors(
-    probe: Probe, container: str, known: set[str], readers: tuple[str, ...], partitions: tuple[list[list[int]], ...], held: list[str]
+    probe: Probe,
+    container: str,
+    known: set[str],
+    readers: tuple[str, ...],
+    partitions: tuple[list[list[int]], ...],
+    held: list[str],
 ) -> tuple[list[Cut], tuple[str, ...]]:
-    """Cuts of the other parameters and buffers in the container that belong to single groups; names of the parameters that all use.
+    """Cuts of the other parameters and buffers in the container that belong to single groups.
+
+    Names of the parameters that all use.
 
     Args:
         readers: the layer that ends the region, and those inside it that take what follows from whole layers.
@@ -292,7 +339,11 @@ def _other_tensors(
         reached = [influence[name, consumer].places for influence in along if (name, consumer) in influence]
         if not reached and not inside:
             continue
-        cut = None if inside else next((found for columns in partitions if (found := _cut_of(name, reached, columns))), None)
+        cut = (
+            None
+            if inside
+            else next((found for columns in partitions if (found := _cut_of(name, reached, columns))), None)
+        )
         if cut is not None:
             cuts.append(cut)
         elif isinstance(tensor, torch.nn.Parameter):
@@ -309,6 +360,9 @@ def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut |
     for dim, places in enumerate(reached if len(columns) > 1 else ()):
         of_column = _labels(columns, places.shape[1])
         groups = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
-        if all(len(found) == 1 for found in groups) and (parts := _parts([*itertools.chain(*groups)], len(columns))) is not None:
+        if (
+            all(len(found) == 1 for found in groups)
+            and (parts := _parts([*itertools.chain(*groups)], len(columns))) is not None
+        ):
             return Cut(name, dim, parts)
     return None

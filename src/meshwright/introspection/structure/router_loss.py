@@ -3,8 +3,8 @@
 It is E · Σₑ Fₑ · Pₑ over the tokens of all layers, with F the share of tokens that chose an expert, and P its mean
 probability.
 
-It is part of a loss that such a model computes itself, of the tokens that one process has. What it is made of is tried on a small copy, so
-that it can be computed of the tokens of many processes.
+It is part of a loss that such a model computes itself, of the tokens that one process has. What it is made of is
+tried on a small copy, so that it can be computed of the tokens of many processes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RouterLoss:
     place: int = 0
 
     def terms(self, logits: Sequence[Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """How often each expert was chosen, (experts,) int64, and its probabilities added up, (experts,) float64: of all
-        layers' tokens.
+        """Tell how often each expert was chosen, (experts,) int64, and its probabilities added up, (experts,)
+        float64: of all layers' tokens.
 
         Args:
             logits: of each layer's router: (tokens, experts), or with more dims in front.
@@ -62,14 +62,20 @@ class RouterLoss:
             flat = layer.flatten(0, -2).to(at_least_fp32(layer.dtype))
             probabilities, index = flat.softmax(-1), flat.topk(self.top_k, -1).indices
             if real is not None:
-                probabilities, index = probabilities * real.unsqueeze(-1), index.masked_fill(~real.unsqueeze(-1), self.experts)
+                probabilities, index = (
+                    probabilities * real.unsqueeze(-1),
+                    index.masked_fill(~real.unsqueeze(-1), self.experts),
+                )
             chosen.append(tokens_per_expert(index.flatten(), self.experts))
             added.append(probabilities.sum(0, dtype=torch.float64))
         return torch.stack(chosen).sum(0), torch.stack(added).sum(0)
 
 
 class RouterLogits:
-    """Notes the logits that the routers of a model give, from ``begin`` to ``take``; what a backward computes once more is not noted."""
+    """Notes the logits that the routers of a model give, from ``begin`` to ``take``.
+
+    What a backward computes once more is not noted.
+    """
 
     def __init__(self, model: nn.Module, loss: RouterLoss):
         self._found: list[Tensor] = []
@@ -97,12 +103,12 @@ class RouterLogits:
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Whether the config of a model of transformers says that its loss has that of its routers in it."""
+    """Tell whether the config of a model of transformers says that its loss has that of its routers in it."""
     return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
 
 
 def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
-    """What a model adds to its loss for its routers; None where nothing is added, whatever its config says.
+    """Return what a model adds to its loss for its routers; None where nothing is added, whatever its config says.
 
     Raises:
         UnsupportedError: it is another loss, or it could not be tried out.
@@ -115,7 +121,8 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
         known = _measured(sample, arguments["tokens"] or "")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
-            f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be tried out on a small"
+            f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be"
+            f" tried out on a small"
             f" copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
         ) from error
     if known is None:
@@ -128,7 +135,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
 
 @torch.no_grad()
 def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
-    """The loss with a coefficient of one; None where the switch changes no loss."""
+    """Return the loss with a coefficient of one; None where the switch changes no loss."""
     legal: set[RouterLoss] | None = None
     for inputs in sample.inputs:
         asked = {**inputs, "labels": inputs[tokens], "return_dict": True}
@@ -139,17 +146,29 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
         if abs(added) <= LARGEST_ERROR * size and getattr(on, "aux_loss", None) is None:
             return None
         logits: Sequence[Tensor] = getattr(on, "router_logits", None) or ()
-        places = [(path, place) for layer in logits for path, parts in given for place, part in enumerate(parts) if part is layer]
+        places = [
+            (path, place)
+            for layer in logits
+            for path, parts in given
+            for place, part in enumerate(parts)
+            if part is layer
+        ]
         routers, place = tuple(path for path, _ in places), min((place for _, place in places), default=0)
         real = inputs["attention_mask"].flatten().bool() if "attention_mask" in inputs else None
-        tried = {RouterLoss(1.0, layer.shape[-1], k, routers, place) for layer in logits for k in range(1, layer.shape[-1] + 1)}
+        tried = {
+            RouterLoss(1.0, layer.shape[-1], k, routers, place)
+            for layer in logits
+            for k in range(1, layer.shape[-1] + 1)
+        }
         are_known = len(routers) == len(logits) and len({place for _, place in places}) == 1
         fitting = {one for one in tried if are_known and _fits(one, logits, real, added, size)}
         legal = fitting if legal is None else legal & fitting
     if not legal:
         raise UnsupportedError(
-            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its loss is not the balance"
-            f" of its routers' choices and probabilities over all tokens: it could not be computed over several ranks. Set {SWITCH} ="
+            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its"
+            f" loss is not the balance"
+            f" of its routers' choices and probabilities over all tokens: it could not be computed over several"
+            f" ranks. Set {SWITCH} ="
             f" false to train without it."
         )
     return min(legal, key=lambda one: one.top_k)
@@ -178,7 +197,10 @@ def _kinds(model: nn.Module) -> dict[str, tuple[type[nn.Module], str]]:
     found = {clean(raw): module for raw, module in model.named_modules()}
     blocks = repeated_blocks(model)
     return {
-        path: (type(module), path.removeprefix(f"{block}.")) for block in blocks for path, module in found.items() if is_within(path, block)
+        path: (type(module), path.removeprefix(f"{block}."))
+        for block in blocks
+        for path, module in found.items()
+        if is_within(path, block)
     }
 
 

@@ -37,7 +37,8 @@ class BlockKind:
         hidden: which argument of a block is the residual stream.
         regions: what can be cut.
         gathers: linear layers that take the very same tensor, together; paths within the block.
-        norms: of each group of ``gathers``, the module of the block's input behind which it comes; empty: not all have one of their own.
+        norms: of each group of ``gathers``, the module of the block's input behind which it comes; empty: not all
+            have one of their own.
         summed: consumers whose outputs only meet in a sum, so that they may be reduced together; empty: none.
         mixes_outside: whether tokens meet outside the regions.
         strange: what stands beside linear layers and is no adapter that could be cut with them, in words.
@@ -62,7 +63,8 @@ class Structure:
         kinds: of blocks.
         embedding: module that turns token ids into vectors, by rows of a weight; None where none was found.
         embedding_is_hidden: its output is the first block's input as it is.
-        counts_tokens_behind: what lies between the last block and the head does not take a part of the sequence for a whole one.
+        counts_tokens_behind: what lies between the last block and the head does not take a part of the sequence for a
+            whole one.
         before: parameters outside the blocks that the first block's input follows from.
         head: linear layer that gives the logits; None where none was found.
         tail: what is done to the logits behind it.
@@ -82,11 +84,13 @@ class Structure:
 
 
 Tried = list[tuple[list[Probe], tuple[Region, ...]]]
-"""Of each kind: probes of the sample's first block of it, called in different ways, and its regions in the sample's sizes."""
+"""Of each kind: probes of the sample's first block of it, called in different ways, and its regions in the sample's
+sizes.
+"""
 
 
 def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
-    """The structure of ``model``, measured on a sample of it; and what was measured."""
+    """Return the structure of ``model``, measured on a sample of it; and what was measured."""
     wide, _ = record(sample.model, sample.repeated, list(sample.blocks))
     residual = hints_of(model).residual
     runs = [record(sample.model, inputs, list(sample.blocks), wide, residual) for inputs in sample.inputs]
@@ -98,14 +102,18 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
         called = next((path for path in here if all(path in probes for probes, _ in runs)), None)
         if called is None:
             raise UnsupportedError(
-                f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids alone: they seem to"
-                " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set layout.tp = 1 and"
+                f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids"
+                f" alone: they seem to"
+                " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set"
+                " layout.tp = 1 and"
                 " layout.pp = 1."
             )
         kind = _kind(first_probes[called], tuple(paths[key]))
         tried.append(([run[0][called] for run in runs], kind.regions))
         sizes = shapes_of(first_probes[called].block), shapes_of(model.get_submodule(paths[key][0]))
-        kinds.append(replace(kind, regions=tuple(resized(region, *sizes, Fraction(sample.heads)) for region in kind.regions)))
+        kinds.append(
+            replace(kind, regions=tuple(resized(region, *sizes, Fraction(sample.heads)) for region in kind.regions))
+        )
     embedding = _embedding(sample, outside)
     head = _head(sample, outside)
     entry = next(iter(first_probes.values())).call
@@ -118,7 +126,9 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
         counts_tokens_behind=head is not None and _counts_tokens_behind(sample, head),
         before=tuple(_before(sample, kinds[0].hidden)),
         head=head,
-        tail=find_tail(sample.model, head, sample.inputs[0]) if head is not None else Tail(obstacle="no linear layer gives the logits"),
+        tail=find_tail(sample.model, head, sample.inputs[0])
+        if head is not None
+        else Tail(obstacle="no linear layer gives the logits"),
     )
     return structure, tried
 
@@ -144,12 +154,14 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
         norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
         summed=_summed(probe, regions),
         mixes_outside=_mixes_outside(probe, regions),
-        strange=tuple(find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])),
+        strange=tuple(
+            find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])
+        ),
     )
 
 
 def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...], ...]:
-    """The layers that begin regions, grouped by the identity of what they take."""
+    """Return the layers that begin regions, grouped by the identity of what they take."""
     found: dict[int, list[str]] = {}
     for region in regions:
         for path in region.begins:
@@ -158,13 +170,17 @@ def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...]
 
 
 def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
-    """Whether the outputs of all consumers may be moved into the last one's without changing what the block gives."""
+    """Tell whether the outputs of all consumers may be moved into the last one's without changing what the block
+    gives.
+    """
     consumers = [region.consumer for region in regions]
     order = [path for path in probe.calls if path in consumers]  # of completion
     if len(order) < 2 or any(producer in order for producer, _ in probe.influence(order, list(probe.linears))):
         return ()
     total = torch.stack([probe.output_of(path).view(probe.output_of(order[0]).shape) for path in order]).sum(0)
-    moved = {path: torch.zeros_like(total) for path in order[:-1]} | {order[-1]: total.view(probe.output_of(order[-1]).shape)}
+    moved = {path: torch.zeros_like(total) for path in order[:-1]} | {
+        order[-1]: total.view(probe.output_of(order[-1]).shape)
+    }
     rest = probe.call.left
     with torch.no_grad(), probe.giving(moved):
         found = probe.rerun()
@@ -177,7 +193,9 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
 
     def push(hidden: Tensor) -> Tensor:
         pushed = hidden.clone()  # not by the same for all features: a norm that centres would not see it
-        pushed[:, PUSHED] += torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
+        pushed[:, PUSHED] += torch.randn(
+            pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0)
+        )
         return pushed
 
     with torch.no_grad(), probe.giving(held):
@@ -188,7 +206,7 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
 
 
 def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """A module that is called once, with token ids, and gives rows of its weight, each times the same factor."""
+    """Return a module that is called once, with token ids, and gives rows of its weight, each times the same factor."""
     tokens = next(iter(sample.inputs[0].values()))
     for path, calls in outside.items():
         weight = sample.model.get_submodule(path)._parameters.get("weight")
@@ -203,17 +221,21 @@ def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
 
 
 def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """The last linear layer outside the blocks, if the logits have as many features as it gives."""
+    """Return the last linear layer outside the blocks, if the logits have as many features as it gives."""
     with torch.no_grad():
         output = sample.model(**sample.inputs[0])
     logits = logits_of(output)
     probe = Probe(sample.model, {path: calls for path, calls in outside.items() if path})
-    last = [path for path, transposed in probe.linears.items() if not transposed and probe.output_of(path).shape == logits.shape]
+    last = [
+        path
+        for path, transposed in probe.linears.items()
+        if not transposed and probe.output_of(path).shape == logits.shape
+    ]
     return last[-1] if last and last[-1] not in probe.adapted else None
 
 
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:
-    """Whether the head is given something else than half the tokens when the last block gives half of them."""
+    """Tell whether the head is given something else than half the tokens when the last block gives half of them."""
     entered: list[Tensor] = []
     half = SEQ // 2
 
@@ -221,10 +243,15 @@ def _counts_tokens_behind(sample: Sample, head: str) -> bool:
         return output[:, :half] if isinstance(output, Tensor) else type(output)((output[0][:, :half], *output[1:]))
 
     def run() -> None:
-        with contextlib.suppress(Exception), torch.no_grad():  # whatever the model's code raises when its sizes do not fit
+        with (
+            contextlib.suppress(Exception),
+            torch.no_grad(),
+        ):  # whatever the model's code raises when its sizes do not fit
             sample.model(**sample.inputs[0])
 
-    note = sample.model.get_submodule(head).register_forward_pre_hook(lambda module, args: entered.append(args[0].clone()))
+    note = sample.model.get_submodule(head).register_forward_pre_hook(
+        lambda module, args: entered.append(args[0].clone())
+    )
     run()
     with contextlib.closing(_Handles([note, sample.model.get_submodule(sample.blocks[-1]).register_forward_hook(cut)])):
         run()
@@ -277,7 +304,10 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
 
 
 def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str], LocalForm | None]:
-    """How each region runs on one of ``ranks``, by (first block of its kind, consumer); None where no way was found."""
+    """Tell how each region runs on one of ``ranks``, by (first block of its kind, consumer).
+
+    None where no way was found.
+    """
     found: dict[tuple[str, str], LocalForm | None] = {}
     for (probes, regions), kind in zip(tried, structure.kinds, strict=True):
         for small, region in zip(regions, kind.regions, strict=True):
@@ -287,6 +317,6 @@ def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str
 
 
 def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
-    """The sizes of the tensor axis that every region can be shared out to."""
+    """Return the sizes of the tensor axis that every region can be shared out to."""
     regions = [region for kind in structure.kinds for region in kind.regions]
     return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]

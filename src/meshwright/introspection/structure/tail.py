@@ -11,13 +11,23 @@ from torch import Tensor, nn
 from meshwright.core.torch_private import EagerDispatchMode
 from meshwright.introspection.outputs import logits_of
 
-SHAPELESS = ("aten.slice.Tensor", "aten.alias.default", "aten.detach.default", "aten.clone.default", "aten.view.default")
-"""Operations that may stand in a tail as long as they leave the shape as it is: then they do nothing that a piece would miss."""
+SHAPELESS = (
+    "aten.slice.Tensor",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.clone.default",
+    "aten.view.default",
+)
+"""Operations that may stand in a tail as long as they leave the shape as it is: then they do nothing that a piece
+would miss.
+"""
 
 
 @dataclass(frozen=True)
 class TailStep:
-    """One pointwise operation on the logits: aten's name, and its other arguments; ``place``: which argument the logits are."""
+    """One pointwise operation on the logits: aten's name, and its other arguments; ``place``: which argument the
+    logits are.
+    """
 
     operation: str
     place: int

@@ -86,7 +86,9 @@ def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
     return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
 
 
-def _stack_unit(facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan) -> Unit:
+def _stack_unit(
+    facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan
+) -> Unit:
     parameters = [p for p in facts.parameters if owner(p.name) == path]
     sizes = [(experts.padded(p.shape), p.trainable) for p in parameters]
     trained = [size for size, trains in sizes if trains]

@@ -31,7 +31,9 @@ def with_zero_stage(requested: Techniques, layout: Layout) -> Techniques:
     if requested.reshard_after_forward == "auto":
         requested = replace(requested, reshard_after_forward=reshards)
     if requested.sync_grad_accum == "auto":
-        requested = replace(requested, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False)
+        requested = replace(
+            requested, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False
+        )
     return requested
 
 
@@ -49,33 +51,44 @@ def zero_fits(case: Case) -> Found:
     if stage == 0:
         if layout.dp_shard > 1:
             yield ConfigError(
-                f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = {layout.dp_shard} cuts it. Set"
+                f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard ="
+                f" {layout.dp_shard} cuts it. Set"
                 f" layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or another stage."
             )
         return
     if t.data_parallel == "ddp":
         yield ConfigError(
-            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps all of it whole."
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps"
+            f" all of it whole."
             f" Leave one of them out."
         )
     if case.data_ranks > 1 and layout.dp_shard == 1:
         yield ConfigError(
             f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]} over layout.dp_shard, which is 1 here beside"
-            f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and layout.dp_replicate = 1 (or a"
+            f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and"
+            f" layout.dp_replicate = 1 (or a"
             f" part of each), or techniques.zero_stage = 0."
         )
     keeps = t.reshard_after_forward is False
     if keeps != (stage < 3):
-        does = "frees gathered parameters after each use" if stage == 3 else "keeps gathered parameters through all microbatches of a step"
+        does = (
+            "frees gathered parameters after each use"
+            if stage == 3
+            else "keeps gathered parameters through all microbatches of a step"
+        )
         yield ConfigError(
-            f"techniques.zero_stage = {stage} {does}, and techniques.reshard_after_forward = {str(t.reshard_after_forward).lower()} says"
+            f"techniques.zero_stage = {stage} {does}, and techniques.reshard_after_forward ="
+            f" {str(t.reshard_after_forward).lower()} says"
             f' otherwise. Leave it at "auto".'
         )
     syncs = t.sync_grad_accum is not False
     if layout.dp_shard > 1 and syncs != (stage > 1):
-        does = "shards gradients with every microbatch" if stage > 1 else "keeps whole gradients until the last microbatch"
+        does = (
+            "shards gradients with every microbatch" if stage > 1 else "keeps whole gradients until the last microbatch"
+        )
         yield ConfigError(
-            f"techniques.zero_stage = {stage} {does}, and techniques.sync_grad_accum = {str(t.sync_grad_accum).lower()} says otherwise."
+            f"techniques.zero_stage = {stage} {does}, and techniques.sync_grad_accum ="
+            f" {str(t.sync_grad_accum).lower()} says otherwise."
             f' Leave it at "auto".'
         )
 
@@ -92,7 +105,10 @@ def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterato
     elif stage == 3:
         yield "ZeRO-3: 3P travel per microbatch; each rank keeps its shard of parameters and gradients"
     elif technique == "fully_shard" and layout.dp_shard > 1 and requested.sync_grad_accum is False:
-        yield "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3 keeps shards of them"
+        yield (
+            "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3"
+            " keeps shards of them"
+        )
 
 
 def stage_of(plan: Plan) -> int:

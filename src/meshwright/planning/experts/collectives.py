@@ -42,7 +42,9 @@ def router_collectives(
         if (ranks := shares.size(axis)) > 1 and balanced:
             yield Collective("all_reduce", axis.value, ranks, "tokens per expert", balanced, "int64", "step")
         if ranks > 1 and router_loss is not None:
-            yield Collective("all_reduce", axis.value, ranks, "load of all routers", router_loss.experts + 1, "int64", "microbatch")
+            yield Collective(
+                "all_reduce", axis.value, ranks, "load of all routers", router_loss.experts + 1, "int64", "microbatch"
+            )
 
 
 def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool:
@@ -51,7 +53,12 @@ def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool
 
 
 def expert_collectives(
-    facts: ModelFacts, experts: ExpertPlan, precision: PrecisionPlan, recomputed: Mapping[str, tuple[str, ...]], *, begins: bool = True
+    facts: ModelFacts,
+    experts: ExpertPlan,
+    precision: PrecisionPlan,
+    recomputed: Mapping[str, tuple[str, ...]],
+    *,
+    begins: bool = True,
 ) -> Iterator[Collective]:
     """List the all-to-alls of each stack in a microbatch: token counts per expert, then tokens, there and back.
 
@@ -75,7 +82,9 @@ def expert_collectives(
         yield Collective("all_to_all", axis, ranks, counts, stack.experts, "int64", "microbatch", 1 + again)
         calls = 2 * (1 + again) + (flows or trains) + flows
         elements = calls * stack.top_k * stack.width
-        yield Collective("all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls, by_token=True)
+        yield Collective(
+            "all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls, by_token=True
+        )
 
 
 def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:

@@ -59,7 +59,9 @@ class ExpertPlan:
     def placements(self, shape: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
         """List (axis, "Shard(dim)" or "Replicate()") of a stack's parameter on the axes larger than 1."""
         places = {Axis.EFSDP.value: f"Shard({self.sharded_dim(shape)})", Axis.EP.value: "Shard(0)"}
-        return tuple((axis, places.get(axis, "Replicate()")) for axis, size in self.mesh if size > 1 and axis != Axis.PP)
+        return tuple(
+            (axis, places.get(axis, "Replicate()")) for axis, size in self.mesh if size > 1 and axis != Axis.PP
+        )
 
     def only(self, blocks: tuple[str, ...]) -> ExpertPlan | None:
         """Restrict the plan to some blocks; None where they have no experts."""
@@ -69,12 +71,21 @@ class ExpertPlan:
 
 def without_experts(facts: ModelFacts, experts: ExpertPlan | None) -> ModelFacts:
     """Leave distributed experts out of the facts."""
-    return facts if experts is None else replace(facts, parameters=tuple(p for p in facts.parameters if not experts.has(p.name)))
+    return (
+        facts
+        if experts is None
+        else replace(facts, parameters=tuple(p for p in facts.parameters if not experts.has(p.name)))
+    )
 
 
 def expert_mesh_of(layout: Layout) -> tuple[tuple[str, int], ...]:
     """Return the expert mesh of a resolved layout whose ``ep`` divides dp_shard * cp * tp."""
-    sizes = {Axis.PP: layout.pp, Axis.DP_REPLICATE: layout.dp_replicate, Axis.EFSDP: sharing_ranks(layout) // layout.ep, Axis.EP: layout.ep}
+    sizes = {
+        Axis.PP: layout.pp,
+        Axis.DP_REPLICATE: layout.dp_replicate,
+        Axis.EFSDP: sharing_ranks(layout) // layout.ep,
+        Axis.EP: layout.ep,
+    }
     return tuple((axis.value, sizes[axis]) for axis in EXPERT_AXES)
 
 

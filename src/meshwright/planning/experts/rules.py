@@ -22,20 +22,27 @@ def experts_fit(case: Case) -> Found:
     among = sharing_ranks(layout)
     if layout.tp > 1 and not case.techniques.sequence_parallel:
         yield ConfigError(
-            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs techniques.sequence_parallel = true: else all {layout.tp} ranks of the"
+            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs techniques.sequence_parallel = true: else all"
+            f" {layout.tp} ranks of the"
             f" tensor axis would send the same tokens to the experts. Set it true, or layout.ep = 1."
         )
     stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
     if not stacks:
         yield ConfigError(
-            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its blocks (parameters"
-            f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set layout.ep = 1."
+            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside"
+            f" its blocks (parameters"
+            f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set"
+            f" layout.ep = 1."
         )
         return
-    adapted = next((path for path in stacks if owner(path).rpartition(".")[2] == "base_layer" or path.endswith(".base_layer")), None)
+    adapted = next(
+        (path for path in stacks if owner(path).rpartition(".")[2] == "base_layer" or path.endswith(".base_layer")),
+        None,
+    )
     if adapted is not None:
         yield UnsupportedError(
-            f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to stacks that are shared"
+            f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to"
+            f" stacks that are shared"
             f" out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
         )
         return
@@ -44,12 +51,18 @@ def experts_fit(case: Case) -> Found:
     for stack in stacks.values():
         if stack.experts % ranks:
             where = pattern(stack.path)
-            yield ConfigError(f"layout.ep = {ranks} does not divide the {stack.experts} experts of {where}. Legal here: {legal}.")
+            yield ConfigError(
+                f"layout.ep = {ranks} does not divide the {stack.experts} experts of {where}. Legal here: {legal}."
+            )
             return
 
 
 def _routers(case: Case) -> list[Router]:
-    return [] if case.facts.module is None else [module for module in case.facts.module.modules() if isinstance(module, Router)]
+    return (
+        []
+        if case.facts.module is None
+        else [module for module in case.facts.module.modules() if isinstance(module, Router)]
+    )
 
 
 def own_loss_of_experts(case: Case) -> Found:
@@ -59,12 +72,14 @@ def own_loss_of_experts(case: Case) -> Found:
     said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
     if case.reduction == "mean":
         yield UnsupportedError(
-            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set output_router_logits ="
+            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set"
+            f" output_router_logits ="
             f" false, or use parallelize(), which takes those of all ranks."
         )
     elif case.layout.pp > 1:
         yield UnsupportedError(
-            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several places. Set"
+            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several"
+            f" places. Set"
             f" output_router_logits = false, or layout.pp = 1."
         )
 
@@ -74,7 +89,9 @@ def experts_companions(case: Case) -> Found:
     capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(
-            f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's capacity depends on the"
-            f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or techniques.sequence_parallel ="
+            f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's"
+            f" capacity depends on the"
+            f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or"
+            f" techniques.sequence_parallel ="
             f" false."
         )

@@ -42,9 +42,14 @@ def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, sha
     if float8 is None or not float8.gathered or shards == 1:
         return
     cut = [] if tensor is None else [path for path in float8.modules if tensor.parts_of(path).weight]
-    for axis, ranks, weights in ((Axis.DP_SHARD, shards, float8.modules), (Axis.TP, tensor.ranks if tensor else 1, cut)):
+    for axis, ranks, weights in (
+        (Axis.DP_SHARD, shards, float8.modules),
+        (Axis.TP, tensor.ranks if tensor else 1, cut),
+    ):
         if weights:
-            yield Collective("all_reduce", axis.value, ranks, "float8 scales of weights", len(weights), "float32", "microbatch")
+            yield Collective(
+                "all_reduce", axis.value, ranks, "float8 scales of weights", len(weights), "float32", "microbatch"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ class Agreements:
         sizes: list[int] = []
         if self.kind.norms:
             pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
-            sizes.append(sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths))
+            sizes.append(
+                sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths)
+            )
         flows = flows or others_train
         for region in (planned.region for planned in self.kind.regions):
             sizes += self._of_region(region, flows)
@@ -103,7 +110,9 @@ class Agreements:
             if paths[0] not in region.begins or self.kind.norms:  # shared inputs count where they begin
                 continue
             if self._are_adapted(paths):
-                yield from (self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths))
+                yield from (
+                    self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths)
+                )
             else:
                 yield sum(self._of_backward(path, flows) for path in paths)
         fed = flows or self.trains(*region.latent)

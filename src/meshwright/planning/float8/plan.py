@@ -46,10 +46,14 @@ class Float8Plan:
 
     def only(self, blocks: tuple[str, ...]) -> Float8Plan:
         """Restrict the plan to some blocks."""
-        return replace(self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks)))
+        return replace(
+            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
+        )
 
 
-def make_float8_plan(facts: ModelFacts, requested: Techniques, device: str) -> tuple[Float8Plan | None, tuple[str, ...]]:
+def make_float8_plan(
+    facts: ModelFacts, requested: Techniques, device: str
+) -> tuple[Float8Plan | None, tuple[str, ...]]:
     """Resolve the requested float8 into a plan, with notes about layers that are left out.
 
     Raises:
@@ -59,29 +63,43 @@ def make_float8_plan(facts: ModelFacts, requested: Techniques, device: str) -> t
     if (applied := facts.applied_plan(Float8Plan)) is not None:
         if requested.float8 != "none":
             raise ConfigError(
-                f"techniques.float8 = {requested.float8}: layers of this {facts.kind} multiply in float8 already, by {applied.recipe}."
+                f"techniques.float8 = {requested.float8}: layers of this {facts.kind} multiply in float8 already, by"
+                f" {applied.recipe}."
                 f" Leave it out, or give a model to which apply_float8 was not applied."
             )
         return applied, ()
     if requested.float8 == "none":
         return None, ()
     if facts.module is None:
-        raise UnsupportedError(f"techniques.float8 = {requested.float8}: the model itself ({facts.kind}) is not at hand")
+        raise UnsupportedError(
+            f"techniques.float8 = {requested.float8}: the model itself ({facts.kind}) is not at hand"
+        )
     linears = _linears_of_blocks(facts.module, facts.blocks)
-    filtered = matching(requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks")
+    filtered = matching(
+        requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks"
+    )
     routers = set(_routers(facts.module, linears))
     reasons = {
-        path: "by techniques.float8_filter" if path in filtered else "a router" if path in routers else _obstacle(linear)
+        path: "by techniques.float8_filter"
+        if path in filtered
+        else "a router"
+        if path in routers
+        else _obstacle(linear)
         for path, linear in linears.items()
     }
     chosen = tuple(path for path, reason in reasons.items() if not reason)
     if not chosen:
         said = "; ".join(_left_out(reasons)) or "it has none"
-        raise ConfigError(f"techniques.float8 = {requested.float8}: no linear layer in the blocks of {facts.kind} can be converted: {said}")
+        raise ConfigError(
+            f"techniques.float8 = {requested.float8}: no linear layer in the blocks of {facts.kind} can be converted:"
+            f" {said}"
+        )
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
     told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
-    return Float8Plan(requested.float8, chosen, device != "cuda", requested.float8_all_gather), tuple(f"float8: {text}" for text in told)
+    return Float8Plan(requested.float8, chosen, device != "cuda", requested.float8_all_gather), tuple(
+        f"float8: {text}" for text in told
+    )
 
 
 def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:
@@ -99,7 +117,8 @@ def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: Model
         told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
         request = ", ".join(f'"{name.rpartition(".")[2]}"' for name in odd)
         raise ConfigError(
-            f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that does not divide by"
+            f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that"
+            f" does not divide by"
             f" {MULTIPLE}: {told}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
         )
 
@@ -115,7 +134,9 @@ def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
         beside = owner(stack.path)
         place = {path: path.removeprefix(f"{beside}.").partition(".")[0] for path in linears if is_within(path, beside)}
         alone = Counter(place.values())
-        yield from (path for path, child in place.items() if alone[child] == 1 and linears[path].out_features == stack.experts)
+        yield from (
+            path for path, child in place.items() if alone[child] == 1 and linears[path].out_features == stack.experts
+        )
 
 
 def _obstacle(linear: nn.Linear) -> str:

@@ -118,7 +118,9 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     )
 
 
-def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None, master: int) -> tuple[int, int]:
+def _optimizer(
+    optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None, master: int
+) -> tuple[int, int]:
     """Return bytes of state, and the most that move at a time."""
     tensors = len(optimizer.row.state)
     elements = sum(unit.rounded_elements for unit in units) if states in (None, tensors) else 0
@@ -190,13 +192,19 @@ class _Room:
             elif unit.name:
                 together.append([unit])
         root = [unit for unit in units if not unit.name]
-        return cls(_block(plan, root), sum(unit.trainable_behind for unit in root), tuple(_block(plan, units) for units in together))
+        return cls(
+            _block(plan, root),
+            sum(unit.trainable_behind for unit in root),
+            tuple(_block(plan, units) for units in together),
+        )
 
 
 def _block(plan: Plan, units: list[Unit]) -> _Block:
     return _Block(
         gathered=sum(unit.gathered_bytes(plan.precision.compute) for unit in units),
-        reduced=tuple((unit.trainable_elements, unit.trainable_elements // _shards(plan, unit)) for unit in reversed(units)),
+        reduced=tuple(
+            (unit.trainable_elements, unit.trainable_elements // _shards(plan, unit)) for unit in reversed(units)
+        ),
         frees=units[0].reshard_after_forward if units else False,
         gathers_in_backward=any(unit.gathers_in_backward for unit in units),
     )
@@ -241,7 +249,9 @@ def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[in
     whole = summed * sum(block.trained for room in rooms for block in (room.root, *room.blocks))
     apart = new if dtypes.compute != dtypes.reduce else 0  # else a new gradient is added where the old one is
     if plan.pipeline is not None:
-        new_at_once = apart * max(room.behind + max((block.trained for block in room.blocks), default=0) for room in rooms)
+        new_at_once = apart * max(
+            room.behind + max((block.trained for block in room.blocks), default=0) for room in rooms
+        )
         if syncs and microbatches > 1:
             largest = max(summed * (room.root.trained + sum(block.trained for block in room.blocks)) for room in rooms)
             yield shards + largest + new_at_once

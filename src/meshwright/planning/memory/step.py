@@ -55,7 +55,10 @@ def not_estimated(plan: Plan) -> str:
     if plan.compiled:
         return "what compiled blocks keep is the compiler's choice"
     if plan.experts is not None:
-        return f"how many tokens come to a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers choose"
+        return (
+            f"how many tokens come to a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
+            f" choose"
+        )
     if plan.tensor is not None and plan.tensor.async_tensor_parallel:
         return "products that overlap with messages (techniques.async_tensor_parallel) are computed in pieces"
     if plan.pipeline is not None and plan.pipeline.splits_backward:

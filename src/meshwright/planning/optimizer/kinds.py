@@ -111,5 +111,7 @@ KINDS = {
 def kind_of(word: str) -> OptimizerKind:
     """Return the row of a word. Raises ConfigError where there is none."""
     if word not in KINDS:
-        raise ConfigError(f"techniques.optimizer = {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}")
+        raise ConfigError(
+            f"techniques.optimizer = {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}"
+        )
     return KINDS[word]

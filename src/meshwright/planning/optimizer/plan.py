@@ -49,7 +49,11 @@ class OptimizerPlan:
     @property
     def request(self) -> str:
         """The setting that requires torchao, as the user writes it."""
-        return f"techniques.optimizer_state = {self.state}" if self.state != "full" else "techniques.stochastic_rounding = true"
+        return (
+            f"techniques.optimizer_state = {self.state}"
+            if self.state != "full"
+            else "techniques.stochastic_rounding = true"
+        )
 
     def rounds(self, elements: int) -> bool:
         """Decide whether the state of a parameter with ``elements`` elements on a rank is low-bit."""
@@ -59,4 +63,6 @@ class OptimizerPlan:
         """Count bytes of all states: codes, scales, and each tensor's table of what codes mean."""
         bits = int(self.state.removesuffix("bit"))
         codes = elements * bits // 8
-        return len(self.row.state) * (codes + SCALE_BYTES * (elements // BLOCKS[self.state]) + SCALE_BYTES * 2**bits * tensors)
+        return len(self.row.state) * (
+            codes + SCALE_BYTES * (elements // BLOCKS[self.state]) + SCALE_BYTES * 2**bits * tensors
+        )

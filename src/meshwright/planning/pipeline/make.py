@@ -16,7 +16,9 @@ from .schedules.table import read_schedule
 from .split import balanced, given_cuts
 
 
-def make_pipeline_plan(facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan) -> PipelinePlan:
+def make_pipeline_plan(
+    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
+) -> PipelinePlan:
     """Decide stages, ranks and cuts; UnsupportedError says why a model cannot be cut between its blocks."""
     assert facts.module is not None
     measured = facts.measurements.structure(layout.tp)
@@ -43,7 +45,11 @@ def _name(request: str) -> str:
 
 
 def _rank_of(request: str, ranks: int, stages: int) -> tuple[int, ...]:
-    return read_schedule(request).rank_of if request.endswith(".csv") else schedule_kind(request).rank_of(ranks, stages // ranks)
+    return (
+        read_schedule(request).rank_of
+        if request.endswith(".csv")
+        else schedule_kind(request).rank_of(ranks, stages // ranks)
+    )
 
 
 def _cuts(facts: ModelFacts, flow: Flow, requested: Techniques, stages: int) -> list[tuple[int, int]]:

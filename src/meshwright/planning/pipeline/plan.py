@@ -58,7 +58,11 @@ class PipelinePlan:
 
     @property
     def splits_backward(self) -> bool:
-        return read_schedule(self.schedule).splits_backward if self._is_table else schedule_kind(self.schedule).splits_backward
+        return (
+            read_schedule(self.schedule).splits_backward
+            if self._is_table
+            else schedule_kind(self.schedule).splits_backward
+        )
 
     @property
     def least(self) -> int:

@@ -20,7 +20,10 @@ def pipeline_requested(case: Case) -> Found:
     if ranks == 1:
         if t.pipeline_cuts or t.layers_per_stage:
             key = "pipeline_cuts" if t.pipeline_cuts else "layers_per_stage"
-            yield ConfigError(f"techniques.{key} cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set layout.pp.")
+            yield ConfigError(
+                f"techniques.{key} cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set"
+                f" layout.pp."
+            )
         return
     blocks = len(case.facts.blocks)
     if not blocks:
@@ -37,7 +40,8 @@ def pipeline_requested(case: Case) -> Found:
         most = blocks // (stages // ranks)
         way = f"Legal here: layout.pp = 1 to {most}." if most else "Use 1f1b, which makes one stage for each rank."
         yield ConfigError(
-            f"layout.pp = {ranks} with {t.pipeline_schedule} makes {stages} stages, but {case.facts.kind} has {blocks} blocks, and each"
+            f"layout.pp = {ranks} with {t.pipeline_schedule} makes {stages} stages, but {case.facts.kind} has"
+            f" {blocks} blocks, and each"
             f" stage needs one. {way}"
         )
 
@@ -49,20 +53,29 @@ def pipeline_companions(case: Case) -> Found:
         return
     if case.technique == "ddp":
         yield UnsupportedError(
-            f"techniques.data_parallel = ddp does not go with layout.pp = {ranks}: it reduces its buckets in the first backward that it"
+            f"techniques.data_parallel = ddp does not go with layout.pp = {ranks}: it reduces its buckets in the"
+            f" first backward that it"
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
     if t.sync_grad_accum is not False and _splits_backward(case):
-        said = f"sync_grad_accum = {str(t.sync_grad_accum).lower()}" if t.zero_stage == "auto" else f"zero_stage = {t.zero_stage}"
+        said = (
+            f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
+            if t.zero_stage == "auto"
+            else f"zero_stage = {t.zero_stage}"
+        )
         yield UnsupportedError(
-            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
-            f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or interleaved_1f1b, or"
+            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
+            f" input and weight"
+            f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or"
+            f" interleaved_1f1b, or"
             f" techniques.zero_stage = 1."
         )
     if t.compile and _splits_backward(case):
         yield UnsupportedError(
-            f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes input and weight"
-            f" gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b, or techniques.compile = false."
+            f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which"
+            f" computes input and weight"
+            f" gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b, or"
+            f" techniques.compile = false."
         )
 
 
@@ -78,8 +91,10 @@ def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
         if not any(plan.has(stage, name) for stage in stages for name in trained):
             blocks = [block for stage in stages for block in plan.stages[stage].blocks]
             raise ConfigError(
-                f"layout.pp = {plan.ranks}: all that rank {rank} of the pipeline has ({blocks[0]} to {blocks[-1]}) is frozen, so an"
-                f" optimizer there would have nothing to train. Cut elsewhere (techniques.pipeline_cuts), or freeze less."
+                f"layout.pp = {plan.ranks}: all that rank {rank} of the pipeline has ({blocks[0]} to {blocks[-1]}) is"
+                f" frozen, so an"
+                f" optimizer there would have nothing to train. Cut elsewhere (techniques.pipeline_cuts), or freeze"
+                f" less."
             )
 
 
@@ -93,12 +108,18 @@ def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> N
     number = -(-rows // size)
     if (legal := plan.legal(number)) == number:
         return
-    takes = f"{legal} microbatches and no other number" if plan.schedule.endswith(".csv") else f"{plan.least} microbatches at least"
+    takes = (
+        f"{legal} microbatches and no other number"
+        if plan.schedule.endswith(".csv")
+        else f"{plan.least} microbatches at least"
+    )
     if not plan.schedule.endswith(".csv") and schedule_kind(plan.schedule).multiple(plan.ranks) > 1:
         takes = f"a multiple of {plan.least} microbatches"
     raise ConfigError(
-        f"techniques.pipeline_schedule = {plan.schedule} on layout.pp = {plan.ranks} takes {takes}, but the {rows} rows of a rank make"
-        f" {number} of {size} rows each. Set batch.global_batch to {legal} times batch.microbatch for each data rank, or use 1f1b, which"
+        f"techniques.pipeline_schedule = {plan.schedule} on layout.pp = {plan.ranks} takes {takes}, but the {rows}"
+        f" rows of a rank make"
+        f" {number} of {size} rows each. Set batch.global_batch to {legal} times batch.microbatch for each data rank,"
+        f" or use 1f1b, which"
         f" takes any number."
     )
 
@@ -109,7 +130,8 @@ def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
         schedule = read_schedule(t.pipeline_schedule)
         if len(schedule.ranks) != ranks:
             raise ConfigError(
-                f"techniques.pipeline_schedule = {t.pipeline_schedule}: it has {len(schedule.ranks)} rows, one for each rank, but"
+                f"techniques.pipeline_schedule = {t.pipeline_schedule}: it has {len(schedule.ranks)} rows, one for"
+                f" each rank, but"
                 f" layout.pp = {ranks}"
             )
         return schedule.stages
@@ -128,7 +150,8 @@ def _stages_of_size(kind: ScheduleKind, layers: int, ranks: int, blocks: int) ->
     if not can:
         wanted = f"{2 * ranks}" if kind.is_v else f"a multiple of {ranks}" if kind.loops else f"{ranks}"
         raise ConfigError(
-            f"techniques.layers_per_stage = {layers} makes {stages} stages of {blocks} blocks, but {kind.name} on layout.pp = {ranks} takes"
+            f"techniques.layers_per_stage = {layers} makes {stages} stages of {blocks} blocks, but {kind.name} on"
+            f" layout.pp = {ranks} takes"
             f" {wanted}"
         )
     return stages

@@ -24,7 +24,9 @@ def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def balanced(blocks: Sequence[float], stages: int, *, head: float = 0.0, embedding: float = 0.0) -> list[tuple[int, int]]:
+def balanced(
+    blocks: Sequence[float], stages: int, *, head: float = 0.0, embedding: float = 0.0
+) -> list[tuple[int, int]]:
     """Cut stages (start, end) with the least work of the slowest, then memory of the largest, then unevenness.
 
     Args:
@@ -52,7 +54,9 @@ def balanced(blocks: Sequence[float], stages: int, *, head: float = 0.0, embeddi
     return _cheapest(len(blocks), stages, [work, memory, spread], (slowest, largest))[1]
 
 
-def _cheapest(blocks: int, stages: int, costs: list[Cost], limits: tuple[float, ...] = ()) -> tuple[tuple[float], list[tuple[int, int]]]:
+def _cheapest(
+    blocks: int, stages: int, costs: list[Cost], limits: tuple[float, ...] = ()
+) -> tuple[tuple[float], list[tuple[int, int]]]:
     """Minimize the last cost, its largest over stages (its sum if two limits are given); limits bound the others."""
     join = sum if len(limits) == 2 else max
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
@@ -60,7 +64,9 @@ def _cheapest(blocks: int, stages: int, costs: list[Cost], limits: tuple[float, 
         found: dict[int, tuple[float, list[tuple[int, int]]]] = {}
         for start, (before, cuts) in best.items():
             for end in range(start + 1, blocks - (stages - 1 - stage) + 1):
-                if any(cost(stage, start, end) > limit * (1 + 1e-9) for cost, limit in zip(costs, limits, strict=False)):
+                if any(
+                    cost(stage, start, end) > limit * (1 + 1e-9) for cost, limit in zip(costs, limits, strict=False)
+                ):
                     continue
                 total = join((before, costs[-1](stage, start, end)))
                 if total < found.get(end, (math.inf, []))[0]:
@@ -79,7 +85,8 @@ def given_cuts(cuts: Sequence[int], blocks: int, stages: int) -> list[tuple[int,
     bounds = [0, *cuts, blocks]
     if len(cuts) != stages - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
         raise ConfigError(
-            f"techniques.pipeline_cuts = {list(cuts)}: {stages} stages of {blocks} blocks need {stages - 1} rising numbers between 1 and"
+            f"techniques.pipeline_cuts = {list(cuts)}: {stages} stages of {blocks} blocks need {stages - 1} rising"
+            f" numbers between 1 and"
             f" {blocks - 1}, the first block of every stage but the first"
         )
     return list(zip(bounds, bounds[1:], strict=False))

@@ -73,7 +73,9 @@ def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> Mod
 def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
     """List everything that a rank of the pipeline axis sends in a step."""
     frozen = set(plan.frozen)
-    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
+    facts = replace(
+        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
+    )
     return tuple(_of_rank(facts, plan, rank))
 
 
@@ -90,7 +92,9 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
-            yield from tensor_collectives(dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8)
+            yield from tensor_collectives(
+                dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8
+            )
         yield from scales_of_gathered(part.float8, part.tensor, shards)
         if part.experts is not None:
             yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
@@ -98,13 +102,26 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield from _ties(facts, plan, pipeline, rank)
     yield from over_batch(shares, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
-    routers = [router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers]
+    routers = [
+        router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers
+    ]
     again = recomputed_in(facts.blocks, _sent_again(plan))
-    yield from router_collectives(replace(facts, routers=tuple(routers)), shares, plan.precision, again, plan.router_loss)
+    yield from router_collectives(
+        replace(facts, routers=tuple(routers)), shares, plan.precision, again, plan.router_loss
+    )
     copies = {last for _, last in pipeline.tied}
-    own = [p for stage in pipeline.stages_on(rank) for p in facts_of_stage(facts, pipeline, stage).parameters if p.name not in copies]
+    own = [
+        p
+        for stage in pipeline.stages_on(rank)
+        for p in facts_of_stage(facts, pipeline, stage).parameters
+        if p.name not in copies
+    ]
     cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)
-    experts = plan.experts if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own) else None
+    experts = (
+        plan.experts
+        if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own)
+        else None
+    )
     yield from step_norm(plan.precision, shares, cuts, experts)
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
     yield from step_agreement(shares)
@@ -119,7 +136,16 @@ def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collec
             name = f"{what} to stage {other}"
             share = plan.size(Axis.TP) if cut else 1
             yield Collective(
-                "send", Axis.PP.value, 2, name, pipeline.width, pipeline.dtype, "microbatch", by_token=True, filled=cut, among=share
+                "send",
+                Axis.PP.value,
+                2,
+                name,
+                pipeline.width,
+                pipeline.dtype,
+                "microbatch",
+                by_token=True,
+                filled=cut,
+                among=share,
             )
 
 
@@ -139,7 +165,9 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
     """List the communication units of each stage; frozen parameters are those of the plan."""
     frozen, pipeline = set(plan.frozen), plan.pipeline
     assert pipeline is not None
-    facts = replace(facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters))
+    facts = replace(
+        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
+    )
     shards = plan.shares.shards
     numbers = range(len(pipeline.stages))
     return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)

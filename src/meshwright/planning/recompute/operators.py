@@ -17,7 +17,9 @@ from .plan import KEPT
 def check_kept(words: tuple[str, ...], where: str) -> Iterator[MeshwrightError]:
     """Yield errors in a list of results to save: names of groups, of operators, or "module:function"."""
     if not words:
-        yield ConfigError(f"{where} is empty: nothing would be kept, which is techniques.activation_checkpointing = full")
+        yield ConfigError(
+            f"{where} is empty: nothing would be kept, which is techniques.activation_checkpointing = full"
+        )
     for word in words:
         if word in KEPT:
             continue
@@ -38,7 +40,9 @@ def policy_function(path: str, where: str) -> Any:
     """
     found = import_object(path)
     if not callable(found):
-        raise ConfigError(f"{where}: '{path}' is a {type(found).__name__}, and not a function of (context, operator, *args, **kwargs)")
+        raise ConfigError(
+            f"{where}: '{path}' is a {type(found).__name__}, and not a function of (context, operator, *args, **kwargs)"
+        )
     return found
 
 
@@ -58,18 +62,21 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
         found = None
     if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
         raise ConfigError(
-            f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an operator of torch"
+            f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an"
+            f" operator of torch"
             f" such as aten.mm.default; or module:function, a policy."
         )
     if parts[0] in ("c10d", "_c10d_functional"):
         raise UnsupportedError(
-            f"{where}: '{name}' sends into a buffer that it is given. Say collectives, which keeps all that is received."
+            f"{where}: '{name}' sends into a buffer that it is given. Say collectives, which keeps all that is"
+            f" received."
         )
     forms = [getattr(found, form) for form in found.overloads()] if isinstance(found, OpOverloadPacket) else [found]
     fresh = tuple(form for form in forms if is_fresh(form))
     if not fresh:
         raise UnsupportedError(
-            f"{where}: '{name}' writes into its inputs or gives a view of them, so that there is no result of its own to keep. Name the"
+            f"{where}: '{name}' writes into its inputs or gives a view of them, so that there is no result of its own"
+            f" to keep. Name the"
             f" operator that makes the tensor."
         )
     return fresh

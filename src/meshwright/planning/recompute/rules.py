@@ -27,7 +27,8 @@ def checkpointing_keys(case: Case) -> Found:
     for key, wanted in ACTS_WITH.items():
         if getattr(t, key) != defaults[key] and mode != wanted:
             yield ConfigError(
-                f"techniques.{key} acts only with techniques.activation_checkpointing = {wanted}, and here that is {mode}. Leave it out, or"
+                f"techniques.{key} acts only with techniques.activation_checkpointing = {wanted}, and here that is"
+                f" {mode}. Leave it out, or"
                 f" set techniques.activation_checkpointing = {wanted}."
             )
     for key in ("checkpoint_every", "checkpoint_keep_every"):
@@ -35,7 +36,8 @@ def checkpointing_keys(case: Case) -> Found:
             yield ConfigError(f"techniques.{key} = {getattr(t, key)}: every n-th one, where n is 1 (every one) or more")
     if not 0 < t.activation_memory_budget < 1:
         yield ConfigError(
-            f"techniques.activation_memory_budget = {t.activation_memory_budget}: a share of what would be kept, above 0 and below 1; for"
+            f"techniques.activation_memory_budget = {t.activation_memory_budget}: a share of what would be kept,"
+            f" above 0 and below 1; for"
             f" all of it set techniques.activation_checkpointing = none, for nothing full."
         )
     if mode == "selective_op":
@@ -51,18 +53,21 @@ def checkpointing_matches(case: Case) -> Found:
         return
     if mode == "selective" and not facts.attentions:
         yield ConfigError(
-            f"techniques.activation_checkpointing = selective recomputes attention, but no module of {facts.kind} inside a repeated"
+            f"techniques.activation_checkpointing = selective recomputes attention, but no module of {facts.kind}"
+            f" inside a repeated"
             f" block is called attention. Use full, or name the module *attention*."
         )
     if mode == "every_n" and t.checkpoint_every > len(facts.blocks):
         yield ConfigError(
-            f"techniques.checkpoint_every = {t.checkpoint_every} is more than the {len(facts.blocks)} blocks of {facts.kind}: none would"
+            f"techniques.checkpoint_every = {t.checkpoint_every} is more than the {len(facts.blocks)} blocks of"
+            f" {facts.kind}: none would"
             f" be recomputed"
         )
     if mode == "modules":
         if not t.checkpoint_modules:
             yield ConfigError(
-                "techniques.activation_checkpointing = modules recomputes the modules of techniques.checkpoint_modules, and none is"
+                "techniques.activation_checkpointing = modules recomputes the modules of"
+                " techniques.checkpoint_modules, and none is"
                 f" named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
             )
         yield from _patterns_match(case)
@@ -77,14 +82,16 @@ def _patterns_match(case: Case) -> Found:
         hits = selected(text, names)
         if not hits:
             yield ConfigError(
-                f"techniques.checkpoint_modules: '{text}' matches no module in the repeated blocks of {facts.kind}.{nearest(text, names)}"
+                f"techniques.checkpoint_modules: '{text}' matches no module in the repeated blocks of"
+                f" {facts.kind}.{nearest(text, names)}"
                 f" * stands for one part of a name: {facts.blocks[0].rpartition('.')[0]}.* is every block."
             )
         found = dict.fromkeys(hits, text) | found
     nested = [(inner, outer) for inner in found for outer in found if inner != outer and is_within(inner, outer)]
     for inner, outer in nested[:1]:
         yield ConfigError(
-            f"techniques.checkpoint_modules: '{found[inner]}' matches {inner}, which lies in {outer} ('{found[outer]}'): it would be"
+            f"techniques.checkpoint_modules: '{found[inner]}' matches {inner}, which lies in {outer}"
+            f" ('{found[outer]}'): it would be"
             f" recomputed twice. Leave one of them out."
         )
 
@@ -98,13 +105,18 @@ def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
             whole = {region.container for region in kind.regions}
             for block in kind.blocks:
                 parts = {path for path in chosen if is_within(path, block) and path != block}
-                inside |= {path: f"layout.tp = {layout.tp}" for path in parts if path[len(block) + 1 :] not in whole - {""}}
+                inside |= {
+                    path: f"layout.tp = {layout.tp}" for path in parts if path[len(block) + 1 :] not in whole - {""}
+                }
     if layout.ep > 1 and facts.module is not None:
         stacks = find_stacks(facts.module)
-        inside |= {path: f"layout.ep = {layout.ep}" for path in chosen for s in stacks if path != s and is_within(path, s)}
+        inside |= {
+            path: f"layout.ep = {layout.ep}" for path in chosen for s in stacks if path != s and is_within(path, s)
+        }
     for path, axis in list(inside.items())[:1]:
         yield UnsupportedError(
-            f"techniques.checkpoint_modules: {path} is a part of what computes together with {axis}, and cannot be recomputed alone. Name"
+            f"techniques.checkpoint_modules: {path} is a part of what computes together with {axis}, and cannot be"
+            f" recomputed alone. Name"
             f" blocks, or whole attentions, feed-forwards and stacks of experts."
         )
 
@@ -116,28 +128,34 @@ def checkpointing_companions(case: Case) -> Found:
     if mode == "memory_budget":
         if not t.compile:
             yield ConfigError(
-                "techniques.activation_checkpointing = memory_budget is a wish to the compiler, which chooses what a compiled block keeps:"
+                "techniques.activation_checkpointing = memory_budget is a wish to the compiler, which chooses what a"
+                " compiled block keeps:"
                 " it needs techniques.compile = true. Set it, or use selective_op."
             )
         if (dropout := _dropout_in_blocks(case)) is not None:
             yield UnsupportedError(
-                f"techniques.activation_checkpointing = memory_budget: '{dropout}' drops at random, and the compiler could drop others when"
+                f"techniques.activation_checkpointing = memory_budget: '{dropout}' drops at random, and the compiler"
+                f" could drop others when"
                 f" it recomputes. Use selective_op or full, or set its p to 0."
             )
         if case.layout.tp > 1:
             yield UnsupportedError(
-                f"techniques.activation_checkpointing = memory_budget does not go with layout.tp = {case.layout.tp}: the compiler could"
+                f"techniques.activation_checkpointing = memory_budget does not go with layout.tp = {case.layout.tp}:"
+                f" the compiler could"
                 f" send again what it does not keep, and no plan foresees that. Use selective_op or full."
             )
     if mode == "offload" and t.compile:
         yield UnsupportedError(
-            "techniques.activation_checkpointing = offload does not go with techniques.compile = true: a compiled block keeps what its"
+            "techniques.activation_checkpointing = offload does not go with techniques.compile = true: a compiled"
+            " block keeps what its"
             " graph says, as one. Set techniques.compile = false, or use memory_budget."
         )
     if mode == "selective_op" and t.async_tensor_parallel and "collectives" in t.checkpoint_keep:
         yield UnsupportedError(
-            "techniques.async_tensor_parallel = true sends and multiplies at once, so techniques.checkpoint_keep cannot keep what was sent"
-            " without the product. Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel = false."
+            "techniques.async_tensor_parallel = true sends and multiplies at once, so techniques.checkpoint_keep"
+            " cannot keep what was sent"
+            " without the product. Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel"
+            " = false."
         )
 
 

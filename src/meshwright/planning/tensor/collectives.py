@@ -42,7 +42,9 @@ def tensor_collectives(
 
 
 class _Counts:
-    def __init__(self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None):
+    def __init__(
+        self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None
+    ):
         self.agreeing = agreeing(float8, plan, shards)
         self.plan, self.facts, self.shards = plan, facts, shards
         self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
@@ -50,13 +52,23 @@ class _Counts:
         self.dtype, self.master = precision.compute, precision.master
 
     def one(
-        self, op: Op, unit: str, elements: int, calls: int = 1, dtype: str | None = None, *, share: float = 1.0, whole: bool = False
+        self,
+        op: Op,
+        unit: str,
+        elements: int,
+        calls: int = 1,
+        dtype: str | None = None,
+        *,
+        share: float = 1.0,
+        whole: bool = False,
     ) -> Collective:
         """Make a collective of ``elements`` per token and call (``share``: of tokens; ``whole``: uncut sequences)."""
         total = round(elements * calls * share)
         filled = self.plan.sequence_parallel and op != "all_reduce" and not whole
         kind = dtype or self.dtype
-        return Collective(op, Axis.TP.value, self.plan.ranks, unit, total, kind, "microbatch", calls, by_token=True, filled=filled)
+        return Collective(
+            op, Axis.TP.value, self.plan.ranks, unit, total, kind, "microbatch", calls, by_token=True, filled=filled
+        )
 
     def features(self, path: str, dim: int) -> int:
         return self.shapes[f"{path}.weight"][dim]
@@ -71,7 +83,11 @@ class _Counts:
     def between_blocks_and_head(self) -> Iterator[str]:
         """List parameters between the last block and the head."""
         inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
-        return (p.name for p in self.facts.parameters if p.name not in self.plan.before and not _is_within_any(p.name, inside))
+        return (
+            p.name
+            for p in self.facts.parameters
+            if p.name not in self.plan.before and not _is_within_any(p.name, inside)
+        )
 
     def summed(self) -> int:
         """Count elements of the gradients that are summed over the tensor axis, on one shard."""
@@ -118,7 +134,9 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
     yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.between_blocks_and_head()))
     summed = count.summed()
     if summed:
-        yield Collective("all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step")
+        yield Collective(
+            "all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step"
+        )
 
 
 def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
@@ -128,7 +146,11 @@ def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
 def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
     plan = count.plan
     if plan.embedding:
-        yield count.one("reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce", "embedding", width)
+        yield count.one(
+            "reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce",
+            "embedding",
+            width,
+        )
     if plan.sequence_parallel and plan.begins and flows:
         yield count.one("all_gather", "embedding", width)
 
@@ -142,7 +164,9 @@ class _BlockWork:
         self._with = {path: r.region.linears_of(path) for r in kind.regions for path in r.region.linears}
         linears = {path for paths in self._with.values() for path in paths}
         self.norms_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] in kind.norms)
-        self.others_train = any(count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears)
+        self.others_train = any(
+            count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears
+        )
         here = {path[len(block) + 1 :]: parts for path, parts in count.agreeing.items() if is_within(path, block)}
         self.agreements = Agreements(kind, here, self._train, self._weight_trains, block, count.plan.ranks)
 

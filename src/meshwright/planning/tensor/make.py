@@ -30,7 +30,9 @@ def make_tensor_plan(
     kinds = [_blocks_plan(measured, kind, words, notes) for kind in structure.kinds]
     if not any(kind.regions for kind in kinds):
         why = "the given plan cuts no layers of the blocks. Name a region, or set layout.tp = 1: " if given else ""
-        raise UnsupportedError(f"layout.tp: {why}no layers of this model were found that could be cut: " + "; ".join(notes))
+        raise UnsupportedError(
+            f"layout.tp: {why}no layers of this model were found that could be cut: " + "; ".join(notes)
+        )
     pairs = zip(structure.kinds, kinds, strict=True)
     obstacle = next(filter(None, (_sequence_obstacle(kind, planned, given) for kind, planned in pairs)), "")
     if sequence_parallel and obstacle:
@@ -42,7 +44,9 @@ def make_tensor_plan(
     embedding, head = ("" if path and words.hints.keeps_whole(path) else path for path in (embedding, head))
     for what, path, cut in (("embedding", structure.embedding, embedding), ("head", structure.head, head)):
         if path and not cut:
-            notes.append(f"the {what} {path} stays whole: the plan does not cut it; {_bytes_of(measured, (path,))} on every rank")
+            notes.append(
+                f"the {what} {path} stays whole: the plan does not cut it; {_bytes_of(measured, (path,))} on every rank"
+            )
     plan = TensorPlan(
         ranks=measured.ranks,
         source="given" if given else "the model's own plan, as measured" if words.own else "measured",
@@ -61,7 +65,9 @@ def make_tensor_plan(
     )
     if words.own and not given:
         here: dict[str, ModuleKind] = {
-            path: kind for path, kind in words.kinds.items() if not any(is_within(path, other) for other in words.elsewhere)
+            path: kind
+            for path, kind in words.kinds.items()
+            if not any(is_within(path, other) for other in words.elsewhere)
         }
         notes += dict.fromkeys(differences(words.own, here, structure, _cut_modules(plan)))
     return plan, tuple(notes)
@@ -83,7 +89,9 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
             continue
         form = measured.forms[first, region.consumer]
         if form is None and given is not None:
-            raise UnsupportedError(f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan.")
+            raise UnsupportedError(
+                f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan."
+            )
         if form is None:
             notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}")
         else:
@@ -98,7 +106,9 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
     gathers += tuple((path,) for region in built for path in region.producers)
     consumers = {planned.region.consumer for planned in kept}
     summed = kind.summed if consumers.issuperset(kind.summed) and not built else ()
-    return BlocksPlan(kind.blocks, kind.hidden, tuple(kept), gathers, summed, kind.norms if gathers == kind.gathers else ())
+    return BlocksPlan(
+        kind.blocks, kind.hidden, tuple(kept), gathers, summed, kind.norms if gathers == kind.gathers else ()
+    )
 
 
 def _outside(measured: Measured) -> list[str]:
@@ -110,7 +120,9 @@ def _outside(measured: Measured) -> list[str]:
 
 def _other_names(measured: Measured, paths: tuple[str, ...]) -> tuple[str, ...]:
     """List names under which other modules have parameters of the modules at ``paths``."""
-    named = [(clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)]
+    named = [
+        (clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)
+    ]
     of_paths = {id(parameter) for name, parameter in named if owner(name) in paths and owner(name)}
     return tuple(name for name, parameter in named if id(parameter) in of_paths and owner(name) not in paths)
 

@@ -133,7 +133,9 @@ class TensorPlan:
             block = next(block for block in kind.blocks if block in sample.blocks)
             before, after = shapes_of(model.get_submodule(block)), shapes_of(sample.model.get_submodule(block))
             sizes = before, after, Fraction(1, sample.heads)
-            kinds.append(replace(kind, regions=tuple(replace(r, region=resized(r.region, *sizes)) for r in kind.regions)))
+            kinds.append(
+                replace(kind, regions=tuple(replace(r, region=resized(r.region, *sizes)) for r in kind.regions))
+            )
         return replace(self, kinds=tuple(kinds)).only(sample.blocks)
 
     def only(self, blocks: tuple[str, ...]) -> TensorPlan:
@@ -160,14 +162,18 @@ class TensorPlan:
             return tuple(shape)
         dim, parts = cut
         size = (
-            -(-shape[dim] // self.ranks) if is_plain(parts, self.ranks) else sum(high - low for low, high in ranges(parts, 0, self.ranks))
+            -(-shape[dim] // self.ranks)
+            if is_plain(parts, self.ranks)
+            else sum(high - low for low, high in ranges(parts, 0, self.ranks))
         )
         return (*shape[:dim], size, *shape[dim + 1 :])
 
     def parts_of(self, path: str) -> OperandParts:
         """Name the operands of a linear layer of which a rank has a part; none where all ranks compute it alike."""
         name = f"{path}.weight"
-        kind, block = next(((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, ""))
+        kind, block = next(
+            ((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, "")
+        )
         if kind is None or not (self.is_summed(name) or self.cut_of(name, ()) is not None):
             return WHOLE
         return kind.parts_of(path[len(block) + 1 :])
@@ -182,7 +188,9 @@ class TensorPlan:
             block = next((block for block in kind.blocks if is_within(name, block)), None)
             if block is not None:
                 within = name[len(block) + 1 :]
-                return owner(within) in kind.norms or any(_sees_some_groups(planned.region, within) for planned in kind.regions)
+                return owner(within) in kind.norms or any(
+                    _sees_some_groups(planned.region, within) for planned in kind.regions
+                )
         return False
 
 

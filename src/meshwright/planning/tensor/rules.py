@@ -28,20 +28,31 @@ def tensor_fits(case: Case) -> Found:
         return
     if case.facts.vocab_size is not None and case.facts.vocab_size < ranks:
         yield ConfigError(
-            f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to share it out to"
+            f"layout.tp = {ranks}: the vocabulary has {case.facts.vocab_size} ids, fewer than there are ranks to"
+            f" share it out to"
         )
         return
     structure = case.facts.measurements.structure(ranks).structure
     legal = ", ".join(map(str, legal_degrees(structure)))
     requested = case.techniques.tensor_plan
-    given = words_for(case.facts, requested).given if requested and all(request.style in STYLES for request in requested) else None
+    given = (
+        words_for(case.facts, requested).given
+        if requested and all(request.style in STYLES for request in requested)
+        else None
+    )
     for kind in structure.kinds:
         for region in kind.regions:
             if not region.fits(ranks) and (given is None or given.cuts(kind.blocks[0], region)):
                 what = f"{region.groups} heads" if region.kind == "attention" else f"{region.groups} hidden features"
-                fewer = f" (and {region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
+                fewer = (
+                    f" (and {region.joint} of keys and values)"
+                    if region.kind == "attention" and region.joint < region.groups
+                    else ""
+                )
                 where = ".".join(filter(None, (pattern(kind.blocks[0]), region.container)))
-                yield ConfigError(f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}.")
+                yield ConfigError(
+                    f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}."
+                )
                 return
 
 
@@ -49,17 +60,21 @@ def tensor_companions(case: Case) -> Found:
     t = case.techniques
     if case.layout.tp > 1 and case.technique == "ddp":
         yield UnsupportedError(
-            f"techniques.data_parallel = ddp does not go with layout.tp = {case.layout.tp}: its buckets know no tensor-parallel parameters."
+            f"techniques.data_parallel = ddp does not go with layout.tp = {case.layout.tp}: its buckets know no"
+            f" tensor-parallel parameters."
             f" Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
     if t.loss_chunks < 1:
-        yield ConfigError(f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more")
+        yield ConfigError(
+            f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more"
+        )
     elif t.loss_chunks > 1:
         structure = case.facts.measurements.structure(case.layout.tp).structure
         if structure.head is None or structure.tail.obstacle:
             why = structure.tail.obstacle
             yield UnsupportedError(
-                f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done piece by piece"
+                f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done"
+                f" piece by piece"
                 f" ({why}). Set techniques.loss_chunks = 1."
             )
 
@@ -69,9 +84,13 @@ def async_tensor_fits(case: Case) -> Found:
         return
     request = "techniques.async_tensor_parallel = true"
     if case.layout.tp == 1:
-        yield ConfigError(f"{request} acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more.")
+        yield ConfigError(
+            f"{request} acts on the tensor axis, and layout.tp = 1. Set it false, or layout.tp = 2 or more."
+        )
     elif not case.techniques.sequence_parallel:
-        yield ConfigError(f"{request} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false.")
+        yield ConfigError(
+            f"{request} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false."
+        )
     if case.device != "cuda":
         yield UnsupportedError(
             f"{request} needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for {case.device}."
@@ -86,7 +105,8 @@ def no_blocks(request: str, facts: ModelFacts) -> str:
         alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
         if alike:  # sibling modules share one weight
             return (
-                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their own. Give each"
+                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of"
+                f" their own. Give each"
                 f" block a copy, or use the shared module outside the blocks"
             )
     return (

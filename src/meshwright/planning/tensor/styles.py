@@ -115,7 +115,8 @@ class GivenStyles:
             if (other := self.of_block(block)) != first:
                 within = min(path for path in {*first, *other} if first.get(path) != other.get(path))
                 raise UnsupportedError(
-                    f"tensor plan: {kind.blocks[0]}.{within} and {block}.{within} are given different styles, and blocks that are made"
+                    f"tensor plan: {kind.blocks[0]}.{within} and {block}.{within} are given different styles, and"
+                    f" blocks that are made"
                     f" alike are cut alike. Write {pattern(block)}.{within}."
                 )
 
@@ -125,7 +126,8 @@ class GivenStyles:
             if self.kind_at(path) in ("column", "row"):
                 named = self.named[path]
                 raise ConfigError(
-                    f"tensor plan: {pattern(path)} ({named.word}, pattern '{named.pattern}') gives what all heads are made from, so every"
+                    f"tensor plan: {pattern(path)} ({named.word}, pattern '{named.pattern}') gives what all heads are"
+                    f" made from, so every"
                     f" rank computes it whole. Legal here: mla_kv_a_proj, replicate."
                 )
         begins, end = [f"{block}.{path}" for path in region.producers], f"{block}.{region.consumer}"
@@ -135,7 +137,8 @@ class GivenStyles:
         if not {*kinds, self.kind_at(end)} & {"column", "row"}:
             return False
         raise ConfigError(
-            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can only be cut together,"
+            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can"
+            f" only be cut together,"
             f" and the plan has {self.says([*begins, end])}. Give all of them these styles, or none."
         )
 
@@ -147,21 +150,27 @@ class GivenStyles:
         """
         block = kind.blocks[0]
         known = {path for region in kind.regions for path in region.linears}
-        cut = {path: word for path, word in self.of_block(block).items() if STYLES[word].kind in ("column", "row") and path not in known}
+        cut = {
+            path: word
+            for path, word in self.of_block(block).items()
+            if STYLES[word].kind in ("column", "row") and path not in known
+        }
         columns = [path for path, word in cut.items() if STYLES[word].kind == "column"]
         found = []
         for consumer in (path for path, word in cut.items() if STYLES[word].kind == "row"):
             begins = tuple(path for path in columns if is_within(path, owner(consumer)))
             if not begins:
                 raise ConfigError(
-                    f"tensor plan: {pattern(block)}.{consumer} is row-wise (pattern '{self.named[f'{block}.{consumer}'].pattern}'), and no"
+                    f"tensor plan: {pattern(block)}.{consumer} is row-wise (pattern"
+                    f" '{self.named[f'{block}.{consumer}'].pattern}'), and no"
                     f" layer beside it is colwise. Name the layers before it too."
                 )
             columns = [path for path in columns if path not in begins]
             found.append(self._region(kind, begins, consumer, ranks))
         if columns:
             raise ConfigError(
-                f"tensor plan: {pattern(block)}.{columns[0]} is column-wise (pattern '{self.named[f'{block}.{columns[0]}'].pattern}'), and"
+                f"tensor plan: {pattern(block)}.{columns[0]} is column-wise (pattern"
+                f" '{self.named[f'{block}.{columns[0]}'].pattern}'), and"
                 f" no layer behind it is rowwise. Name that too, or leave both out."
             )
         return tuple(found)
@@ -173,13 +182,16 @@ class GivenStyles:
             named = self.named[f"{block}.{path}"]
             if STYLES[named.word].parts > 1 or f"{block}.{path}" not in self.linears:
                 raise UnsupportedError(
-                    f"tensor plan: {pattern(block)}.{path}: the structure of this layer could not be measured, and by names alone only"
-                    f" torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the layer stays whole."
+                    f"tensor plan: {pattern(block)}.{path}: the structure of this layer could not be measured, and by"
+                    f" names alone only"
+                    f" torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the layer stays"
+                    f" whole."
                 )
             size = self.linears[f"{block}.{path}"][1 if path == consumer else 0]
             if size % ranks:
                 raise ConfigError(
-                    f"tensor plan: {pattern(block)}.{path} ({named.word}) has {size} features, which layout.tp = {ranks} ranks cannot share"
+                    f"tensor plan: {pattern(block)}.{path} ({named.word}) has {size} features, which layout.tp ="
+                    f" {ranks} ranks cannot share"
                 )
             parts = (FusedPart(size, ranks),)
             dim, names = (1, ("weight",)) if path == consumer else (0, ("weight", "bias"))
@@ -200,13 +212,16 @@ class GivenStyles:
             if path not in (structure.embedding, structure.head):
                 found = ", ".join(p for p in (structure.embedding, structure.head) if p) or "none"
                 raise UnsupportedError(
-                    f"tensor plan: {path} ({wanted[path].word}, pattern '{wanted[path].pattern}') lies outside the blocks, where only the"
-                    f" embedding of the tokens and the layer that gives the logits can be cut (found: {found}). Legal here: replicate."
+                    f"tensor plan: {path} ({wanted[path].word}, pattern '{wanted[path].pattern}') lies outside the"
+                    f" blocks, where only the"
+                    f" embedding of the tokens and the layer that gives the logits can be cut (found: {found}). Legal"
+                    f" here: replicate."
                 )
         if structure.head in wanted and wanted[structure.head].kind != "column":
             raise ConfigError(
                 f"tensor plan: {structure.head} gives the logits, and {wanted[structure.head].word} (pattern"
-                f" '{wanted[structure.head].pattern}') does not fit it. Legal here: colwise_gather_output, colwise, replicate."
+                f" '{wanted[structure.head].pattern}') does not fit it. Legal here: colwise_gather_output, colwise,"
+                f" replicate."
             )
         cut = {path for path in (structure.embedding, structure.head) if path in wanted}
         for paths in tied:
@@ -215,7 +230,8 @@ class GivenStyles:
                 whole = next((path for path in both - cut if path in self.named), None)
                 if whole is not None:
                     raise ConfigError(
-                        f"tensor plan: {' and '.join(sorted(both))} are one tied weight, and the plan has {self.says(sorted(both))}."
+                        f"tensor plan: {' and '.join(sorted(both))} are one tied weight, and the plan has"
+                        f" {self.says(sorted(both))}."
                         f" Give both a style that cuts, or neither."
                     )
                 cut |= both
@@ -223,7 +239,9 @@ class GivenStyles:
 
 
 def given_styles(
-    requested: Iterable[TensorStyleRequest], kinds: Mapping[str, ModuleKind], linears: Mapping[str, tuple[int, int]] | None = None
+    requested: Iterable[TensorStyleRequest],
+    kinds: Mapping[str, ModuleKind],
+    linears: Mapping[str, tuple[int, int]] | None = None,
 ) -> GivenStyles:
     """Match a plan's patterns to modules.
 
@@ -239,12 +257,15 @@ def given_styles(
     found: dict[str, Named] = {}
     for request in requested:
         if request.style not in STYLES:
-            raise ConfigError(unknown_style(f"tensor plan: '{request.style}' of pattern '{request.pattern}'", request.style))
+            raise ConfigError(
+                unknown_style(f"tensor plan: '{request.style}' of pattern '{request.pattern}'", request.style)
+            )
         paths = selected(request.pattern, kinds)
         if not paths:
             known = dict.fromkeys(pattern(path) for path in kinds if path)
             raise ConfigError(
-                f"tensor plan: the pattern '{request.pattern}' names no module of the model.{nearest(request.pattern, known)} A pattern is"
+                f"tensor plan: the pattern '{request.pattern}' names no module of the"
+                f" model.{nearest(request.pattern, known)} A pattern is"
                 f" a module's whole path, with * for an index."
             )
         for path in paths:
@@ -260,15 +281,21 @@ def _check_kind(request: TensorStyleRequest, path: str, kind: ModuleKind) -> Non
     where = f"tensor plan: {request.style} for {path} (pattern '{request.pattern}')"
     meaning = STYLES[request.style].kind
     if meaning == "experts" or (kind == "parameter" and meaning != "whole"):
-        raise UnsupportedError(f"{where}: experts and single parameters cannot be cut in this version. Leave it out: it stays whole.")
+        raise UnsupportedError(
+            f"{where}: experts and single parameters cannot be cut in this version. Leave it out: it stays whole."
+        )
     if meaning == "sum":
         raise UnsupportedError(f"{where}: the row-wise layer that ends a region sums by itself. Leave it out.")
     legal = LEGAL_ON.get(kind, WHOLE)
     if request.style not in legal:
-        raise ConfigError(f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}.")
+        raise ConfigError(
+            f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}."
+        )
 
 
-def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]) -> Iterator[str]:
+def differences(
+    own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]
+) -> Iterator[str]:
     """Yield notes where the measured structure and a model's own plan disagree.
 
     Args:
@@ -282,7 +309,10 @@ def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structu
             if meaning in ("column", "row", "embedding", "experts"):
                 said[path] = word
             if meaning in ("column", "row", "embedding", "experts") and path not in cut:
-                yield f"the model's own plan cuts {pattern(path)} ({word}); what was measured does not, and every rank has it whole"
+                yield (
+                    f"the model's own plan cuts {pattern(path)} ({word}); what was measured does not, and every"
+                    f" rank has it whole"
+                )
     for path in cut:
         if path not in said:
             yield f"the model's own plan leaves {pattern(path)} whole; it was measured that it can be cut, and it is"

@@ -51,5 +51,7 @@ def words_for(facts: ModelFacts, requested: tuple[TensorStyleRequest, ...]) -> W
     requested = requested or tuple(TensorStyleRequest(wildcard, style) for wildcard, style in hints.regions.items())
     if not requested:
         return Words(own=own_tensor_plan(model), kinds=kinds, tied=tied, hints=hints)
-    linears = {clean(path): (m.out_features, m.in_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {
+        clean(path): (m.out_features, m.in_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
     return Words(given_styles(requested, kinds, linears), kinds=kinds, tied=tied, hints=hints)

@@ -1,7 +1,8 @@
 """Write each rank's present work to a small file that outlives the rank.
 
 The first line of the file says step and phase and is written by the loop itself, so that it is right at any moment; the
-second is written about once per second by a thread: the module, the collective and the stack of the one that trains. A file
+second is written about once per second by a thread: the module, the collective and the stack of the one that trains.
+A file
 that cannot be written is left alone: a heartbeat never stops a run. Torch-free.
 """
 
@@ -60,7 +61,10 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def read_record(path: Path) -> Record | None:
-    """What a heartbeat's file says; None where there is none. Its second line may be torn: then the first alone counts."""
+    """Return what a heartbeat's file says; None where there is none.
+
+    Its second line may be torn: then the first alone counts.
+    """
     known: dict[str, Any] | None = None
     for _ in range(3):
         with suppress(OSError, ValueError):
@@ -71,7 +75,7 @@ def read_record(path: Path) -> Record | None:
 
 
 def read_records(folder: Path) -> dict[int, Record]:
-    """All ranks' records in a folder."""
+    """Return all ranks' records in a folder."""
     found = (read_record(path) for path in sorted(folder.glob("rank*.json")))
     return {record.rank: record for record in found if record is not None}
 
@@ -143,7 +147,12 @@ class Heartbeat:
             stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             self.module = self.module or self._module_of(frame)
             frame = frame.f_back
-        said: dict[str, Any] = {"time": time.time(), "part": self.part, "looked_at_step": self.step, "module": self.module}
+        said: dict[str, Any] = {
+            "time": time.time(),
+            "part": self.part,
+            "looked_at_step": self.step,
+            "module": self.module,
+        }
         said |= {"collective": self.collective, "stack": stack[::-1]}
         text = json.dumps(said).encode() + b"\n"
         with self._lock:  # else the main thread could close the file, and its number be another file's
@@ -178,8 +187,11 @@ class Heartbeat:
                 self.watch()
 
     def _module_of(self, frame: FrameType) -> str:
-        """The module that a frame calls. Only locals of torch's own calling frames are read: before Python 3.13 reading them keeps
-        them alive until the frame ends, and those hold nothing that the call does not."""
+        """Return the module that a frame calls.
+
+        Only locals of torch's own calling frames are read: before Python 3.13 reading them keeps them alive until the
+        frame ends, and those hold nothing that the call does not.
+        """
         name = frame.f_code.co_name
         if name == CALLING:
             return self._names.get(id(frame.f_locals.get("self")), "")

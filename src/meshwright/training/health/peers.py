@@ -64,7 +64,9 @@ class Peers:
         self._seen = here
         self.stall = self._diagnosis()
         if self.stall and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            print(f"meshwright: {self.stall}", file=sys.stderr, flush=True)  # NCCL's watchdog may end the process without an exception
+            print(
+                f"meshwright: {self.stall}", file=sys.stderr, flush=True
+            )  # NCCL's watchdog may end the process without an exception
 
     def _diagnosis(self) -> str:
         folder = self.heartbeat.folder
@@ -77,7 +79,9 @@ class Peers:
         return stall.sentence + (f". Stacks: {path}" if path else "")
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for an error: a broken collective in the words of the rank that broke it, anything else as it is."""
+        """Return what to raise for an error: a broken collective in the words of the rank that broke it, anything
+        else as it is.
+        """
         if not is_broken_collective(error):
             return error
         if "timed out" in str(error).lower() or self.stall:
@@ -85,8 +89,14 @@ class Peers:
             return RankStalled(f"{said}. The limit is process.{self.limit} = {self.limit_sec:.0f}.")
         lost = self._wait_for_lost()
         if lost is None:
-            return RankLost(f"rank {self.heartbeat.rank}, {self._here()}, lost the connection to another rank ({error})")
-        how = f"failed {whereabouts(lost)}: {lost.last_words}" if lost.last_words else f"ended without a word {whereabouts(lost)}"
+            return RankLost(
+                f"rank {self.heartbeat.rank}, {self._here()}, lost the connection to another rank ({error})"
+            )
+        how = (
+            f"failed {whereabouts(lost)}: {lost.last_words}"
+            if lost.last_words
+            else f"ended without a word {whereabouts(lost)}"
+        )
         return RankLost(f"{name_of(lost)} {how}; rank {self.heartbeat.rank} was {self._here()} and stops too")
 
     def _here(self) -> str:
@@ -103,8 +113,9 @@ class Peers:
 
 
 def early_folder() -> Path | None:
-    """Where the ranks of this host keep their heartbeats until the run's folder is known: with the launcher's own things, or under the
-    temporary files by the name of the job. None for a process alone."""
+    """Tell where the ranks of this host keep their heartbeats until the run's folder is known: with the launcher's
+    own things, or under the temporary files by the name of the job. None for a process alone.
+    """
     if (place := meeting_place()) is not None:
         return place / FOLDER
     if get_world_info()[2] == 1:
@@ -122,7 +133,7 @@ def announce(run_folder: Path) -> None:
 
 
 def run_folder(place: Path) -> Path | None:
-    """The run's folder, as its first rank announced it to the launcher with the temporary folder ``place``."""
+    """Return the run's folder, as its first rank announced it to the launcher with the temporary folder ``place``."""
     try:
         return Path((place / RUN).read_text())
     except OSError:
@@ -130,13 +141,16 @@ def run_folder(place: Path) -> Path | None:
 
 
 def read_all_records(place: Path) -> dict[int, Record]:
-    """The heartbeats of a launcher's workers, wherever they keep them at present."""
+    """Return the heartbeats of a launcher's workers, wherever they keep them at present."""
     folder = run_folder(place)
     return (read_records(folder / FOLDER) if folder else {}) | read_records(place / FOLDER)
 
 
 def latest_checkpoint(folder: Path) -> str:
-    """Name of the checkpoint that a run would be continued from, "" without one. (``checkpoint.folder`` would load torch.)"""
+    """Name of the checkpoint that a run would be continued from, "" without one.
+
+    (``checkpoint.folder`` would load torch.)
+    """
     try:
         return (folder / "checkpoints" / "latest").read_text().strip()
     except OSError:
@@ -144,7 +158,9 @@ def latest_checkpoint(folder: Path) -> str:
 
 
 def sweep(folder: Path | None) -> None:
-    """Remove a folder of early heartbeats once no rank of it is alive: those that were killed cannot do it themselves."""
+    """Remove a folder of early heartbeats once no rank of it is alive: those that were killed cannot do it
+    themselves.
+    """
     if folder is None or meeting_place() is not None:
         return
     if all(process_state(record) == "gone" for record in read_records(folder).values() if record.pid != os.getpid()):

@@ -20,7 +20,9 @@ SILENT_SEC = 3.5 * INTERVAL_SEC
 
 
 def whereabouts(record: Record) -> str:
-    """``"at step 12, in forward of layers.1.attention"``: step and phase as the rank said them, the rest where it was looked at since."""
+    """``"at step 12, in forward of layers.1.attention"``: step and phase as the rank said them, the rest where it was
+    looked at since.
+    """
     phase, module = record.phase, ""
     if record.looked_at_step == record.step:
         is_backward = phase == "forward" and any(name == "backward" for _, _, name in record.stack)
@@ -63,8 +65,8 @@ class Stall:
 def find_stall(records: Mapping[int, Record], now: float) -> Stall | None:
     """Who waits for whom; None where nobody waits.
 
-    A rank holds the others up when its process is gone or stopped, when it was not heard of for some seconds, or else when it does
-    not wait in a collective itself. When all wait, each in another collective, they wait for each other.
+    A rank holds the others up when its process is gone or stopped, when it was not heard of for some seconds, or else
+    when it does not wait in a collective itself. When all wait, each in another collective, they wait for each other.
     """
     latest = max((record.time for record in records.values()), default=now)
     held_up = {rank for rank, record in records.items() if _holds_up(record, latest)}
@@ -89,14 +91,18 @@ def _sentence(culprits: Sequence[Record], waiting: Sequence[Record], first: Reco
     where = f"{what['name']} number {what['number']} of group {what['group']} (ranks {_span(what['ranks'])})"
     place = f"{who} for {now - what['since']:.0f} s in {where}, {whereabouts(first)}"
     if not culprits:
-        others = "; ".join(f"rank {r.rank} in {r.collective['name']} of {r.collective['group']}" for r in waiting if r.collective)
+        others = "; ".join(
+            f"rank {r.rank} in {r.collective['name']} of {r.collective['group']}" for r in waiting if r.collective
+        )
         return f"{place}, and nobody comes: the ranks wait for each other ({others})"
-    blamed = ", ".join(f"{name_of(record)}, {condition(record, now)}, last seen {whereabouts(record)}" for record in culprits)
+    blamed = ", ".join(
+        f"{name_of(record)}, {condition(record, now)}, last seen {whereabouts(record)}" for record in culprits
+    )
     return f"{place}, for {blamed}"
 
 
 def condition(record: Record, now: float) -> str:
-    """What is known of the process, in words."""
+    """Return what is known of the process, in words."""
     state = process_state(record)
     if state == "stopped":
         return "whose process is stopped (state T: a SIGSTOP, or a debugger)"
@@ -109,7 +115,7 @@ def condition(record: Record, now: float) -> str:
 
 
 def stack_text(record: Record, now: float) -> str:
-    """The stack of a record, with source lines where this host has them."""
+    """Return the stack of a record, with source lines where this host has them."""
     seen = f"looked at {time.ctime(record.time)}, in step {record.looked_at_step}"
     lines = [f"{name_of(record)}, {condition(record, now)}, {whereabouts(record)}; {seen}:"]
     for file, line, function in record.stack:
@@ -120,10 +126,15 @@ def stack_text(record: Record, now: float) -> str:
 
 
 def write_stacks(folder: Path, stall: Stall) -> Path | None:
-    """A file in ``folder`` with the last known stacks, those of the stalled ranks first; None where it cannot be written."""
+    """Return a file in ``folder`` with the last known stacks, those of the stalled ranks first.
+
+    None where it cannot be written.
+    """
     ranks = "-".join(str(record.rank) for record in stall.culprits[:4]) or "all"
     path = folder / f"stalled-rank{ranks}-step{stall.waiting[0].step}.txt"
-    text = "\n\n".join([stall.sentence, *(stack_text(record, time.time()) for record in [*stall.culprits, *stall.waiting])])
+    text = "\n\n".join(
+        [stall.sentence, *(stack_text(record, time.time()) for record in [*stall.culprits, *stall.waiting])]
+    )
     with suppress(OSError):
         path.write_text(text + "\n")
         return path
@@ -131,7 +142,9 @@ def write_stacks(folder: Path, stall: Stall) -> Path | None:
 
 
 def first_lost(records: Mapping[int, Record], me: int) -> Record | None:
-    """The rank whose end made the others' collectives break: one that said why, else one whose process is gone without a word."""
+    """Return the rank whose end made the others' collectives break: one that said why, else one whose process is gone
+    without a word.
+    """
     others = [record for rank, record in sorted(records.items()) if rank != me]
     told = [record for record in others if record.last_words and not record.last_words.startswith("RankLost")]
     return next(iter(told or [r for r in others if not r.last_words and process_state(r) == "gone"]), None)

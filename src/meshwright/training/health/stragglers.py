@@ -1,10 +1,11 @@
 """Find the rank that keeps the others waiting, by each rank's own time of a step.
 
-All ranks' steps take the same time, since they meet in collectives. But a rank that is late at one is seen by all: the clock of a
-step starts when the ranks leave the collective that ends the step before (the one by which they agree to go on), so the moments
-at which they reach the step's collectives can be compared, though the clocks of two hosts cannot. Torch's flight recorder keeps
-them anyway; they are read and exchanged once in some seconds. On CUDA it keeps the moment at which the host issues a collective:
-a rank whose data or Python is slow is seen, a GPU that is slow is not. Torch-free but for the exchange.
+All ranks' steps take the same time, since they meet in collectives. But a rank that is late at one is seen by all:
+the clock of a step starts when the ranks leave the collective that ends the step before (the one by which they agree
+to go on), so the moments at which they reach the step's collectives can be compared, though the clocks of two hosts
+cannot. Torch's flight recorder keeps them anyway; they are read and exchanged once in some seconds. On CUDA it keeps
+the moment at which the host issues a collective: a rank whose data or Python is slow is seen, a GPU that is slow is
+not. Torch-free but for the exchange.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ IN_A_ROW = 3
 """So many windows in a row, before it is said."""
 
 Meeting = tuple[tuple[int, ...], int, float]
-"""A collective: ranks of its group, its number in that group, and when this rank reached it, in seconds since the step began."""
+"""A collective: ranks of its group, its number in that group, and when this rank reached it, in seconds since the
+step began.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,11 @@ def own_times(said: Sequence[Said]) -> list[OwnTime]:
         for rank, cycle in enumerate(cycles):
             own[rank].append(cycle.wall - _waited(cycle, last))
     return [
-        OwnTime(mean(own[rank]), mean(one.cycles[step].data for step in steps), mean(one.cycles[step].wall for step in steps))
+        OwnTime(
+            mean(own[rank]),
+            mean(one.cycles[step].data for step in steps),
+            mean(one.cycles[step].wall for step in steps),
+        )
         for rank, one in enumerate(said)
     ]
 
@@ -96,13 +103,15 @@ def _waited(cycle: Cycle, last: Mapping[tuple[tuple[int, ...], int], float]) -> 
 
 
 class Verdict:
-    """Follows the windows, and says when a rank has been slow for several in a row, once for each time that it becomes slow."""
+    """Follows the windows, and says when a rank has been slow for several in a row, once for each time that it
+    becomes slow.
+    """
 
     def __init__(self) -> None:
         self._rank, self._count = -1, 0
 
     def add(self, times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
-        """The sentence, or "" where there is nothing to say."""
+        """Return the sentence, or "" where there is nothing to say."""
         rank = max(range(len(times)), key=lambda rank: times[rank].own)
         slow, others = times[rank], [one for other, one in enumerate(times) if other != rank]
         middle = median(one.own for one in others)
@@ -154,11 +163,16 @@ class Stragglers:
         self._data = seconds
 
     def disturbed(self) -> None:
-        """Something that is no step (a validation, a save) happened since ``met``: the step that follows is not counted."""
+        """Something that is no step (a validation, a save) happened since ``met``: the step that follows is not
+        counted.
+        """
         self._begun = None
 
     def met(self, step: int) -> dict[str, float]:
-        """The ranks have just met at the end of ``step``. The figures of a window where one ends here (then it is collective)."""
+        """Return the ranks have just met at the end of ``step``.
+
+        The figures of a window where one ends here (then it is collective).
+        """
         now = self._now_ns()
         if self._begun is not None:
             self._cycles.append((step, self._begun, now, self._data))

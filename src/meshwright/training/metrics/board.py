@@ -34,11 +34,17 @@ def why_not(mode: str) -> str:
     check(mode)
     if mode == "off":
         return "off (tensorboard = 'off')"
-    return "" if _is_installed() else "not written: the package 'tensorboard' is not installed (pip install 'meshwright[track]')"
+    return (
+        ""
+        if _is_installed()
+        else "not written: the package 'tensorboard' is not installed (pip install 'meshwright[track]')"
+    )
 
 
 class TensorBoard:
-    """The tracker that writes the numbers among a run's figures into ``<run_folder>/tensorboard``; events are not among them.
+    """The tracker that writes the numbers among a run's figures into ``<run_folder>/tensorboard``.
+
+    Events are not among them.
 
     After a resume TensorBoard is told to forget the steps above.
     """

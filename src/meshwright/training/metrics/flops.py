@@ -44,18 +44,20 @@ def training_flops_per_token(
     seq_len: int,
     frozen_matmul_parameters: int = 0,
 ) -> float:
-    """FLOPs that one token of training takes, forward and backward: ``6 * N + 12 * n_layers * dim_attention * seq_len``.
+    """FLOPs that one token of training takes, forward and backward: ``6 * N + 12 * n_layers * dim_attention *
+    seq_len``.
 
-    * 6 per parameter: 2 (multiply and add) in the forward, 2 for the gradient of its input, 2 for its own. A frozen parameter
-      has no gradient of its own and counts 4.
-    * The attention term is the two products of queries with keys and of probabilities with values, over the WHOLE
-      sequence: like PaLM, and unlike what a causal kernel computes, the masked half is counted. Figures compare with published
-      ones; at long sequences they flatter a causal kernel by up to twice its attention share.
-    * What is recomputed for activation checkpointing does not count: this gives MFU, not hardware utilisation (HFU).
+    * 6 per parameter: 2 (multiply and add) in the forward, 2 for the gradient of its input, 2 for its own. A frozen
+      parameter has no gradient of its own and counts 4. * The attention term is the two products of queries with keys
+      and of probabilities with values, over the WHOLE
+      sequence: like PaLM, and unlike what a causal kernel computes, the masked half is counted. Figures compare with
+      published ones; at long sequences they flatter a causal kernel by up to twice its attention share. * What is
+      recomputed for activation checkpointing does not count: this gives MFU, not hardware utilisation (HFU).
 
     Args:
-        matmul_parameters: trainable parameters that enter a matrix product, for each token: of experts only the routed share;
-            without the input embedding (a lookup), norms and biases; with the output head, also where it is tied.
+        matmul_parameters: trainable parameters that enter a matrix product, for each token: of experts only the
+            routed share; without the input embedding (a lookup), norms and biases; with the output head, also where
+            it is tied.
         n_layers: layers with attention.
         dim_attention: n_heads * head_dim, the width of all query heads together.
         seq_len: tokens of one sequence.
@@ -65,12 +67,14 @@ def training_flops_per_token(
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of one device, from its data sheet; None where no figure is known, as for every CPU and every MIG slice.
+    """Dense FLOP/s of one device, from its data sheet.
+
+    None where no figure is known, as for every CPU and every MIG slice.
 
     Args:
         device_name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
-        dtype: dtype of the matrix products: ``"bfloat16"`` or ``"float16"``. Others have no figure here: float32 depends on
-            whether TF32 is on, and float8 runs are reported against the bfloat16 peak.
+        dtype: dtype of the matrix products: ``"bfloat16"`` or ``"float16"``. Others have no figure here: float32
+            depends on whether TF32 is on, and float8 runs are reported against the bfloat16 peak.
     """
     if re.search(r"\bMIG\b", device_name):
         return None

@@ -45,7 +45,10 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new peak on a GPU, so that it covers the steps and not the start; a process's resident peak cannot be reset."""
+    """Start a new peak on a GPU, so that it covers the steps and not the start.
+
+    A process's resident peak cannot be reset.
+    """
     if device.type == "cuda":
         import torch
 
@@ -60,7 +63,8 @@ def _process() -> psutil.Process:
 
 
 def _resident_peak() -> int | None:
-    # Not getrusage's ru_maxrss: a child inherits that from the launcher that forked it. VmHWM starts anew with the program.
+    # Not getrusage's ru_maxrss: a child inherits that from the launcher that forked it. VmHWM starts anew with the
+    # program.
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -37,7 +37,7 @@ class MemoryShares:
 
 
 def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
-    """Bytes at peak by kind, of those that a plan knows.
+    """Return bytes at peak by kind, of those that a plan knows.
 
     Args:
         kept: of what a step makes, as it was foreseen (``planning.memory.step``).
@@ -51,7 +51,9 @@ def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = 
     }
 
 
-def memory_table(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> str:
+def memory_table(
+    found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
+) -> str:
     """One line for each kind: the most that was held, and the plan's figure where it has one."""
     planned = estimated(plan, shares, kept)
     rows = [
@@ -65,15 +67,25 @@ def memory_table(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShare
     ]
     head = ("the most at a time of", "found", "plan")
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(3)]
-    return "\n".join(f"  {what:<{widths[0]}}  {here:>{widths[1]}}  {there:>{widths[2]}}" for what, here, there in (head, *rows))
+    return "\n".join(
+        f"  {what:<{widths[0]}}  {here:>{widths[1]}}  {there:>{widths[2]}}" for what, here, there in (head, *rows)
+    )
 
 
 def _where(kind: MemoryUse, plan: Plan) -> str:
-    return ", in host memory" if kind is MemoryUse.OPTIMIZER and (plan.optimizer.in_host_memory or plan.data.cpu_offload) else ""
+    return (
+        ", in host memory"
+        if kind is MemoryUse.OPTIMIZER and (plan.optimizer.in_host_memory or plan.data.cpu_offload)
+        else ""
+    )
 
 
-def suggestions(found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> list[str]:
-    """The switches that would save most, best first, with about how many bytes of this rank. A step that failed has found less than it
+def suggestions(
+    found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
+) -> list[str]:
+    """Return the switches that would save most, best first, with about how many bytes of this rank.
+
+    A step that failed has found less than it
     would have held: then what was foreseen counts."""
     planned = estimated(plan, shares, kept)
     known = {kind: max(found.get(kind, 0), planned.get(kind, 0)) for kind in (*found, *planned)}
@@ -98,7 +110,12 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
         whole = held[MemoryUse.PARAMETERS]
         yield whole - whole // max(plan.size("dp_shard"), 1), "techniques.zero_stage = 3"
     splits = plan.pipeline is not None and plan.pipeline.splits_backward
-    if data.technique == "fully_shard" and shares.microbatches > 1 and not (data.sync_grad_accum or splits) and plan.size("dp_shard") > 1:
+    if (
+        data.technique == "fully_shard"
+        and shares.microbatches > 1
+        and not (data.sync_grad_accum or splits)
+        and plan.size("dp_shard") > 1
+    ):
         whole = held[MemoryUse.GRADIENTS]
         switch = "techniques.zero_stage = 2" if data.gathers_per_step else "techniques.sync_grad_accum = true"
         yield whole - whole // plan.size("dp_shard"), switch
@@ -110,7 +127,7 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not get memory, of a GPU or of the host."""
+    """Tell whether torch could not get memory, of a GPU or of the host."""
     import torch
 
     words = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
@@ -119,10 +136,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    error: BaseException, found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
+    error: BaseException,
+    found: Mapping[MemoryUse, int],
+    plan: Plan,
+    shares: MemoryShares,
+    kept: Mapping[MemoryUse, int] = NOTHING,
 ) -> str:
-    """What a user is told of it."""
+    """Return what a user is told of it."""
     what = str(error).splitlines()[0] if str(error) else type(error).__name__
     better = suggestions(found, plan, shares, kept)
-    ways = f"What would save most here: {'; '.join(better)}." if better else "Give the model more ranks, or shorter rows."
+    ways = (
+        f"What would save most here: {'; '.join(better)}." if better else "Give the model more ranks, or shorter rows."
+    )
     return f"out of memory: {what}\n{memory_table(found, plan, shares, kept)}\n{ways}"

@@ -21,11 +21,11 @@ class MetricsWriter:
 
     Every line is one JSON object, written whole and flushed at once:
 
-    * figures: ``{"step": 12, "time": 1764000000.123, "loss": 2.25, ...}``. ``step`` counts finished optimizer steps, so the
-      first line of a run has step 1; ``time`` is Unix time in seconds.
+    * figures: ``{"step": 12, "time": 1764000000.123, "loss": 2.25, ...}``. ``step`` counts finished optimizer steps,
+      so the first line of a run has step 1; ``time`` is Unix time in seconds.
     * events: ``{"event": "resume", "step": 10, "time": ...}`` and whatever else :meth:`event` is given.
-    * a number that JSON cannot hold becomes null, and its kind goes into a flag: ``{"loss": null, "nonfinite": {"loss": "nan"}}``
-      (kinds: nan, inf, -inf). Columns stay numeric for readers such as pandas.
+    * a number that JSON cannot hold becomes null, and its kind goes into a flag: ``{"loss": null, "nonfinite":
+      {"loss": "nan"}}`` (kinds: nan, inf, -inf). Columns stay numeric for readers such as pandas.
 
     After a crash at step 15 and a resume from step 10, the file holds steps 1 .. 15, the resume event, then 11 onwards;
     :func:`read_metrics` drops the abandoned 11 .. 15.
@@ -43,8 +43,9 @@ class MetricsWriter:
         """Write the figures of ``step`` (finished optimizer steps).
 
         Raises:
-            ConfigError: a name that the file uses itself, or a value that is no number, text, truth value or None. Tensors
-                are refused, because reading one waits for the device: the caller decides when, with ``.item()``.
+            ConfigError: a name that the file uses itself, or a value that is no number, text, truth value or None.
+                Tensors are refused, because reading one waits for the device: the caller decides when, with
+                ``.item()``.
         """
         self._write({"step": step, "time": _now(), **_encode(values)})
 
@@ -54,7 +55,9 @@ class MetricsWriter:
         self._write({"event": name, **at, "time": _now(), **_encode(values)})
 
     def resumed(self, step: int) -> None:
-        """Say that the run goes on from ``step``: lines written before with a higher step belong to an abandoned future."""
+        """Say that the run goes on from ``step``: lines written before with a higher step belong to an abandoned
+        future.
+        """
         self.event("resume", {}, step)
 
     def close(self) -> None:
@@ -73,7 +76,9 @@ class MetricsWriter:
 
 
 def metric_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, one at a time, non-finite numbers restored; those of an abandoned future are among them.
+    """Yield the lines of a ``metrics.jsonl``, one at a time, non-finite numbers restored.
+
+    Those of an abandoned future are among them.
 
     A last line without its newline is being written, or was when the machine went down, and is left out.
 
@@ -87,7 +92,7 @@ def metric_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl`` that belong to the run as it went on, in file order.
+    """Return the lines of a ``metrics.jsonl`` that belong to the run as it went on, in file order.
 
     Lines of a step above that of a later resume are left out; events without a step stay.
 
@@ -119,7 +124,8 @@ def _encode(values: Mapping[str, object]) -> dict[str, Any]:
                 nonfinite[name] = str(number)
         else:
             raise ConfigError(
-                f"metric '{name}' is a {type(value).__name__}: give a number, text, truth value or None (of a tensor, its .item())"
+                f"metric '{name}' is a {type(value).__name__}: give a number, text, truth value or None (of a tensor,"
+                f" its .item())"
             )
     return {**encoded, "nonfinite": nonfinite} if nonfinite else encoded
 
@@ -137,7 +143,9 @@ def _decode(text: str, where: str) -> dict[str, Any]:
     if ("step" in line or is_resume) and not (isinstance(step := line.get("step"), int) and not isinstance(step, bool)):
         raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}, where it is a whole number. {foreign}')
     if not isinstance(kinds, dict) or not all(kind in ("nan", "inf", "-inf") for kind in kinds.values()):
-        raise IntegrityError(f'{where}: "nonfinite" is {str(kinds)[:80]!r}, where it says nan, inf or -inf of some names. {foreign}')
+        raise IntegrityError(
+            f'{where}: "nonfinite" is {str(kinds)[:80]!r}, where it says nan, inf or -inf of some names. {foreign}'
+        )
     return line | {name: float(kind) for name, kind in kinds.items()}
 
 

@@ -8,9 +8,9 @@ from collections import deque
 class Throughput:
     """Mean speed of the last ``window`` steps.
 
-    The caller adds the seconds of a step alone: data, forward, backward, optimizer. Validation and saving are not added,
-    so they neither lower the speed nor enter the estimate. The first step, which pays for allocation and compilation, counts only
-    until there is a second.
+    The caller adds the seconds of a step alone: data, forward, backward, optimizer. Validation and saving are not
+    added, so they neither lower the speed nor enter the estimate. The first step, which pays for allocation and
+    compilation, counts only until there is a second.
     """
 
     def __init__(self, window: int = 20):

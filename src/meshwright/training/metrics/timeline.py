@@ -38,7 +38,9 @@ class StartupTimeline:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def record_process_age(self, name: str = "imports") -> None:
-        """Record the seconds since this process began, less what is recorded already: the interpreter's start and all imports."""
+        """Record the seconds since this process began, less what is recorded already: the interpreter's start and all
+        imports.
+        """
         import psutil
 
         age = time.time() - psutil.Process().create_time()
@@ -56,5 +58,5 @@ class StartupTimeline:
             self.record(name, time.perf_counter() - began)
 
     def line(self) -> str:
-        """All phases in one line: ``"imports 1.9 s · process group 0.3 s · data 0.8 s"``."""
+        """Return all phases in one line: ``"imports 1.9 s · process group 0.3 s · data 0.8 s"``."""
         return " · ".join(f"{name} {duration_text(seconds)}" for name, seconds in self._seconds.items())

@@ -39,7 +39,9 @@ class Trackers:
         places: (name, where in the run folder its figures are, or why there are none) of each, for people.
     """
 
-    def __init__(self, trackers: Sequence[Tracker] = (), *, has_past: bool = False, places: Sequence[tuple[str, str]] = ()):
+    def __init__(
+        self, trackers: Sequence[Tracker] = (), *, has_past: bool = False, places: Sequence[tuple[str, str]] = ()
+    ):
         self._trackers = list(trackers)
         self.has_past, self.places = has_past, list(places)
 
@@ -75,8 +77,10 @@ def check_trackers(logging: Any) -> None:
     weights_biases.check(logging.wandb)
 
 
-def open_trackers(folder: Path, logging: Any, name: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> Trackers:
-    """The trackers that a config asks for. Call it on the rank that keeps figures.
+def open_trackers(
+    folder: Path, logging: Any, name: str, facts: Mapping[str, Any], say: Callable[[str], None]
+) -> Trackers:
+    """Return the trackers that a config asks for. Call it on the rank that keeps figures.
 
     Args:
         folder: the run's; all of them write below it.
@@ -99,7 +103,11 @@ def open_trackers(folder: Path, logging: Any, name: str, facts: Mapping[str, Any
             found.append(written := board.TensorBoard(folder))
             places.append(("tensorboard", f"{written.folder.name}  (tensorboard --logdir {written.folder})"))
         if logging.wandb != "off":
-            found.append(remote := weights_biases.WeightsAndBiases(folder, logging.wandb, logging.wandb_project or name, facts, say))
+            found.append(
+                remote := weights_biases.WeightsAndBiases(
+                    folder, logging.wandb, logging.wandb_project or name, facts, say
+                )
+            )
             places.append(("wandb", remote.place))
     except BaseException:
         Trackers(found).close()

@@ -32,10 +32,12 @@ def check(mode: str) -> None:
 
 
 class WeightsAndBiases:
-    """The tracker of one W&B run, whose id is kept in ``<run_folder>/wandb.json`` and used again by a run that is continued.
+    """The tracker of one W&B run, whose id is kept in ``<run_folder>/wandb.json`` and used again by a run that is
+    continued.
 
-    W&B takes steps in rising order only and forgets none. So the furthest step that it was given is kept beside the id, and a step
-    that is taken again after a resume is not sent again: each step is there once, as it was taken first.
+    W&B takes steps in rising order only and forgets none. So the furthest step that it was given is kept beside the
+    id, and a step that is taken again after a resume is not sent again: each step is there once, as it was taken
+    first.
 
     Args:
         run_folder: W&B's own files go into ``wandb/`` below it.
@@ -50,7 +52,9 @@ class WeightsAndBiases:
         IntegrityError: ``wandb.json`` is not what it was.
     """
 
-    def __init__(self, run_folder: str | Path, mode: str, project: str, facts: Mapping[str, Any], say: Callable[[str], None]):
+    def __init__(
+        self, run_folder: str | Path, mode: str, project: str, facts: Mapping[str, Any], say: Callable[[str], None]
+    ):
         check(mode)
         self._wandb = importlib.import_module("wandb")
         self._path = Path(run_folder) / NAME
@@ -66,7 +70,8 @@ class WeightsAndBiases:
         except (wandb.errors.Error, OSError, ValueError) as error:
             said = " ".join(str(error).split())
             raise MeshwrightError(
-                f"logging.wandb = '{mode}': Weights & Biases refused ({type(error).__name__}: {said}). Log in with: wandb login;"
+                f"logging.wandb = '{mode}': Weights & Biases refused ({type(error).__name__}: {said}). Log in with:"
+                f" wandb login;"
                 f' or set logging.wandb = "offline" and send the files later with: wandb sync'
             ) from error
         self._keep()
@@ -89,7 +94,9 @@ class WeightsAndBiases:
         self.event("resume", {}, step)
         if step < self._furthest:
             span = f"{step + 1} to {self._furthest}" if step + 1 < self._furthest else str(self._furthest)
-            self._say(f"wandb: steps {span} are taken again; W&B keeps them as they were taken first (it forgets no step)")
+            self._say(
+                f"wandb: steps {span} are taken again; W&B keeps them as they were taken first (it forgets no step)"
+            )
 
     def close(self) -> None:
         self._send(lambda: self._run.finish())
@@ -109,18 +116,23 @@ class WeightsAndBiases:
             action()
         except Exception as error:  # noqa: BLE001  (whatever a client of a server far away raises, training does not stop for it)
             self._run = None
-            self._say(f"wandb takes no more figures ({type(error).__name__}: {error}); they are in metrics.jsonl, and the run goes on")
+            self._say(
+                f"wandb takes no more figures ({type(error).__name__}: {error}); they are in metrics.jsonl, and the"
+                f" run goes on"
+            )
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """(id, furthest step) of the run so far; a new id where there is none."""
+    """Return (id, furthest step) of the run so far; a new id where there is none."""
     if not path.is_file():
         return secrets.token_hex(4), 0
     try:
         said = json.loads(path.read_text())
         known, furthest = said["id"], said["furthest"]
     except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path} is not what meshwright wrote ({error}); remove it to begin a new W&B run") from None
+        raise IntegrityError(
+            f"{path} is not what meshwright wrote ({error}); remove it to begin a new W&B run"
+        ) from None
     if not (isinstance(known, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", known) and type(furthest) is int):
         raise IntegrityError(f"{path} holds no id of a W&B run; remove it to begin a new one")
     return known, furthest

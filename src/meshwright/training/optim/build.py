@@ -45,8 +45,8 @@ def make_optimizer(
     ``name`` (kept for the log). Frozen parameters are left out, and so are groups that hold no others.
 
     A group that mixes plain tensors with DTensors, or DTensors of several meshes, becomes one group per mesh with equal
-    settings, because a fused or foreach kernel takes a whole list and torch refuses a list that mixes plain tensors with
-    DTensors. Checkpoints that address optimizer state by parameter name do not see the difference.
+    settings, because a fused or foreach kernel takes a whole list and torch refuses a list that mixes plain tensors
+    with DTensors. Checkpoints that address optimizer state by parameter name do not see the difference.
 
     Args:
         groups: parameter groups as above, of this rank; under pipeline parallelism those of its stages.
@@ -54,7 +54,8 @@ def make_optimizer(
         plan: a model's (``plan.optimizer``): the optimizer, low-bit state and stochastic rounding (by torchao).
         named_parameters: (global name, parameter) of all, which stochastic rounding draws its numbers by.
         seed: seed of the stochastic rounding.
-        options: arguments of the optimizer's class, for groups that set none; by default the values of ``OptimizerConfig``.
+        options: arguments of the optimizer's class, for groups that set none; by default the values of
+            ``OptimizerConfig``.
 
     Raises:
         MissingExtraError: the plan needs torchao, which is not installed.
@@ -83,7 +84,9 @@ def make_optimizer(
         return BuiltOptimizer(made, "torchao", _torchaos(plan))
     kind = getattr(torch.optim, row.title)
     if not row.has_kernels:
-        return BuiltOptimizer(kind(kept, lr=lr, **options), "plain", f"{row.title}, one parameter at a time (torch has no fused kernel)")
+        return BuiltOptimizer(
+            kind(kept, lr=lr, **options), "plain", f"{row.title}, one parameter at a time (torch has no fused kernel)"
+        )
     implementation, note = _choose(row, [p for group in kept for p in group["params"]])
     flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)
@@ -93,7 +96,9 @@ def _check_options(row: OptimizerKind, options: Mapping[str, Any]) -> None:
     known = [argument for argument, _ in row.arguments]
     for key in options:
         if key not in known:
-            raise ConfigError(f"{row.title} takes no '{key}' here; known are lr, {', '.join(known)}.{nearest(key, known)}")
+            raise ConfigError(
+                f"{row.title} takes no '{key}' here; known are lr, {', '.join(known)}.{nearest(key, known)}"
+            )
 
 
 def _torchaos(plan: OptimizerPlan) -> str:
@@ -105,7 +110,8 @@ def _nothing_to_train(groups: int, frozen: int) -> str:
     if not frozen:
         return f"nothing to train on this rank: the {groups} parameter group(s) hold no parameters"
     return (
-        f"nothing to train on this rank: all {frozen} parameters in {groups} group(s) are frozen (requires_grad is False). "
+        f"nothing to train on this rank: all {frozen} parameters in {groups} group(s) are frozen (requires_grad is"
+        f" False). "
         "Unfreeze some, or add adapters, before the optimizer is built"
     )
 
@@ -121,7 +127,9 @@ def _check_group(row: OptimizerKind, index: int, group: Mapping[str, Any]) -> No
     known = ("params", "lr_scale", "name", *[argument for argument, _ in row.arguments])
     for key in group:
         if key not in known:
-            raise ConfigError(f"optimizer group {index}: unknown key '{key}'; known are {', '.join(known)}.{nearest(key, known)}")
+            raise ConfigError(
+                f"optimizer group {index}: unknown key '{key}'; known are {', '.join(known)}.{nearest(key, known)}"
+            )
 
 
 def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) -> None:
@@ -129,7 +137,8 @@ def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) 
     for position, param in enumerate(params):
         if id(param) in seen:
             raise ConfigError(
-                f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, stands in the groups twice "
+                f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, stands in the groups"
+                f" twice "
                 "and would be stepped twice. A tied parameter belongs in one group, once"
             )
         seen.add(id(param))

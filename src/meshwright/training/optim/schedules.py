@@ -24,20 +24,20 @@ def learning_rate(
     final_ratio: float = 0.1,
     decay_fraction: float = 0.1,
 ) -> float:
-    """The learning rate of optimizer step ``step``, counted from 0.
+    """Return the learning rate of optimizer step ``step``, counted from 0.
 
     With W = warmup_steps and T = total_steps:
 
-    * warm-up: steps 0 .. W-1 have ``peak * (step + 1) / W``, so step 0 already learns and step W-1 is at the peak. Without
-      warm-up, step 0 is at the peak: W = 0 and W = 1 are the same schedule;
+    * warm-up: steps 0 .. W-1 have ``peak * (step + 1) / W``, so step 0 already learns and step W-1 is at the peak.
+      Without warm-up, step 0 is at the peak: W = 0 and W = 1 are the same schedule;
     * cosine: a half cosine from the peak to ``final_ratio * peak`` (Loshchilov & Hutter 2017, SGDR, without restarts);
     * linear: a straight line between the same two points;
     * wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM): the peak is held, then a straight line over the last
       ``max(1, round(decay_fraction * T))`` steps;
     * constant: the peak to the end; ``final_ratio`` plays no part. ``decay_fraction`` belongs to wsd alone.
 
-    For the three that decay, the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak. Steps
-    from T on, which only an evaluation or a prolonged run can ask for, keep the rate of step T-1.
+    For the three that decay, the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak.
+    Steps from T on, which only an evaluation or a prolonged run can ask for, keep the rate of step T-1.
 
     Raises:
         ConfigError: settings outside their range, or a warm-up (and wsd decay) that does not fit in the run.
@@ -78,7 +78,7 @@ class LearningRateSchedule:
         _check(self.peak, self.total_steps, self.kind, self.warmup_steps, self.final_ratio, self.decay_fraction)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 0."""
+        """Return the learning rate of optimizer step ``step``, counted from 0."""
         return learning_rate(
             step,
             peak=self.peak,
@@ -92,8 +92,8 @@ class LearningRateSchedule:
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Set every parameter group's rate for ``step`` (from 0), before that step is taken; returns the unscaled rate.
 
-        A group's ``lr`` becomes the rate times the group's ``lr_scale`` (1.0 where it has none). A tensor ``lr``, as compiled
-        optimizers want, is written in place.
+        A group's ``lr`` becomes the rate times the group's ``lr_scale`` (1.0 where it has none). A tensor ``lr``, as
+        compiled optimizers want, is written in place.
         """
         rate = self(step)
         for group in optimizer.param_groups:
@@ -106,7 +106,11 @@ class LearningRateSchedule:
 
     def describe(self) -> str:
         """One line, such as ``"cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"``."""
-        rise = f"up to {self.peak:g} over {self.warmup_steps:,} steps" if self.warmup_steps > 1 else f"{self.peak:g} from the first step"
+        rise = (
+            f"up to {self.peak:g} over {self.warmup_steps:,} steps"
+            if self.warmup_steps > 1
+            else f"{self.peak:g} from the first step"
+        )
         if self.kind == "constant" or self.total_steps == 1:
             return f"{self.kind}: {rise}, held to the end"
         held = ""
@@ -120,7 +124,7 @@ def _decay_steps(total_steps: int, decay_fraction: float) -> int:
 
 
 def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, decay_fraction: float) -> float:
-    """How much of the decay is behind ``step``: 0 at the last step of the peak, 1 at the last step of the run."""
+    """Tell how much of the decay is behind ``step``: 0 at the last step of the peak, 1 at the last step of the run."""
     if kind == "constant" or total_steps == 1:
         return 0.0
     last = total_steps - 1
@@ -128,7 +132,9 @@ def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, d
     return min(max(step - last_at_peak, 0) / (last - last_at_peak), 1.0)
 
 
-def _check(peak: float, total_steps: int, kind: str, warmup_steps: int, final_ratio: float, decay_fraction: float) -> None:
+def _check(
+    peak: float, total_steps: int, kind: str, warmup_steps: int, final_ratio: float, decay_fraction: float
+) -> None:
     if kind not in KINDS:
         raise ConfigError(f"schedule.kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     if not (math.isfinite(peak) and peak >= 0):
@@ -136,18 +142,26 @@ def _check(peak: float, total_steps: int, kind: str, warmup_steps: int, final_ra
     if total_steps < 1:
         raise ConfigError(f"total_steps = {total_steps}: a run has 1 step or more")
     if not 0 <= final_ratio <= 1:
-        raise ConfigError(f"schedule.final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1")
+        raise ConfigError(
+            f"schedule.final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1"
+        )
     if not 0 < decay_fraction <= 1:
-        raise ConfigError(f"schedule.decay_fraction = {decay_fraction}: the decaying part of the run is above 0 and at most 1")
+        raise ConfigError(
+            f"schedule.decay_fraction = {decay_fraction}: the decaying part of the run is above 0 and at most 1"
+        )
     if warmup_steps < 0 or warmup_steps >= max(total_steps, 2):
         raise ConfigError(
-            f"schedule.warmup_steps = {warmup_steps} in a run of {total_steps} steps: the warm-up has 0 steps or more and ends before"
+            f"schedule.warmup_steps = {warmup_steps} in a run of {total_steps} steps: the warm-up has 0 steps or more"
+            f" and ends before"
             f" the run does. Set schedule.warmup_steps to at most {max(total_steps - 1, 1)}, or raise steps"
         )
     at_peak = max(warmup_steps, 1)  # step 0 is at the peak where there is no warm-up
     if kind == "wsd" and total_steps > 1 and at_peak + _decay_steps(total_steps, decay_fraction) > total_steps:
         raise ConfigError(
-            f"schedule.kind = wsd: reaching the peak takes {at_peak} step(s) and the decay {_decay_steps(total_steps, decay_fraction)}"
-            f" (schedule.decay_fraction = {decay_fraction} of {total_steps}), together more than steps = {total_steps}. Lower"
-            f" schedule.warmup_steps, or set schedule.decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
+            f"schedule.kind = wsd: reaching the peak takes {at_peak} step(s) and the decay"
+            f" {_decay_steps(total_steps, decay_fraction)}"
+            f" (schedule.decay_fraction = {decay_fraction} of {total_steps}), together more than steps ="
+            f" {total_steps}. Lower"
+            f" schedule.warmup_steps, or set schedule.decay_fraction to at most"
+            f" {(total_steps - at_peak) / total_steps:.4g}"
         )

@@ -23,8 +23,9 @@ from .trace import FORWARD, name_ranges
 class Profile:
     """The recording (see ``recording``) of torch.profiler on this rank.
 
-    While it records, every module that is not compiled has hooks that mark its forward; a compiled one is one range of torch's own.
-    Backward ranges and the names of collectives are worked out when the trace is written. ``name_ranges`` tells how.
+    While it records, every module that is not compiled has hooks that mark its forward; a compiled one is one range
+    of torch's own. Backward ranges and the names of collectives are worked out when the trace is written.
+    ``name_ranges`` tells how.
 
     Args:
         path: the trace.

@@ -43,7 +43,7 @@ class Recordings:
                 say(f"{key} = {text} lies behind step {step}, from which the run goes on: nothing is recorded")
 
     def begins_before(self, step: int) -> bool:
-        """Whether one begins before this step is taken."""
+        """Tell whether one begins before this step is taken."""
         return bool(self._beginning(step))
 
     def before(self, step: int) -> None:
@@ -53,7 +53,7 @@ class Recordings:
             self._open.append((window, recording))
 
     def ends_after(self, step: int) -> bool:
-        """Whether one ends when this step was taken."""
+        """Tell whether one ends when this step was taken."""
         return any(step + 1 not in window for window, _ in self._open)
 
     def after(self, step: int) -> None:
@@ -61,7 +61,10 @@ class Recordings:
         self._stop([pair for pair in self._open if step + 1 not in pair[0]])
 
     def close(self) -> None:
-        """Write what is still being recorded: the run ends before the window does. Raises OSError where the disk does."""
+        """Write what is still being recorded: the run ends before the window does.
+
+        Raises OSError where the disk does.
+        """
         self._stop(list(self._open))
 
     def _beginning(self, step: int) -> list[tuple[range, Recording]]:
@@ -103,13 +106,16 @@ def check_recordings(logging: Any, device: str) -> None:
     """
     if logging.memory_snapshot and device != "cuda":
         raise UnsupportedError(
-            f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and this run is on"
+            f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and"
+            f" this run is on"
             f" {device}. Leave it empty; the line memory_bytes of the metrics tells the memory of each step."
         )
 
 
-def open_recordings(logging: Any, steps: int, folder: Path, rank: int, make_profile: Callable[[Path], Recording]) -> Recordings:
-    """The recordings that a config asks for.
+def open_recordings(
+    logging: Any, steps: int, folder: Path, rank: int, make_profile: Callable[[Path], Recording]
+) -> Recordings:
+    """Return the recordings that a config asks for.
 
     Args:
         logging: the config's section.
@@ -119,7 +125,9 @@ def open_recordings(logging: Any, steps: int, folder: Path, rank: int, make_prof
     """
     wanted: list[tuple[str, str, range, Recording]] = []
     if window := read_window("logging.profile", logging.profile, steps):
-        wanted.append(("logging.profile", logging.profile, window, make_profile(folder / "profile" / f"rank{rank}.json")))
+        wanted.append(
+            ("logging.profile", logging.profile, window, make_profile(folder / "profile" / f"rank{rank}.json"))
+        )
     if window := read_window("logging.memory_snapshot", logging.memory_snapshot, steps):
         snapshot = MemorySnapshot(folder / "memory" / f"rank{rank}.pickle")
         wanted.append(("logging.memory_snapshot", logging.memory_snapshot, window, snapshot))

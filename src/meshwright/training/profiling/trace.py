@@ -12,7 +12,19 @@ from meshwright.distributed.process.flight import Issued
 
 FORWARD, BACKWARD = "forward ", "backward "
 NODE = "autograd::engine::evaluate_function"
-KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv")
+KINDS = (
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+    "recv",
+)
 
 Event = dict[str, Any]
 
@@ -20,10 +32,11 @@ Event = dict[str, Any]
 def name_ranges(trace: dict[str, Any], collectives: Sequence[Issued], world_axis: str) -> None:
     """Add backward ranges and rename collectives, in place.
 
-    * Every node of the backward pass carries the sequence number of the operation that made it. The module whose forward range holds
-      that operation gives the node its name; neighbours of one module become one range "backward <module>", nested as forward was.
-    * A collective is renamed like "all_gather dp_shard". NCCL's events say their group themselves. gloo's do not: an operation is
-      the one that torch's flight recorder saw while it was issued, and gloo's own threads take them in the order of issue.
+    * Every node of the backward pass carries the sequence number of the operation that made it. The module whose
+      forward range holds that operation gives the node its name; neighbours of one module become one range "backward
+      <module>", nested as forward was. * A collective is renamed like "all_gather dp_shard". NCCL's events say their
+      group themselves. gloo's do not: an operation is the one that torch's flight recorder saw while it was issued,
+      and gloo's own threads take them in the order of issue.
 
     Args:
         collectives: those of the flight recorder since before the trace began, in order.
@@ -100,11 +113,19 @@ def _name_collectives(whole: Sequence[Event], collectives: Sequence[Issued], bas
             _rename(event, str(args["Collective name"]), "world" if axis == "default_pg" else axis, world_axis)
         elif str(event["name"]).startswith("c10d::"):
             begins, ends = (base_ns + 1000 * at for at in (event["ts"], event["ts"] + event["dur"]))
-            seen = next((i for i, one in enumerate(remembered) if begins - 50_000 <= one.created_ns <= ends + 50_000), None)
+            seen = next(
+                (i for i, one in enumerate(remembered) if begins - 50_000 <= one.created_ns <= ends + 50_000), None
+            )
             if seen is not None:
                 one = remembered.pop(seen)
-                named.append((one.created_ns, _rename(event, event["name"].removeprefix("c10d::"), one.axis, world_axis)))
-    threads = [event for event in whole if str(event["name"]).startswith("gloo:") and "Collective name" not in event.get("args", {})]
+                named.append(
+                    (one.created_ns, _rename(event, event["name"].removeprefix("c10d::"), one.axis, world_axis))
+                )
+    threads = [
+        event
+        for event in whole
+        if str(event["name"]).startswith("gloo:") and "Collective name" not in event.get("args", {})
+    ]
     if len(threads) == len(named):
         for event, (_, name) in zip(threads, sorted(named), strict=True):
             event["args"] = {**event.get("args", {}), "torch's name": event["name"]}

@@ -11,7 +11,7 @@ from meshwright.core.errors import ConfigError
 
 
 def read_window(key: str, text: str, steps: int) -> range:
-    """The steps that ``text`` names, counted as a run counts them: the first step is 1. Empty for an empty text.
+    """Return the steps that ``text`` names, counted as a run counts them: the first step is 1. Empty for an empty text.
 
     Args:
         key: whose value it is, for the error.
@@ -30,7 +30,12 @@ def read_window(key: str, text: str, steps: int) -> range:
         raise ConfigError(f"{key} = {text!r}: steps are counted from 1; write 1:{max(end, 2)}")
     if end <= first:
         swapped = f"{end}:{first}" if 0 < end < first else f"{first}:{first + 1}"
-        raise ConfigError(f"{key} = {text!r} names no step: the second number is the first step that is left out; perhaps {swapped}")
+        raise ConfigError(
+            f"{key} = {text!r} names no step: the second number is the first step that is left out; perhaps {swapped}"
+        )
     if end - 1 > steps:
-        raise ConfigError(f"{key} = {text!r} reaches to step {end - 1}, and the run has steps = {steps}: end with {steps + 1} or lower")
+        raise ConfigError(
+            f"{key} = {text!r} reaches to step {end - 1}, and the run has steps = {steps}: end with {steps + 1} or"
+            f" lower"
+        )
     return range(first, end)

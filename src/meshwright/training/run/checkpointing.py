@@ -50,7 +50,12 @@ class Checkpointing:
         begun = time.perf_counter()
         path = self.folder.of_step(self.at.step)
         state = {**vars(self.at), "consumed": self.r.feed.loader.state}
-        checkpoint.save(self.r.model, path, optimizer=self.r.optimizer.optimizer, extra={"state": state, "identity": self.r.identity})
+        checkpoint.save(
+            self.r.model,
+            path,
+            optimizer=self.r.optimizer.optimizer,
+            extra={"state": state, "identity": self.r.identity},
+        )
         agree.together(self._point, here=is_rank_zero())
         self.latest = path
         size = sum(file.stat().st_size for file in path.iterdir())
@@ -61,7 +66,9 @@ class Checkpointing:
             self.folder.point_to(self.at.step)
         except OSError as error:
             now = self.folder.latest()  # the failure may have come after the move, while it was flushed
-            raise IntegrityError(f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}.") from error
+            raise IntegrityError(
+                f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}."
+            ) from error
         self.folder.keep_last(self.r.config.checkpoint.keep_last)
 
     def resume(self, timeline: StartupTimeline) -> bool:
@@ -75,7 +82,9 @@ class Checkpointing:
         latest = agree.from_rank_zero(agree.together(self.folder.latest, here=is_rank_zero()))
         for path in map(self.folder.of_step, self.folder.steps()):
             if not (path / MANIFEST).is_file():
-                self.say(f"{path} has no {MANIFEST}: it is not used, and a save of that step would be refused; remove it")
+                self.say(
+                    f"{path} has no {MANIFEST}: it is not used, and a save of that step would be refused; remove it"
+                )
         if latest is None:
             return False
         with timeline.phase("checkpoint"):
@@ -83,7 +92,9 @@ class Checkpointing:
         try:
             *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
         except (KeyError, TypeError, ValueError) as error:
-            raise IntegrityError(f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one") from None
+            raise IntegrityError(
+                f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one"
+            ) from None
         self.at.step, self.at.tokens, self.at.skipped = at
         self.r.feed.loader.seek(consumed)
         self.latest = latest

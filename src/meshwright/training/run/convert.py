@@ -23,7 +23,15 @@ from meshwright.training.tokenizer import FOLDER as TOKENIZER_FOLDER
 
 from .folder import RunFolder
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 
 
 @dataclass(frozen=True)
@@ -59,15 +67,19 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
     """
     if not config.model.hf:
         raise ConfigError(
-            f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like NAME which model type"
-            f" of transformers computes the same (one with rotary positions, RMSNorm and gated feed-forwards or experts); it will be proven"
+            f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like"
+            f" NAME which model type"
+            f" of transformers computes the same (one with rotary positions, RMSNorm and gated feed-forwards or"
+            f" experts); it will be proven"
         )
     source = causal_lm(with_kept_model(config, folder))
     kept = folder / FOLDER / CONFIG
     return Counterpart(source, None, json.loads(kept.read_text()) if kept.is_file() else source.config.to_dict())
 
 
-def convert(folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None) -> ExportedModel:
+def convert(
+    folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None
+) -> ExportedModel:
     """Write the newest checkpoint of a run (or that of ``step``) to the folder ``out``, for ``from_pretrained(out)``.
 
     It is written beside its place and renamed when it is whole and its names and shapes are those of the model.
@@ -111,12 +123,17 @@ def _dtype_of(checkpoint: Path) -> str:
 
 
 def _copy_small_files(run: Path, out: Path) -> bool:
-    """What lay beside the model that the run began from; of tokenizers the one that it trained with. Whether there is one."""
+    """Return what lay beside the model that the run began from; of tokenizers the one that it trained with.
+
+    Whether there is one.
+    """
     model, own = run / FOLDER, run / TOKENIZER_FOLDER
     kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
     if own.is_dir():
         if not _same(own / "tokenizer.json", model / "tokenizer.json"):
-            kept = {name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)}
+            kept = {
+                name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)
+            }
         kept |= {path.name: path for path in own.iterdir()}
     for name, path in kept.items():
         shutil.copyfile(inside(path.parent, name), out / name)

@@ -24,7 +24,9 @@ from .occupancy import NAME
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``; ``heartbeats/`` while it runs."""
+    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``;
+    ``heartbeats/`` while it runs.
+    """
 
     path: Path
 
@@ -51,18 +53,24 @@ class RunFolder:
         return not (self.path / "identity.json").is_file()
 
     def checkpoint(self, step: int | None = None) -> Path:
-        """The newest checkpoint, or that of a step. Raises ConfigError where there is none."""
+        """Return the newest checkpoint, or that of a step. Raises ConfigError where there is none."""
         path = self.checkpoints.latest() if step is None else self.checkpoints.of_step(step)
         if path is None or not path.is_dir():
             steps = ", ".join(map(str, self.checkpoints.steps())) or "none"
-            raise ConfigError(f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there: {steps}")
+            raise ConfigError(
+                f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there:"
+                f" {steps}"
+            )
         return path
 
     @classmethod
     def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
-        """The folder that the config names, or a new one. Call it on one rank; nothing of an older run is touched.
+        """Return the folder that the config names, or a new one.
 
-        The name of a new one ends with the time, or with the Slurm job: requeued, that job continues the run that it began.
+        Call it on one rank; nothing of an older run is touched.
+
+        The name of a new one ends with the time, or with the Slurm job: requeued, that job continues the run that it
+        began.
 
         Args:
             identity: what must not change between the parts of one run, as JSON values.
@@ -88,19 +96,25 @@ class RunFolder:
         stored = self.path / "identity.json"
         if not stored.is_file():
             if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
-                raise ConfigError(f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder of a run")
+                raise ConfigError(
+                    f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder"
+                    f" of a run"
+                )
             return
         before = read_object(stored)
         changed = list(changes(before, json.loads(json.dumps(identity))))
         if changed:
             raise ConfigError(
-                f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a run's identity;"
+                f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a"
+                f" run's identity;"
                 f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
             )
 
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
         """Write what the run is made of (each file whole or not at all)."""
-        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))  # first: without it the folder is nobody's
+        replace_text(
+            self.path / "identity.json", json.dumps(identity, indent=1)
+        )  # first: without it the folder is nobody's
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
         keep_tokenizer(tokenizer, self.path)
@@ -108,7 +122,9 @@ class RunFolder:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a file in a folder without an identity is somebody else's, and not what a start that broke off left behind."""
+    """Tell whether a file in a folder without an identity is somebody else's, and not what a start that broke off
+    left behind.
+    """
     return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
 
 
@@ -127,7 +143,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
-    """What is no longer as it was, in words, by dotted key; of JSON values."""
+    """Yield what is no longer as it was, in words, by dotted key; of JSON values."""
     if isinstance(there, dict) and isinstance(now, dict):
         for name in now:
             yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)

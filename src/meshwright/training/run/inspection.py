@@ -38,7 +38,9 @@ def describe_run(path: Path, config: Config) -> str:
     for step in folder.checkpoints.steps():
         where = folder.checkpoints.of_step(step)
         lines.append(f"  checkpoint  {_checkpoint(where)}{'  (latest)' if where == latest else ''}")
-    lines += [f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()]
+    lines += [
+        f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()
+    ]
     plan = path / "plan.json"
     return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
 
@@ -52,14 +54,16 @@ def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
         dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()}))
         size = sum(tensor.bytes for tensor in files.tensors.values())
         count = len({tensor.file for tensor in files.tensors.values()})
-        lines.append(f"  weights: {len(files.tensors)} tensors, {dtypes}, {bytes_text(size)} in {count} file{'s' * (count > 1)}")
+        lines.append(
+            f"  weights: {len(files.tensors)} tensors, {dtypes}, {bytes_text(size)} in {count} file{'s' * (count > 1)}"
+        )
     else:
         lines.append("  weights: none beside the config")
     return "\n".join(lines)
 
 
 def _data(config: Config, key: Any) -> Iterator[str]:
-    """A line for each source, with the beginning of its digest."""
+    """Yield a line for each source, with the beginning of its digest."""
     if not config.data.mixture:
         yield f"{', '.join(config.data.source)} ({str(key)[:12]})"
         return
@@ -82,7 +86,10 @@ def _progress(path: Path, config: Config) -> list[str]:
     last = rows[-1]
     validation = next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None)
     held_out = f", validation loss {validation:.4f}" if validation is not None else ""
-    return [f"  progress    step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss {last['loss']:.4f}{held_out}"]
+    return [
+        f"  progress    step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss"
+        f" {last['loss']:.4f}{held_out}"
+    ]
 
 
 def _checkpoint(folder: Path) -> str:

@@ -52,18 +52,21 @@ def _take(path: Path) -> int | None:
                 time.sleep(0.05)
                 continue
             raise ConfigError(
-                f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints. Wait for it or stop it,"
+                f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints."
+                f" Wait for it or stop it,"
                 f" or leave run empty for a new folder"
             ) from None
         if _is_there(file, path):
             os.truncate(file, 0)
-            os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}).encode(), 0)
+            os.pwrite(
+                file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}).encode(), 0
+            )
             return file
         os.close(file)
 
 
 def _is_there(file: int, path: Path) -> bool:
-    """Whether the file that was locked is still the one of that name."""
+    """Tell whether the file that was locked is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -18,7 +18,8 @@ from .folder import RunFolder
 
 
 class Sampler:
-    """A run's model, read from its latest checkpoint (or that of ``step``) onto this machine's device, in the dtype at rest.
+    """A run's model, read from its latest checkpoint (or that of ``step``) onto this machine's device, in the dtype
+    at rest.
 
     Raises:
         ConfigError: the run has no checkpoint yet, or none of that step.
@@ -37,7 +38,7 @@ class Sampler:
         checkpoint.load(self.model, path)
 
     def continue_text(self, prompt: str, tokens: int, *, temperature: float, seed: int) -> str:
-        """The prompt and at most ``tokens`` more tokens, up to the end of the document."""
+        """Return the prompt and at most ``tokens`` more tokens, up to the end of the document."""
         ids = [int(i) for i in self.tokenizer.encode(prompt)]
         more = self.model.generate(ids, tokens, temperature=temperature, seed=seed, stop=self.tokenizer.end_of_document)
         return self.tokenizer.decode([*ids, *more])

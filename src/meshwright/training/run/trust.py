@@ -1,7 +1,7 @@
 """Find the values of a config that run somebody's code, and ask for consent.
 
-A config file may come from anybody, with the run or the model that it describes, so no file allows its own code: such a value counts
-where it is given as a flag on this command line, or where ``--trust`` stands there. Torch-free.
+A config file may come from anybody, with the run or the model that it describes, so no file allows its own code: such
+a value counts where it is given as a flag on this command line, or where ``--trust`` stands there. Torch-free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
     "slurm.setup": bool,
     "slurm.extra": bool,
 }
-"""Key -> whether a value of it runs code: of the model's folder, a Python function by name, lines of shell, the environment of a job."""
+"""Key -> whether a value of it runs code: of the model's folder, a Python function by name, lines of shell, the
+environment of a job.
+"""
 
 
 def code_in(config: Config, keys: Collection[str] = tuple(RUNS_CODE)) -> dict[str, Any]:
@@ -31,7 +33,9 @@ def code_in(config: Config, keys: Collection[str] = tuple(RUNS_CODE)) -> dict[st
     return {key: value for key, value in values.items() if value is not None and RUNS_CODE[key](value)}
 
 
-def refuse_code(config: Config, file: object, *, given: Collection[str] = (), keys: Collection[str] = tuple(RUNS_CODE)) -> None:
+def refuse_code(
+    config: Config, file: object, *, given: Collection[str] = (), keys: Collection[str] = tuple(RUNS_CODE)
+) -> None:
     """Refuse values of a file that run code and are not repeated on the command line.
 
     Args:
@@ -47,6 +51,7 @@ def refuse_code(config: Config, file: object, *, given: Collection[str] = (), ke
     if found:
         said = " and ".join(f"{key} = {shown(value)}" for key, value in found.items())
         raise ConfigError(
-            f"{file} holds {said}, which runs code, and no file can allow that, nor an earlier command for this one: read that code, then"
+            f"{file} holds {said}, which runs code, and no file can allow that, nor an earlier command for this one:"
+            f" read that code, then"
             f" add {FLAG} to this command, or give another value with --{next(iter(found))}"
         )

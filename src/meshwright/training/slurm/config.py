@@ -51,7 +51,10 @@ class SlurmConfig:
     time: str = ""
     """Time limit in sbatch's words, like "90" (minutes), "12:00:00" or "2-12"; empty: the partition's."""
     signal_sec: int = 120
-    """Seconds before the time limit at which all ranks save and stop; Slurm may send the signal up to a minute earlier."""
+    """Seconds before the time limit at which all ranks save and stop.
+
+    Slurm may send the signal up to a minute earlier.
+    """
     requeue: bool = True
     """After a stop for the time limit or a preemption the job goes back into the queue, until the run is complete."""
     setup: tuple[str, ...] = ()
@@ -81,7 +84,9 @@ class LaunchConfig(Config):
 
 
 _WORD: Range = ("letters, digits, '.', '_', ',' and '-'", lambda value: re.fullmatch(r"[\w.,-]*", value) is not None)
-_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+)(?::(?P<s>\d+))?)?)|(?:(?:(?P<h2>\d+):)?(?P<m2>\d+):(?P<s2>\d+))|(?P<m3>\d+)")
+_TIME = re.compile(
+    r"(?:(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+)(?::(?P<s>\d+))?)?)|(?:(?:(?P<h2>\d+):)?(?P<m2>\d+):(?P<s2>\d+))|(?P<m3>\d+)"
+)
 SLURM_RANGES: dict[str, Range] = {
     "slurm.nodes": ("1 or more", lambda value: value >= 1),
     "slurm.tasks_per_node": ("0 or more", lambda value: value >= 0),
@@ -113,12 +118,14 @@ def check_job(config: LaunchConfig) -> None:
     job = config.slurm
     if job.gpus_per_node and job.tasks != job.gpus_per_node:
         raise ConfigError(
-            f"slurm.tasks_per_node = {job.tasks_per_node} with slurm.gpus_per_node = {job.gpus_per_node}: each process drives one GPU. Set"
+            f"slurm.tasks_per_node = {job.tasks_per_node} with slurm.gpus_per_node = {job.gpus_per_node}: each"
+            f" process drives one GPU. Set"
             f" slurm.tasks_per_node = {job.gpus_per_node} (or 0), or slurm.gpus_per_node = {job.tasks_per_node}."
         )
     if job.time and seconds_of(job.time) <= job.signal_sec:
         raise ConfigError(
-            f"slurm.time = {job.time!r} is {seconds_of(job.time)} s, and slurm.signal_sec = {job.signal_sec}: the job would be told to stop"
+            f"slurm.time = {job.time!r} is {seconds_of(job.time)} s, and slurm.signal_sec = {job.signal_sec}: the job"
+            f" would be told to stop"
             f" as it starts. Raise slurm.time, or lower slurm.signal_sec."
         )
     for flag in job.extra:

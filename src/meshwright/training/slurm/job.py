@@ -27,7 +27,7 @@ from .job_folder import FOLDER
 
 
 def folder_of(config: LaunchConfig) -> Path:
-    """The run's folder, from any place: the one that the config names, or a new name. Nothing is made."""
+    """Return the run's folder, from any place: the one that the config names, or a new name. Nothing is made."""
     if config.run:
         folder = Path(config.run).expanduser().absolute()
     else:
@@ -35,12 +35,14 @@ def folder_of(config: LaunchConfig) -> Path:
         names = (f"{config.name}-{stamp}" + (f"-{attempt}" if attempt else "") for attempt in itertools.count())
         folder = next(path for path in (parent / name for name in names) if not path.exists())
     if "%" in str(folder):
-        raise ConfigError(f"run = {folder}: Slurm reads '%' in the names of its logs as a pattern; choose another folder")
+        raise ConfigError(
+            f"run = {folder}: Slurm reads '%' in the names of its logs as a pattern; choose another folder"
+        )
     return folder
 
 
 def batch_script(config: LaunchConfig, run: Path) -> str:
-    """The text that is given to sbatch. Raises MissingExtraError without submitit."""
+    """Return the text that is given to sbatch. Raises MissingExtraError without submitit."""
     return _executor(config, run)._make_submission_file_text(_command(config, run), "")
 
 
@@ -53,7 +55,8 @@ def submit(config: LaunchConfig, run: Path) -> str:
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "sbatch is not on PATH, so no job can be submitted from here: run this on a login node of the cluster, or add --dry-run to see"
+            "sbatch is not on PATH, so no job can be submitted from here: run this on a login node of the cluster, or"
+            " add --dry-run to see"
             " the script without submitting it"
         )
     executor = _executor(config, run)
@@ -72,7 +75,9 @@ def submit(config: LaunchConfig, run: Path) -> str:
     except (FailedJobError, FailedSubmissionError) as error:
         if made:
             shutil.rmtree(run)
-        raise ConfigError(f"sbatch did not take the job: {str(error).strip()}. Add --dry-run to see the script.") from None
+        raise ConfigError(
+            f"sbatch did not take the job: {str(error).strip()}. Add --dry-run to see the script."
+        ) from None
 
 
 def _command(config: LaunchConfig, run: Path) -> str:
@@ -83,8 +88,9 @@ def _command(config: LaunchConfig, run: Path) -> str:
 def _executor(config: LaunchConfig, run: Path) -> Any:
     """submitit's executor with the job's parameters.
 
-    Its own way to continue (call a method of rank 0 inside a signal handler) cannot save what is spread over ranks. So it submits
-    a command instead of a pickled function, the ranks answer the signal themselves, and the script's last lines requeue.
+    Its own way to continue (call a method of rank 0 inside a signal handler) cannot save what is spread over ranks.
+    So it submits a command instead of a pickled function, the ranks answer the signal themselves, and the script's
+    last lines requeue.
     """
     try:
         from submitit import SlurmExecutor
@@ -124,7 +130,7 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
 
 
 def _teardown(requeue: bool) -> list[str]:
-    """The lines after srun. A job that ``scancel`` ends never reaches them: Slurm ends the script, too."""
+    """Return the lines after srun. A job that ``scancel`` ends never reaches them: Slurm ends the script, too."""
     stopped = "|".join(str(128 + number) for number in (signal.SIGUSR1, signal.SIGTERM))
     again = [f'case "$status" in {stopped}) scontrol requeue "$SLURM_JOB_ID" ;; esac'] if requeue else []
     return [

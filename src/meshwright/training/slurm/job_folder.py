@@ -19,7 +19,10 @@ FOLDER = "slurm"
 
 
 def job_number() -> str:
-    """Number of the Slurm job that this process belongs to; empty: none. Of its steps after the first, with the step's."""
+    """Return number of the Slurm job that this process belongs to; empty: none.
+
+    Of its steps after the first, with the step's.
+    """
     job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "0")
     if not job.isdigit():
         return ""
@@ -34,7 +37,10 @@ def note_job(folder: Path, config: Config) -> None:
 
 
 def run_of_requeued_job(config: Config) -> str:
-    """The folder of the run that this job began before it was requeued; empty: this is its first start, or it began none."""
+    """Return the folder of the run that this job began before it was requeued.
+
+    Empty: this is its first start, or it began none.
+    """
     if not job_number() or os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
         return ""
     for note in sorted(Path(config.out).expanduser().glob(f"{config.name}-slurm{job_number()}*/{FOLDER}/job.json")):
@@ -44,5 +50,5 @@ def run_of_requeued_job(config: Config) -> str:
 
 
 def _facts(config: Config) -> dict[str, str]:
-    """A job may make several runs, one after the other: what was asked for tells them apart."""
+    """Return a job may make several runs, one after the other: what was asked for tells them apart."""
     return {"job": job_number(), "asked": hashlib.sha256(to_toml(config).encode()).hexdigest()}

@@ -12,7 +12,8 @@ _NOT_A_NUMBER = "×"
 class LossCurve:
     """Keeps a whole run's losses in bounded memory and draws them in any width.
 
-    When ``capacity`` points are held, neighbours are averaged, and from then on a point stands for twice as many losses.
+    When ``capacity`` points are held, neighbours are averaged, and from then on a point stands for twice as many
+    losses.
     """
 
     def __init__(self, capacity: int = 512):
@@ -33,7 +34,10 @@ class LossCurve:
             self._losses_per_point *= 2
 
     def draw(self, width: int) -> str:
-        """At most ``width`` characters, one per equal part of the run, between the lowest and the highest loss; empty before a loss."""
+        """At most ``width`` characters, one per equal part of the run, between the lowest and the highest loss.
+
+        Empty before a loss.
+        """
         points = self._points + ([_mean(self._pending)] if self._pending else [])
         if not points or width < 1:
             return ""

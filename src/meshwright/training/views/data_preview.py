@@ -28,7 +28,8 @@ Run = tuple[bool, np.ndarray]
 
 
 def show_data(config: Config, documents: int, console: Console) -> None:
-    """Print each source's format, task and first documents: on a terminal what is only read is grey, elsewhere it stands in [[ ]].
+    """Print each source's format, task and first documents: on a terminal what is only read is grey, elsewhere it
+    stands in [[ ]].
 
     Raises:
         ConfigError: what training on it would raise, if one of these documents is the cause.
@@ -66,7 +67,7 @@ def _show(number: int, runs: list[Run], tokenizer: Tokenizer, console: Console) 
 
 
 def _documents(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> tuple[str, Iterator[list[Run]]]:
-    """The task, and the documents in order."""
+    """Return the task, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
         return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0), tokenizer)
     recipe = TokenisingRecipe(scan, options, tokenizer, 0.0)

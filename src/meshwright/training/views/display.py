@@ -10,8 +10,11 @@ from meshwright.core.errors import ConfigError
 from .progress import PlainProgress, Progress, SilentProgress
 
 
-def build_progress(*, is_main: bool, style: Literal["auto", "plain"] = "auto", stream: TextIO | None = None) -> Progress:
-    """The progress that fits: silent on ranks that are not ``is_main``, live on a terminal, plain lines elsewhere.
+def build_progress(
+    *, is_main: bool, style: Literal["auto", "plain"] = "auto", stream: TextIO | None = None
+) -> Progress:
+    """Return the progress that fits: silent on ranks that are not ``is_main``, live on a terminal, plain lines
+    elsewhere.
 
     A terminal that cannot place a cursor (``TERM=dumb``) or show the bars (not UTF-8) gets plain lines too.
 

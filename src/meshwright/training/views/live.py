@@ -29,8 +29,9 @@ _FRAMES_PER_SECOND = 8
 class LiveProgress:
     """Draws in place on a terminal; see :class:`meshwright.training.views.progress.Progress`.
 
-    There is no drawing thread: a frame is drawn when a step is reported, at most 8 times a second. Text that the program
-    prints meanwhile appears above. The cursor, hidden meanwhile, comes back on close, on leaving ``with``, and at exit.
+    There is no drawing thread: a frame is drawn when a step is reported, at most 8 times a second. Text that the
+    program prints meanwhile appears above. The cursor, hidden meanwhile, comes back on close, on leaving ``with``,
+    and at exit.
     """
 
     def __init__(self, console: Console, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
@@ -92,7 +93,9 @@ class LiveProgress:
                 self._bar = Live(console=self._console, auto_refresh=False, transient=True)
                 self._bar.start()
             row = Table.grid(padding=(0, 1))
-            row.add_row(Text(what), ProgressBar(total=total, completed=done, width=40), Text(f"{done / total:.0%}", style="dim"))
+            row.add_row(
+                Text(what), ProgressBar(total=total, completed=done, width=40), Text(f"{done / total:.0%}", style="dim")
+            )
             self._bar.update(row, refresh=True)
             self._drawn_at = now
 
@@ -176,12 +179,17 @@ def _figure_style(label: str, report: StepReport) -> str:
 
 
 def _curve_line(bars: str, first: float, last: float) -> Text:
-    return Text.assemble(("loss ", "dim"), (bars, "cyan"), f"  {first:.3f}", (" → ", "dim"), f"{last:.3f}", no_wrap=True, overflow="crop")
+    return Text.assemble(
+        ("loss ", "dim"), (bars, "cyan"), f"  {first:.3f}", (" → ", "dim"), f"{last:.3f}", no_wrap=True, overflow="crop"
+    )
 
 
 def _history(reports: Sequence[StepReport], width: int) -> Table:
-    """The logged steps as a table; a narrow terminal gets fewer columns."""
-    columns: list[tuple[str, Callable[[StepReport], str]]] = [("step", lambda r: f"{r.step:,}"), ("loss", lambda r: f"{r.loss:.4f}")]
+    """Return the logged steps as a table; a narrow terminal gets fewer columns."""
+    columns: list[tuple[str, Callable[[StepReport], str]]] = [
+        ("step", lambda r: f"{r.step:,}"),
+        ("loss", lambda r: f"{r.loss:.4f}"),
+    ]
     if any(r.validation_loss is not None for r in reports):
         columns.append(("val loss", lambda r: "" if r.validation_loss is None else f"{r.validation_loss:.4f}"))
     columns += [("lr", lambda r: f"{r.learning_rate:.2e}"), ("tokens/s", lambda r: count_text(r.tokens_per_second))]

@@ -27,11 +27,16 @@ class MemoryWatch:
     def __init__(self, run: Run):
         self.r = run
         self.found: dict[MemoryUse, int] = {}
-        self._account: MemoryAccount | None = MemoryAccount(run.model.parts, dims_of_logits(run.shape.vocab_size, run.plan.size("tp")))
+        self._account: MemoryAccount | None = MemoryAccount(
+            run.model.parts, dims_of_logits(run.shape.vocab_size, run.plan.size("tp"))
+        )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around forward and backward. Operators inside compiled blocks are not seen; of these runs the states are counted alone."""
+        """Around forward and backward.
+
+        Operators inside compiled blocks are not seen; of these runs the states are counted alone.
+        """
         account = self._account
         try:
             with account if account is not None and not self.r.plan.compiled else nullcontext():
@@ -54,7 +59,7 @@ class MemoryWatch:
             raise
 
     def told(self) -> str:
-        """The first step was taken: what there is to say, else nothing."""
+        """Return the first step was taken: what there is to say, else nothing."""
         account, self._account = self._account, None
         if account is None:
             return ""
@@ -65,7 +70,9 @@ class MemoryWatch:
         estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")
         table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
         unknown = f"\n  activations and logits were not foreseen: {estimate.why_not}" if estimate.why_not else ""
-        return f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
+        return (
+            f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
+        )
 
     def _of_this_rank(self, estimate: MemoryEstimate) -> Mapping[MemoryUse, int]:
         pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
@@ -78,7 +85,7 @@ class MemoryWatch:
 
 
 def memory_shares(run: Run) -> MemoryShares:
-    """How this rank's part of a step is cut."""
+    """Tell how this rank's part of a step is cut."""
     plan, batch = run.plan, run.config.batch
     own = max(1, batch.global_batch // plan.data_ranks)
     suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own

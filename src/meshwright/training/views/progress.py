@@ -38,12 +38,15 @@ class StepReport:
     skipped: int = 0
     """Steps so far that were skipped for gradients that were not finite."""
     busiest_expert: float | None = None
-    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean; None where it was not counted."""
+    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean.
+
+    None where it was not counted.
+    """
     eta_seconds: float | None = None
     """Estimated seconds to the end; None while unknown."""
 
     def figures(self) -> list[tuple[str, str]]:
-        """(label, value) pairs in reading order, without those that are unknown."""
+        """Return (label, value) pairs in reading order, without those that are unknown."""
         pairs = [("loss", f"{self.loss:.4f}")]
         if self.validation_loss is not None:
             pairs.append(("val loss", f"{self.validation_loss:.4f}"))
@@ -61,7 +64,7 @@ class StepReport:
         return pairs
 
     def line(self) -> str:
-        """Everything in one line: ``"step  120/2000 · loss 2.3456 · lr 3.00e-04 · ... · ETA 3 min 2 s"``."""
+        """Return everything in one line: ``"step  120/2000 · loss 2.3456 · lr 3.00e-04 · ... · ETA 3 min 2 s"``."""
         total = str(self.total_steps)
         parts = [f"step {self.step:>{len(total)}}/{total}", *(f"{label} {value}" for label, value in self.figures())]
         return " · ".join([*parts, self.eta_text()] if self.eta_text() else parts)
@@ -127,10 +130,13 @@ class SilentProgress:
 
 
 class PlainProgress:
-    """Plain lines for files, pipes and batch systems: at most one per ``interval`` seconds, besides the first step, the last and every
-    validation."""
+    """Plain lines for files, pipes and batch systems: at most one per ``interval`` seconds, besides the first step,
+    the last and every validation.
+    """
 
-    def __init__(self, stream: TextIO | None = None, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, stream: TextIO | None = None, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic
+    ):
         self._stream = stream
         self._interval = interval
         self._clock = clock
@@ -185,7 +191,7 @@ class PlainProgress:
 
 
 def header_rows(header_lines: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The title, and (label, text) of the other lines; a line without ``": "`` has an empty label."""
+    """Return the title, and (label, text) of the other lines; a line without ``": "`` has an empty label."""
     if not header_lines:
         return "", []
     rows = [line.split(": ", 1) if ": " in line else ["", line] for line in header_lines[1:]]

@@ -28,7 +28,10 @@ def keep_times(model: ParallelModel, folder: Path) -> None:
     said = {rank: spans for rank, spans in filter(None, agree.everybody_says(model.action_times())) if spans}
     if said and is_rank_zero():
         ranks = [[[str(action), begin, end] for action, begin, end in said[rank]] for rank in sorted(said)]
-        replace_text(folder / TIMES, json.dumps({"schedule": model.plan.pipeline.schedule if model.plan.pipeline else "", "ranks": ranks}))
+        replace_text(
+            folder / TIMES,
+            json.dumps({"schedule": model.plan.pipeline.schedule if model.plan.pipeline else "", "ranks": ranks}),
+        )
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
@@ -41,7 +44,8 @@ def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) 
         return read_schedule(name)
     if ranks < 2 or microbatches < 1:
         raise ConfigError(
-            f"--pp = {ranks}, --microbatches = {microbatches}: a pipeline has 2 ranks or more, and a step 1 microbatch or more"
+            f"--pp = {ranks}, --microbatches = {microbatches}: a pipeline has 2 ranks or more, and a step 1"
+            f" microbatch or more"
         )
     kind = schedule_kind(name)
     stages = kind.per_rank(DEEP * ranks, ranks) if per_rank is None else per_rank
@@ -54,7 +58,10 @@ def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) 
 def drawn(schedule: PipelineSchedule) -> tuple[str, str]:
     """As text, and as SVG: forward, input and weight gradient last equally long, messages take no time."""
     timeline = simulate(schedule)
-    title = f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches: bubble {timeline.bubble:.1%}"
+    title = (
+        f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches: bubble"
+        f" {timeline.bubble:.1%}"
+    )
     return text_of(schedule, timeline), svg_of(title, spans_of(schedule, timeline))
 
 
@@ -71,16 +78,21 @@ def drawn_run(folder: Path) -> tuple[str, str]:
         name, ranks = _measured(read_object(file))
         first, last = min(s[1] for spans in ranks for s in spans), max(s[2] for spans in ranks for s in spans)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise IntegrityError(f"{file} is damaged: it holds no times of a schedule ({type(error).__name__}: {error})") from None
+        raise IntegrityError(
+            f"{file} is damaged: it holds no times of a schedule ({type(error).__name__}: {error})"
+        ) from None
     lines = [f"  the last step of {folder}: {name}, {len(ranks)} ranks, {(last - first) * 1e3:.1f} ms"]
     for rank, spans in enumerate(ranks):
         busy = sum(end - begin for _, begin, end in spans)
-        lines.append(f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}  ({_means(spans)})")
+        lines.append(
+            f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}"
+            f"  ({_means(spans)})"
+        )
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
 
 
 def _measured(said: dict[str, Any]) -> tuple[str, list[list[Span]]]:
-    """The name of a schedule, and of each rank what it did and when."""
+    """Return the name of a schedule, and of each rank what it did and when."""
     times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in said["ranks"]]
     return str(said["schedule"]), times
 

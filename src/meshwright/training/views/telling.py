@@ -94,13 +94,19 @@ class Teller:
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
             f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
-            *([f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
+            *(
+                [f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"]
+                if self.peak
+                else []
+            ),
             f"folder: {self.folder.path}",
         ]
         self.progress.start(lines)
 
-    def measured(self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]) -> StepReport:
-        """The figures of the step that was just taken; ``loads`` of its experts, where they are told."""
+    def measured(
+        self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]
+    ) -> StepReport:
+        """Return the figures of the step that was just taken; ``loads`` of its experts, where they are told."""
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
         self.throughput.add(loss.tokens, seconds)
@@ -127,7 +133,12 @@ class Teller:
             self.last_validation = validated.loss
             report = replace(report, validation_loss=validated.loss)
         self.progress.update(report)
-        if self.at.step % self.config.logging.every == 0 or validated is not None or more or self.at.step == self.config.steps:
+        if (
+            self.at.step % self.config.logging.every == 0
+            or validated is not None
+            or more
+            or self.at.step == self.config.steps
+        ):
             values = {
                 "loss": report.loss,
                 "grad_norm": report.grad_norm,
@@ -190,9 +201,14 @@ class Teller:
         self.progress.close()
         self.say("\n" + report.text())
         if stopped:
-            self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train {self.folder.path}")
+            self.say(
+                f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train"
+                f" {self.folder.path}"
+            )
         else:
-            self.say(f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"')
+            self.say(
+                f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"'
+            )
 
 
 def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
@@ -207,12 +223,16 @@ def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
     sizes = {load.path: load.router_z for load in loads if load.router_z is not None}
     if sizes:
         worst["experts.router_z"] = max(sizes.values())
-    by_layer = {f"experts.{load.path}.{key}": getattr(load, key) for load in loads for key in ("max_over_mean", "entropy", "dropped")}
+    by_layer = {
+        f"experts.{load.path}.{key}": getattr(load, key)
+        for load in loads
+        for key in ("max_over_mean", "entropy", "dropped")
+    }
     return worst | by_layer | {f"experts.{path}.router_z": size for path, size in sizes.items()}
 
 
 def in_words(action: Callable[[], Result], what: str) -> Callable[[], Result]:
-    """The same action, which says in a sentence what the disk refused."""
+    """Return the same action, which says in a sentence what the disk refused."""
 
     def worded() -> Result:
         try:

@@ -51,7 +51,9 @@ class Watch:
         def profile(path: Path) -> Recording:
             return Profile(path, run.model.parts, run.model.device, whole[0] if whole else "world")
 
-        self.recordings = open_recordings(run.config.logging, run.config.steps, folder.path, get_world_info()[0], profile)
+        self.recordings = open_recordings(
+            run.config.logging, run.config.steps, folder.path, get_world_info()[0], profile
+        )
         self.stragglers = None if agree.alone() else Stragglers(flight.issued, agree.everybody_says)
 
     def begin(self, step: int) -> None:
@@ -64,7 +66,8 @@ class Watch:
         if step and self.trace is not None:
             if not agree.from_rank_zero(self.folder.trace_check.is_file()):
                 raise ConfigError(
-                    f"check_trace = {self.trace.trace.path}: a trace begins at step 0, and this run goes on from step {step};"
+                    f"check_trace = {self.trace.trace.path}: a trace begins at step 0, and this run goes on from step"
+                    f" {step};"
                     f" leave check_trace out"
                 )
             self.teller.say(f"its first steps were compared with a trace already: {self.folder.trace_check}")
@@ -109,7 +112,7 @@ class Watch:
         self.trace = None
 
     def met(self, step: int) -> dict[str, float]:
-        """The ranks have just agreed to go on after ``step``. More figures of it, where there are any."""
+        """Return the ranks have just agreed to go on after ``step``. More figures of it, where there are any."""
         if self.stragglers is None:
             return {}
         figures = self.stragglers.met(step)

@@ -47,7 +47,9 @@ def converted(model: nn.Module, problem: Problem) -> nn.Module:
     except ImportError as error:
         raise MissingExtraError(f"techniques.float8 = '{planned.recipe}'", "torchao", "float8") from error
     config = replace(Float8LinearConfig.from_recipe_name(planned.recipe), emulate=True)
-    return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: clean(path) in planned.modules)
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, path: clean(path) in planned.modules
+    )
 
 
 def refuse_unseen(problem: Problem) -> None:
@@ -57,10 +59,16 @@ def refuse_unseen(problem: Problem) -> None:
         UnsupportedError: the comparison could not tell tokens that rounding moved to other experts from a fault.
     """
     asked = problem.techniques
-    if asked.get("float8") == "tensorwise" and asked.get("compile") and model_facts(as_module(problem.source())).has_experts:
+    if (
+        asked.get("float8") == "tensorwise"
+        and asked.get("compile")
+        and model_facts(as_module(problem.source())).has_experts
+    ):
         raise UnsupportedError(
-            "verify cannot tell techniques.float8 = tensorwise with techniques.compile = true from a fault where the model has experts:"
-            " with the scales of other rows rounding moves tokens to other experts, and routing inside compiled blocks is not seen. Verify"
+            "verify cannot tell techniques.float8 = tensorwise with techniques.compile = true from a fault where the"
+            " model has experts:"
+            " with the scales of other rows rounding moves tokens to other experts, and routing inside compiled"
+            " blocks is not seen. Verify"
             " it with techniques.compile = false, or with techniques.float8 = rowwise."
         )
 

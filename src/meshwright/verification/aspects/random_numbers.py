@@ -54,11 +54,14 @@ class Nature:
         found = []
         if self.undrawn is not None:
             found.append(
-                f"compared in evaluation mode: with all dropout layers switched off, the output of {_called(self.undrawn)} still changes"
+                f"compared in evaluation mode: with all dropout layers switched off, the output of"
+                f" {_called(self.undrawn)} still changes"
                 f" from forward to forward in training mode"
             )
         if self.is_rare:
-            found.append("random numbers change only some of the rows: whether ranks draw different ones was not compared")
+            found.append(
+                "random numbers change only some of the rows: whether ranks draw different ones was not compared"
+            )
         return found
 
 
@@ -77,8 +80,10 @@ def nature(problem: Problem) -> Nature:
         always = _first_change(*_two_forwards(replace(problem, evaluating=True)))
         if always is not None:
             raise IntegrityError(
-                f"two forwards of the same rows in one process differ, in evaluation mode too (first: the output of {_called(always)}), so"
-                f" nothing can be compared: the model draws random numbers in every forward. Draw them only where self.training is true,"
+                f"two forwards of the same rows in one process differ, in evaluation mode too (first: the output of"
+                f" {_called(always)}), so"
+                f" nothing can be compared: the model draws random numbers in every forward. Draw them only where"
+                f" self.training is true,"
                 f" or from a torch.Generator that is seeded in the forward"
             )
     is_rare = _equal_rows(one.rows()[0].get(ROOT), other.rows()[0].get(ROOT)) > 0
@@ -136,7 +141,9 @@ def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None =
         laid_out.forward_backward(rows)
     with observing(*laid_out.models) as again:
         laid_out.forward_backward(rows)
-    mine = Drawn(laid_out.place, laid_out.stage, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed)
+    mine = Drawn(
+        laid_out.place, laid_out.stage, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed
+    )
     return _whole_ranks(agree.everybody_says(mine))
 
 
@@ -209,7 +216,9 @@ def _recomputed(drawn: list[Drawn]) -> Iterator[Difference]:
         errors = [rank.recomputed.get(name, 0.0) for rank in drawn]
         if any(name in rank.recomputed for rank in drawn):
             beyond = tuple(rank for rank, error in enumerate(errors) if not error <= ROUNDED)
-            yield Difference("recomputed", name, max(errors), ROUNDED, ranks=beyond if len(beyond) < len(errors) else ())
+            yield Difference(
+                "recomputed", name, max(errors), ROUNDED, ranks=beyond if len(beyond) < len(errors) else ()
+            )
 
 
 def _equal_rows(one: Tensor | None, other: Tensor | None) -> float:

@@ -53,7 +53,9 @@ def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
     return {path: stack.experts for model in models for path, stack in find_stacks(model).items()}
 
 
-def put_together(said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]) -> Routes:
+def put_together(
+    said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]
+) -> Routes:
     """Assemble the routes of a batch of ``rows`` × ``seq`` tokens, in stacks that each token meets once.
 
     Stacks that drop single choices of tokens (over an expert's capacity) are left out: the remaining choices do not
@@ -90,8 +92,12 @@ def _row(parts: Sequence[Tensor], seq: int) -> Tensor | None:
 
 def flips(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, int]:
     """Count by stack the tokens that went to other experts; stacks without any are left out."""
-    both = {path: (found[path].sort(-1).values, reference[path].sort(-1).values) for path in found.keys() & reference.keys()}
-    counted = {path: int((one != other).any(-1).sum()) for path, (one, other) in both.items() if one.shape == other.shape}
+    both = {
+        path: (found[path].sort(-1).values, reference[path].sort(-1).values) for path in found.keys() & reference.keys()
+    }
+    counted = {
+        path: int((one != other).any(-1).sum()) for path, (one, other) in both.items() if one.shape == other.shape
+    }
     return {path: number for path, number in counted.items() if number}
 
 
@@ -147,7 +153,11 @@ class Replay(TorchFunctionMode):
             wanted = wanted.view(found.indices.shape)
             return self._chosen(path, scores, found, torch.where(wanted < experts, wanted, found.indices))
         if choices < experts:
-            needed = torch.nn.functional.one_hot(wanted * choices // experts, choices + 1)[..., :choices].amax(1).view(scores.shape)
+            needed = (
+                torch.nn.functional.one_hot(wanted * choices // experts, choices + 1)[..., :choices]
+                .amax(1)
+                .view(scores.shape)
+            )
             indices = scores.masked_fill(needed.bool(), torch.inf).topk(found.indices.shape[-1], -1).indices
             return self._chosen(f"{path} groups", scores, found, indices)
         return found

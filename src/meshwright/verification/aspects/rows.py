@@ -28,7 +28,11 @@ class Rows:
 
     def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
         one = reference.seen[0]
-        known: Named = {name: rows for name, rows in getattr(one, stage)[step].items() if not is_inside(name, found.seen[0].compiled)}
+        known: Named = {
+            name: rows
+            for name, rows in getattr(one, stage)[step].items()
+            if not is_inside(name, found.seen[0].compiled)
+        }
         self._by_rank: Sequence[Named] = [getattr(seen, stage)[step] for seen in found.seen]
         self._places = [seen.place for seen in found.seen]
         self._is_shared = len(found.seen) > self._places[0][1]
@@ -36,11 +40,16 @@ class Rows:
             name
             for name in known
             if any(seen.shapes.get(name) == () for seen in found.seen)
-            or (self._is_shared and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen))
+            or (
+                self._is_shared
+                and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen)
+            )
         }
         given = one.forward[step]
         elsewhere = [given[path] for path in found.seen[0].summed if path in given]
-        self.parts |= {name for name in known if name in given and any(torch.equal(given[name], other) for other in elsewhere)}
+        self.parts |= {
+            name for name in known if name in given and any(torch.equal(given[name], other) for other in elsewhere)
+        }
         known = {name: rows for name, rows in known.items() if name not in self.parts}
         self._expected = [{name: _cut(rows, *place) for name, rows in known.items()} for place in self._places]
         self._together = _joined(self._expected)
@@ -86,4 +95,8 @@ def _cut(rows: Tensor, rank: int, ranks: int) -> Tensor:
 
 def _joined(by_rank: Sequence[Named]) -> dict[str, Tensor]:
     """Concatenate the rows of all ranks, for modules that every rank has."""
-    return {name: torch.cat([named[name] for named in by_rank]) for name in by_rank[0] if all(name in named for named in by_rank)}
+    return {
+        name: torch.cat([named[name] for named in by_rank])
+        for name in by_rank[0]
+        if all(name in named for named in by_rank)
+    }

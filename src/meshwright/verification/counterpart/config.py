@@ -26,7 +26,9 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
     if kind not in known:
-        raise ConfigError(f"--like = {kind!r} is no model type with a causal language model in transformers.{nearest(kind, known)}")
+        raise ConfigError(
+            f"--like = {kind!r} is no model type with a causal language model in transformers.{nearest(kind, known)}"
+        )
     sizes: dict[str, Any] = {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.dim,
@@ -44,7 +46,9 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
     }
     default: Any = transformers.AutoConfig.for_model(kind)
     if ours.moe is not None and not knows(default, _mixture(ours)["n_experts"]):
-        raise UnsupportedError(f"--like = {kind}: its config has no key for a number of experts. Name a type that has experts")
+        raise UnsupportedError(
+            f"--like = {kind}: its config has no key for a number of experts. Name a type that has experts"
+        )
     sizes |= _more_sizes(ours, default)
     config_class = type(default)
     try:
@@ -59,10 +63,13 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
             made = config_class(**sizes, rope_parameters=_scaled(ours, made, kind))
     except (TypeError, ValueError, AttributeError, StrictDataclassError) as error:
         said = " ".join(str(error).split())
-        raise UnsupportedError(f"--like = {kind}: its config does not take the sizes of the run's model: {said}") from error
+        raise UnsupportedError(
+            f"--like = {kind}: its config does not take the sizes of the run's model: {said}"
+        ) from error
     if others := {kind for kind in getattr(made, "layer_types", None) or () if kind != "full_attention"}:
         raise UnsupportedError(
-            f"--like = {kind}: some of its layers have {', '.join(sorted(others))}, and those of the run's model have not"
+            f"--like = {kind}: some of its layers have {', '.join(sorted(others))}, and those of the run's model have"
+            f" not"
         )
     return CausalLM(made)
 
@@ -76,7 +83,11 @@ def knows(config: Any, keys: Iterable[str]) -> tuple[str, ...]:
 def unsaid(ours: DecoderConfig, config: Any) -> tuple[str, ...]:
     """Return our mixture keys that are not at their defaults and that a config of transformers cannot express."""
     said = {} if ours.moe is None else _mixture(ours)
-    return tuple(key for key, theirs in said.items() if getattr(ours.moe, key) != getattr(MoEConfig, key) and not knows(config, theirs))
+    return tuple(
+        key
+        for key, theirs in said.items()
+        if getattr(ours.moe, key) != getattr(MoEConfig, key) and not knows(config, theirs)
+    )
 
 
 def _more_sizes(ours: DecoderConfig, default: Any) -> dict[str, Any]:
@@ -89,7 +100,11 @@ def _more_sizes(ours: DecoderConfig, default: Any) -> dict[str, Any]:
         for said in _mixture(ours).values():
             found |= said
     found = {key: found[key] for key in knows(default, found)}
-    return found if ours.moe is None or "moe_intermediate_size" in found else found | {"intermediate_size": ours.expert_dim}
+    return (
+        found
+        if ours.moe is None or "moe_intermediate_size" in found
+        else found | {"intermediate_size": ours.expert_dim}
+    )
 
 
 def _mixture(ours: DecoderConfig) -> dict[str, dict[str, Any]]:
@@ -139,4 +154,6 @@ def _scaled(ours: DecoderConfig, plain: Any, kind: str) -> dict[str, Any]:
             continue  # this form needs other keys
         if factor == 1.0 and found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0.0):
             return plain.rope_parameters
-    raise UnsupportedError(f"--like = {kind}: transformers has no form of rotary positions with the frequencies of model.{s}")
+    raise UnsupportedError(
+        f"--like = {kind}: transformers has no form of rotary positions with the frequencies of model.{s}"
+    )

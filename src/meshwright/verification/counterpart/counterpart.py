@@ -75,7 +75,8 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
     ours = decoder_config(config, tokenizer)
     if ours.moe is not None and ours.moe.capacity_factor:
         raise UnsupportedError(
-            f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are full drop tokens,"
+            f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are"
+            f" full drop tokens,"
             f" and those of transformers drop none. A run with capacity_factor = 0 can be converted"
         )
     prove(shrunk(ours), kind)
@@ -95,19 +96,24 @@ def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]
     with on_meta():
         here, there = model_facts(Decoder(ours)), model_facts(_built(source))
     if len(here.blocks) != len(there.blocks):
-        raise UnsupportedError(f"{there.kind} has {len(there.blocks)} blocks in these sizes, and the run's model {len(here.blocks)}")
+        raise UnsupportedError(
+            f"{there.kind} has {len(there.blocks)} blocks in these sizes, and the run's model {len(here.blocks)}"
+        )
     mine, theirs = _shapes(here), _shapes(there)
     found: dict[str, tuple[str, ...]] = {}
     for one, other in zip(("", *here.blocks), ("", *there.blocks), strict=True):
         pairs = _matched_unit(_within(mine, one, here.blocks), _within(theirs, other, there.blocks))
         found |= {f"{other}{name}": tuple(f"{one}{own}" for own in names) for name, names in pairs.items()}
     buffers = {buffer.name for buffer in there.buffers}
-    zeros = {name: () for name, shape in theirs.items() if name not in found and (name in buffers or not math.prod(shape))}
+    zeros = {
+        name: () for name, shape in theirs.items() if name not in found and (name in buffers or not math.prod(shape))
+    }
     strangers = [name for name in theirs if name not in found and name not in zeros]
     lost = [name for name in mine if name not in {own for names in found.values() for own in names}]
     if strangers or lost:
         sides = [
-            f"{len(names)} of {whose} have no counterpart ({', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''})"
+            f"{len(names)} of {whose} have no counterpart"
+            f" ({', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''})"
             for names, whose in ((lost, "the run's parameters"), (strangers, f"the parameters of {there.kind}"))
             if names
         ]
@@ -186,7 +192,9 @@ def prove(ours: DecoderConfig, kind: str) -> float:
     own, state = mine.state_dict(), theirs.state_dict()
     for name, names in made_of.items():
         parts = [own[each] for each in names]
-        state[name].copy_(torch.cat(parts, -2) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(state[name]))
+        state[name].copy_(
+            torch.cat(parts, -2) if len(parts) > 1 else parts[0] if parts else torch.zeros_like(state[name])
+        )
     tokens = torch.randint(0, ours.vocab_size, (8, min(16, ours.max_seq_len)), generator=generator)
     with torch.no_grad():
         one: Tensor = mine(tokens)
@@ -194,13 +202,16 @@ def prove(ours: DecoderConfig, kind: str) -> float:
             other: Tensor = theirs(input_ids=tokens).logits
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             said = " ".join(str(error).split())
-            raise UnsupportedError(f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {said}") from error
+            raise UnsupportedError(
+                f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {said}"
+            ) from error
     error = relative_errors({"logits": other}, {"logits": one})["logits"]
     if not error <= LIMIT:
         far = f"the logits are {error:.1e} (relative) apart, and {LIMIT:.0e} is rounding"
         said = "; ".join([far, *_unsaid(ours, source)])
         raise UnsupportedError(
-            f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights {said}. Nothing was"
+            f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights"
+            f" {said}. Nothing was"
             f" written; name another type with --like"
         )
     return error

@@ -17,7 +17,8 @@ from meshwright.distributed.torch_private import local_part
 
 
 class GradientCheck:
-    """Raises behind every backward whose gradients are summed over the ranks, on all of them, where one is not finite on any.
+    """Raises behind every backward whose gradients are summed over the ranks, on all of them, where one is not finite
+    on any.
 
     Behind a microbatch whose gradients wait for the next one nothing is looked at: what is wrong there is in the sum.
 
@@ -38,7 +39,8 @@ class GradientCheck:
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         if not tensors:
             raise ConfigError(
-                f"check_for_nan_in_grad = True: {type(model).__name__} returns a {type(output).__name__}, in which no tensor is found whose"
+                f"check_for_nan_in_grad = True: {type(model).__name__} returns a {type(output).__name__}, in which no"
+                f" tensor is found whose"
                 f" backward could be waited for. Return logits (or an object with .logits), or set it to False."
             )
         for tensor in tensors.values():
@@ -58,7 +60,8 @@ class GradientCheck:
         if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise NonFiniteError(
-                f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The optimizer has not stepped."
+                f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The"
+                f" optimizer has not stepped."
             )
 
 

@@ -1,6 +1,7 @@
 """Call megatron-fsdp (once nvFSDP) as the back end of the door: CUDA only, and never run here.
 
-Its arguments have had several names and some come and go, so each is bound by the signature of what is installed, or refused by name.
+Its arguments have had several names and some come and go, so each is bound by the signature of what is installed, or
+refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ SPELLINGS = {
     "init_nvfsdp_with_meta_device": ("init_model_with_meta_device", "init_nvfsdp_with_meta_device"),
     "nvfsdp_unit_modules": ("fsdp_unit_modules",),
     "check_for_nan_in_grad": ("check_for_nan_in_grad", "report_nan_in_param_grad"),
-    "keep_fp8_transpose_cache_when_using_custom_fsdp": ("keep_fp8_transpose_cache", "keep_fp8_transpose_cache_when_using_custom_fsdp"),
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": (
+        "keep_fp8_transpose_cache",
+        "keep_fp8_transpose_cache_when_using_custom_fsdp",
+    ),
 }
 """Our argument -> what versions call it; the others are called what they are called here."""
 POLICY, POLICY_MEMBERS = "mixed_precision_policy", ("grad_reduce_in_fp32", "preserve_fp32_weights")
@@ -66,25 +70,27 @@ def lay_out(
 
 
 def said(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
-    """The options, the strategy by its name of today."""
+    """Return the options, the strategy by its name of today."""
     found = {key: getattr(options, key) for key in options.__dataclass_fields__}
     return {**found, "data_parallel_sharding_strategy": options.strategy, "nvfsdp_unit_modules": units}
 
 
 def places(device_mesh: DeviceMesh) -> dict[str, Any]:
-    """Where it shards, replicates and cuts, by the names of our axes."""
+    """Tell where it shards, replicates and cuts, by the names of our axes."""
     sizes = axis_sizes(device_mesh)
     found: dict[str, Any] = {"device_mesh": device_mesh, "dp_shard_dim": Axis.DP_SHARD.value}
     if sizes.get(Axis.TP.value, 1) > 1:
         found["tp_dim"] = Axis.TP.value
     if sizes.get(Axis.DP_REPLICATE.value, 1) > 1:
         found["dp_outer_dim"] = Axis.DP_REPLICATE.value
-        found["hybrid_fsdp_group"] = flattened(device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value], "dp").get_group()
+        found["hybrid_fsdp_group"] = flattened(
+            device_mesh[Axis.DP_REPLICATE.value, Axis.DP_SHARD.value], "dp"
+        ).get_group()
     return found
 
 
 def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> dict[str, Any]:
-    """The arguments as a function's signature calls them; a switch that is off may be lacking.
+    """Return the arguments as a function's signature calls them; a switch that is off may be lacking.
 
     Raises:
         UnsupportedError: it lacks something else.
@@ -105,7 +111,8 @@ def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> 
         elif value is not False:
             version = getattr(package, "__version__", "that is installed")
             raise UnsupportedError(
-                f"{key} = {value!r}: megatron-fsdp {version} has no such argument ({', '.join(known)}). Leave it out, or use"
+                f"{key} = {value!r}: megatron-fsdp {version} has no such argument ({', '.join(known)}). Leave it out,"
+                f" or use"
                 f" fsdp2_strategy_parallelize."
             )
     return found

@@ -19,13 +19,16 @@ class OptimizerSwap:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         if optimizer.state and all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} makes its state as it is made, of the whole parameters. Leave optimizer out, and"
+                f"optimizer: {type(optimizer).__name__} makes its state as it is made, of the whole parameters. Leave"
+                f" optimizer out, and"
                 f" make it from the parameters of the model that is returned."
             )
         if optimizer.state:
             raise ConfigError(
-                f"optimizer: this {type(optimizer).__name__} has the state of {len(optimizer.state)} parameters already, which are whole"
-                f" and would have to be cut. Lay the model out before the first step, or load the state afterwards (meshwright.load)."
+                f"optimizer: this {type(optimizer).__name__} has the state of {len(optimizer.state)} parameters"
+                f" already, which are whole"
+                f" and would have to be cut. Lay the model out before the first step, or load the state afterwards"
+                f" (meshwright.load)."
             )
         names = {parameter: clean(name) for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
@@ -33,7 +36,8 @@ class OptimizerSwap:
         for number, group in enumerate(optimizer.param_groups):
             if any(parameter not in names for parameter in group["params"]):
                 raise ConfigError(
-                    f"optimizer: its group {number} holds a parameter that is not one of this {type(model).__name__}'s. Make it from"
+                    f"optimizer: its group {number} holds a parameter that is not one of this"
+                    f" {type(model).__name__}'s. Make it from"
                     f" model.parameters(), of the model that is given."
                 )
             self.names.append([names[parameter] for parameter in group["params"]])

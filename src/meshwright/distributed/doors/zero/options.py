@@ -46,7 +46,9 @@ class ZeroOptions:
         said = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
         if said not in STRATEGIES:
             legal = [*STRATEGIES, *ALIASES]
-            raise ConfigError(f"data_parallel_sharding_strategy = {said!r}: legal are {', '.join(legal)}.{nearest(str(said), legal)}")
+            raise ConfigError(
+                f"data_parallel_sharding_strategy = {said!r}: legal are {', '.join(legal)}.{nearest(str(said), legal)}"
+            )
         return said
 
     @property
@@ -58,12 +60,14 @@ class ZeroOptions:
         _ = self.strategy
         if self.calculate_per_token_loss and self.average_in_collective:
             raise ConfigError(
-                "calculate_per_token_loss = True sums gradients over data ranks, and average_in_collective = True averages them. Leave one"
+                "calculate_per_token_loss = True sums gradients over data ranks, and average_in_collective = True"
+                " averages them. Leave one"
                 " of them out."
             )
         if self.disable_bucketing and self.nvfsdp_unit_modules is not None:
             raise ConfigError(
-                "disable_bucketing = True makes every module with parameters a unit, and nvfsdp_unit_modules names others. Leave one of"
+                "disable_bucketing = True makes every module with parameters a unit, and nvfsdp_unit_modules names"
+                " others. Leave one of"
                 " them out."
             )
 
@@ -72,6 +76,7 @@ class ZeroOptions:
         for key in ELSEWHERE:
             if getattr(self, key):
                 raise UnsupportedError(
-                    f"{key} = True is about buffers of megatron-fsdp, which is not in use here (HAVE_NVFSDP = False: it needs the package"
+                    f"{key} = True is about buffers of megatron-fsdp, which is not in use here (HAVE_NVFSDP = False:"
+                    f" it needs the package"
                     f" and a CUDA device). Leave it out."
                 )

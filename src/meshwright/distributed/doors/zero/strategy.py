@@ -67,28 +67,35 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
 ) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
-    """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage (arXiv 1910.02054). In place.
+    """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage (arXiv 1910.02054).
 
-    With megatron-fsdp, CUDA and a CUDA mesh it is the back end (untested on a GPU); everywhere else ours, on FSDP2, which is meant below.
-    Gradients are averaged over data ranks. ``model.accumulation_context(is_last_microbatch)`` is around each microbatch of several; what a
-    stage keeps gathered until the last one is freed by its backward, so that nothing is stale whoever calls ``optimizer.step()``. Without
-    it every backward counts as the last. With one data rank nothing is sharded, which is logged; everything else acts.
+    In place.
+
+    With megatron-fsdp, CUDA and a CUDA mesh it is the back end (untested on a GPU); everywhere else ours, on FSDP2,
+    which is meant below. Gradients are averaged over data ranks. ``model.accumulation_context(is_last_microbatch)``
+    is around each microbatch of several; what a stage keeps gathered until the last one is freed by its backward, so
+    that nothing is stale whoever calls ``optimizer.step()``. Without it every backward counts as the last. With one
+    data rank nothing is sharded, which is logged; everything else acts.
 
     Args:
-        device_mesh: our axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel. Over ``dp_replicate`` what is
-            sharded is replicated (HSDP).
-        optimizer: made from the model's parameters, without state; its groups point to the laid out parameters afterwards. As in the older
-            signature this position may hold the unit modules instead, and the next one tp_shard_plan.
-        nvfsdp_unit_modules: classes, or "package.module.Class", of modules whose parameters travel together; None: each repeated block.
+        device_mesh: our axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel. Over
+            ``dp_replicate`` what is sharded is replicated (HSDP).
+        optimizer: made from the model's parameters, without state; its groups point to the laid out parameters
+            afterwards. As in the older signature this position may hold the unit modules instead, and the next one
+            tp_shard_plan.
+        nvfsdp_unit_modules: classes, or "package.module.Class", of modules whose parameters travel together; None:
+            each repeated block.
         tp_shard_plan: as in ``fsdp2_strategy_parallelize``.
-        data_parallel_sharding_strategy: no_shard (ZeRO-0), optim (1), optim_grads (2), optim_grads_params (3; also "params" and
-            "grads_params").
-        init_nvfsdp_with_meta_device: the model is on meta; each rank makes its own share of the weights, by the model's law.
+        data_parallel_sharding_strategy: no_shard (ZeRO-0), optim (1), optim_grads (2), optim_grads_params (3; also
+            "params" and "grads_params").
+        init_nvfsdp_with_meta_device: the model is on meta; each rank makes its own share of the weights, by the
+            model's law.
         grad_reduce_in_fp32: sum gradients over ranks in fp32, else in the model's dtype.
         preserve_fp32_weights: parameters at rest and optimizer state in fp32, computation in the model's dtype.
         overlap_grad_reduce: reductions run beside the backward; False: each is waited for.
         overlap_param_gather: the next unit is gathered while one computes; False: when it is needed.
-        check_for_nan_in_grad: ``NonFiniteError`` on all ranks, naming parameters, behind a backward with a gradient that is not finite.
+        check_for_nan_in_grad: ``NonFiniteError`` on all ranks, naming parameters, behind a backward with a gradient
+            that is not finite.
         average_in_collective: divide inside the reduction instead of behind it.
         disable_bucketing: every module that has parameters is a unit of its own.
         calculate_per_token_loss: gradients are sums over data ranks: divide the loss by the tokens of all.
@@ -97,7 +104,8 @@ def nvfsdp_strategy_parallelize(
         The model; and the optimizer, where one was given.
 
     Raises:
-        ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another model.
+        ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another
+            model.
         IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
         UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp, nccl_ub,
             fsdp_double_buffer), and what this engine has not.
@@ -113,7 +121,9 @@ def nvfsdp_strategy_parallelize(
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
     if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
         if get_expert_mesh(device_mesh) is not None:
-            raise UnsupportedError("the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize.")
+            raise UnsupportedError(
+                "the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize."
+            )
         classes = unit_classes(model, facts, options)
         if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
             sizes = {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}
@@ -134,7 +144,9 @@ def nvfsdp_strategy_parallelize(
 def _by_kind(
     third: Any, fourth: Any, tp_shard_plan: Mapping[str, str | ParallelStyle] | None
 ) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None]:
-    """(optimizer, unit modules, plan), of the arguments behind the mesh in today's order or in the older one, without the optimizer."""
+    """Return (optimizer, unit modules, plan), of the arguments behind the mesh in today's order or in the older one,
+    without the optimizer.
+    """
     optimizer, units = third, fourth
     if isinstance(third, (list, tuple)):
         optimizer, units = None, third
@@ -144,22 +156,30 @@ def _by_kind(
             raise ConfigError("the unit modules were given twice, third and as nvfsdp_unit_modules: give them once")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"the third argument is a {type(optimizer).__name__}: it is an optimizer, or, as in the older signature, a list of unit modules"
+            f"the third argument is a {type(optimizer).__name__}: it is an optimizer, or, as in the older signature,"
+            f" a list of unit modules"
         )
     if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
-        raise ConfigError(f"nvfsdp_unit_modules is a {type(units).__name__}: it is a list of classes, or of their paths")
+        raise ConfigError(
+            f"nvfsdp_unit_modules is a {type(units).__name__}: it is a list of classes, or of their paths"
+        )
     return optimizer, units, tp_shard_plan
 
 
-def _lay_out(model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, requested: Techniques) -> nn.Module:
+def _lay_out(
+    model: nn.Module, facts: ModelFacts, device_mesh: DeviceMesh, options: ZeroOptions, requested: Techniques
+) -> nn.Module:
     device_mesh = _mesh_of_stage(device_mesh, options)
-    requested = replace(requested, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options))  # type: ignore[arg-type]
+    requested = replace(
+        requested, zero_stage=options.stage, data_parallel="fully_shard", precision=_precision(facts, options)
+    )  # type: ignore[arg-type]
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, requested, "mean")
     plan = with_units(model, facts, plan, options)
     _check(plan, options)
     if plan.data_ranks == 1:
         log.info(
-            "nvfsdp_strategy_parallelize: there is one data rank, so %s shards nothing; precision, units, and the check of gradients act",
+            "nvfsdp_strategy_parallelize: there is one data rank, so %s shards nothing; precision, units, and the"
+            " check of gradients act",
             options.strategy,
         )
     rows = ("master_dtype", "tensor_parallel", "fully_shard", *(("weights",) if facts.on_meta else ()))
@@ -174,8 +194,8 @@ def _check_meta(facts: ModelFacts, options: ZeroOptions) -> None:
     if facts.on_meta != options.init_nvfsdp_with_meta_device:
         where, value = ("on meta", True) if facts.on_meta else ("not on meta", False)
         raise ConfigError(
-            f"init_nvfsdp_with_meta_device = {options.init_nvfsdp_with_meta_device}, but the {facts.kind} is {where}. Set it to {value}"
-            + ("." if value else ", or build the model under torch.device('meta').")
+            f"init_nvfsdp_with_meta_device = {options.init_nvfsdp_with_meta_device}, but the {facts.kind} is {where}."
+            f" Set it to {value}" + ("." if value else ", or build the model under torch.device('meta').")
         )
 
 
@@ -187,19 +207,21 @@ def _precision(facts: ModelFacts, options: ZeroOptions) -> Precision:
 
 
 def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
-    """The mesh; for no_shard with all data ranks on the replicating axis."""
+    """Return the mesh; for no_shard with all data ranks on the replicating axis."""
     sizes = axis_sizes(device_mesh)
     replicas, shards = (sizes.get(axis.value, 1) for axis in SAMPLES)
     if options.stage and shards == 1 < replicas:
         raise ConfigError(
-            f"data_parallel_sharding_strategy = {options.strategy} shards over dp_shard, which is 1 on this mesh beside dp_replicate ="
+            f"data_parallel_sharding_strategy = {options.strategy} shards over dp_shard, which is 1 on this mesh"
+            f" beside dp_replicate ="
             f" {replicas}. Make the mesh with dp_shard = {replicas} and dp_replicate = 1, or use no_shard."
         )
     if options.stage or shards == 1:
         return device_mesh
     if not can_merge_data(device_mesh):
         raise ConfigError(
-            f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over dp_shard = {shards}."
+            f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over"
+            f" dp_shard = {shards}."
             f" Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
         )
     return with_data_on(device_mesh, Axis.DP_REPLICATE)
@@ -208,12 +230,14 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
 def _check(plan: Plan, options: ZeroOptions) -> None:
     if options.calculate_per_token_loss and plan.experts is not None:
         raise UnsupportedError(
-            f"calculate_per_token_loss = True does not go with experts that are shared out (ep = {plan.experts.ranks}): their gradients are"
+            f"calculate_per_token_loss = True does not go with experts that are shared out (ep ="
+            f" {plan.experts.ranks}): their gradients are"
             f" averaged where tokens come back. Use parallelize(), which sums."
         )
     if not options.overlap_grad_reduce and plan.device == "cuda" and plan.size(Axis.DP_REPLICATE) > 1:
         raise UnsupportedError(
-            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for those over dp_replicate ="
+            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for"
+            " those over dp_replicate ="
             f" {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
         )
 
@@ -229,7 +253,9 @@ def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
     for module in sharded_modules(model):
         if not options.overlap_param_gather:
             module.set_modules_to_forward_prefetch([])
-            module.set_modules_to_backward_prefetch([module])  # an empty list would be torch's own choice: the one before
+            module.set_modules_to_backward_prefetch(
+                [module]
+            )  # an empty list would be torch's own choice: the one before
         if not options.overlap_grad_reduce:
             module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (what torch asks for is not public)
 
@@ -240,7 +266,9 @@ class _Waiting:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
         if output_tensor.is_cuda:
             torch.cuda.current_stream().synchronize()

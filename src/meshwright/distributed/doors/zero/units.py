@@ -20,7 +20,7 @@ from .options import ZeroOptions
 
 
 def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOptions) -> Plan:
-    """The plan, with the units that were asked for.
+    """Return the plan, with the units that were asked for.
 
     Raises:
         ConfigError: a class of which the model has no module; units inside each other.
@@ -36,7 +36,8 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
         return plan
     if plan.tensor is not None or plan.experts is not None:
         raise UnsupportedError(
-            f"{key}: beside tensor or expert parallelism the units are the repeated blocks ({', '.join(facts.blocks[:2])} …), whose"
+            f"{key}: beside tensor or expert parallelism the units are the repeated blocks"
+            f" ({', '.join(facts.blocks[:2])} …), whose"
             f" modules use each other's parameters. Leave it out."
         )
     facts = replace(facts, blocks=chosen)
@@ -64,18 +65,28 @@ def _of_classes(model: nn.Module, facts: ModelFacts, classes: list[type]) -> tup
     found = [clean(name) for name, module in model.named_modules() if name and isinstance(module, tuple(classes))]
     for one in classes:
         if not any(isinstance(module, one) for module in model.modules()):
-            raise ConfigError(f"nvfsdp_unit_modules: {facts.kind} has no module of the class {one.__module__}.{one.__qualname__}")
+            raise ConfigError(
+                f"nvfsdp_unit_modules: {facts.kind} has no module of the class {one.__module__}.{one.__qualname__}"
+            )
     for inner in found:
         if outer := next((other for other in found if other != inner and is_within(inner, other)), None):
-            raise ConfigError(f"nvfsdp_unit_modules: {inner} is inside {outer}, and both are named. Name one of their classes.")
+            raise ConfigError(
+                f"nvfsdp_unit_modules: {inner} is inside {outer}, and both are named. Name one of their classes."
+            )
     return tuple(found)
 
 
 def _holders(model: nn.Module, facts: ModelFacts) -> list[str]:
     """Modules that hold parameters of their own, and of no other module; what is tied stays with the root."""
     tied = {owner(name) for p in facts.parameters if p.aliases for name in (p.name, *p.aliases)}
-    holding = [clean(name) for name, module in model.named_modules() if name and next(module.parameters(recurse=False), None) is not None]
-    read = [clean(name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]  # it calls no child
+    holding = [
+        clean(name)
+        for name, module in model.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    read = [
+        clean(name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    ]  # it calls no child
     holding = [name for name in holding if not any(is_within(name, outer) and name != outer for outer in read)]
     nested = {outer for outer in holding for inner in holding if inner != outer and is_within(inner, outer)}
     return [name for name in holding if name not in tied and name not in nested]

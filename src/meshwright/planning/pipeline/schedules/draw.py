@@ -36,7 +36,11 @@ def text_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
             loop = schedule.stages_on(rank).index(action.stage)
             letter = str(action.work) if loop == 0 else str(action.work).lower()
             word = f"{letter}{action.microbatch % 10}"
-            cells[first:last] = list((word * (last - first))[: last - first]) if last - first < 2 else list(word.ljust(last - first, "-"))
+            cells[first:last] = (
+                list((word * (last - first))[: last - first])
+                if last - first < 2
+                else list(word.ljust(last - first, "-"))
+            )
         rows.append(f"  rank {rank:>2}  {''.join(cells)}")
     return "\n".join([*rows, "", facts_of(schedule, timeline)])
 
@@ -47,10 +51,12 @@ def facts_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
     waits = ", ".join(f"{bubble:.1%}" for bubble in timeline.bubbles)
     return "\n".join(
         [
-            f"  {schedule.name}: {len(schedule.ranks)} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches",
+            f"  {schedule.name}: {len(schedule.ranks)} ranks, {schedule.stages} stages, {schedule.microbatches}"
+            f" microbatches",
             f"  bubble {timeline.bubble:.1%} of the time (by rank: {waits})",
             f"  activations kept at most, in microbatches of a stage, by rank: {kept}",
-            "  F forward, B backward, I gradient of the input, W gradients of the weights; lower case: a rank's further stages",
+            "  F forward, B backward, I gradient of the input, W gradients of the weights; lower case: a rank's"
+            " further stages",
         ]
     )
 
@@ -67,7 +73,10 @@ def svg_of(title: str, ranks: Iterable[Iterable[Span]]) -> str:
         parts.append(f'<text x="4" y="{top + 16}">rank {rank}</text>')
         for action, first, last in spans:
             x, wide = MARGIN + (first - begin) * scale, max((last - first) * scale, 0.5)
-            what = f"{action}: stage {action.stage}, {action.work.name.lower()}, microbatch {action.microbatch}, {last - first:.4g}"
+            what = (
+                f"{action}: stage {action.stage}, {action.work.name.lower()}, microbatch {action.microbatch},"
+                f" {last - first:.4g}"
+            )
             label = f'<text x="{x + 2:.1f}" y="{top + 16}" class="a">{action.microbatch}</text>' if wide > 12 else ""
             shade = 1.0 if action.stage < len(rows) else 0.6
             parts.append(
@@ -75,7 +84,8 @@ def svg_of(title: str, ranks: Iterable[Iterable[Span]]) -> str:
                 f' fill="{COLOURS[action.work]}" fill-opacity="{shade}" stroke="#fff" stroke-width="0.5"/>{label}</g>'
             )
     legend = "".join(
-        f'<rect x="{MARGIN + 130 * i}" y="22" width="10" height="10" fill="{colour}"/><text x="{MARGIN + 14 + 130 * i}" y="31">'
+        f'<rect x="{MARGIN + 130 * i}" y="22" width="10" height="10" fill="{colour}"/><text'
+        f' x="{MARGIN + 14 + 130 * i}" y="31">'
         f"{work.name.lower()}</text>"
         for i, (work, colour) in enumerate(COLOURS.items())
     )

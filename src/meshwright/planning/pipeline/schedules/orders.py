@@ -57,14 +57,17 @@ class ScheduleKind:
     def rank_of(self, ranks: int, per_rank: int) -> tuple[int, ...]:
         stages = range(ranks * per_rank)
         return (
-            tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages) if self.is_v else tuple(s % ranks for s in stages)
+            tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
+            if self.is_v
+            else tuple(s % ranks for s in stages)
         )
 
     def build(self, ranks: int, microbatches: int, per_rank: int) -> PipelineSchedule:
         """Build the schedule; ConfigError where it cannot do this number of microbatches."""
         if (legal := self.legal(microbatches, ranks)) != microbatches or microbatches < 1:
             raise ConfigError(
-                f"schedule {self.name} on {ranks} ranks: {microbatches} microbatches cannot be scheduled; the next that can are {legal}"
+                f"schedule {self.name} on {ranks} ranks: {microbatches} microbatches cannot be scheduled; the next"
+                f" that can are {legal}"
             )
         orders = tuple(tuple(self.order(rank, ranks, microbatches, per_rank)) for rank in range(ranks))
         made = PipelineSchedule(self.name, orders, self.rank_of(ranks, per_rank), microbatches)
@@ -100,7 +103,9 @@ def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, backward: W
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
-    return _looped(rank, ranks, microbatches, per_rank, Work.BACKWARD, 2 * (ranks - 1 - rank) if per_rank > 1 else ranks - 1 - rank)
+    return _looped(
+        rank, ranks, microbatches, per_rank, Work.BACKWARD, 2 * (ranks - 1 - rank) if per_rank > 1 else ranks - 1 - rank
+    )
 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
@@ -234,7 +239,12 @@ def forwards(rank_of: tuple[int, ...], microbatches: int) -> PipelineSchedule:
     """Order forwards alone: every rank takes all microbatches through one of its stages, then the next."""
     ranks = range(1 + max(rank_of))
     orders = tuple(
-        tuple(Action(stage, Work.FORWARD, m) for stage, home in enumerate(rank_of) if home == rank for m in range(microbatches))
+        tuple(
+            Action(stage, Work.FORWARD, m)
+            for stage, home in enumerate(rank_of)
+            if home == rank
+            for m in range(microbatches)
+        )
         for rank in ranks
     )
     return PipelineSchedule("forwards", orders, rank_of, microbatches)
@@ -247,7 +257,13 @@ KINDS = {
         ScheduleKind("1f1b", _1f1b),
         ScheduleKind("interleaved_1f1b", _interleaved, loops=True, multiple=lambda ranks: ranks),
         ScheduleKind("looped_bfs", _looped_bfs, loops=True),
-        ScheduleKind("interleaved_zero_bubble", _interleaved_zero_bubble, loops=True, splits_backward=True, multiple=lambda ranks: ranks),
+        ScheduleKind(
+            "interleaved_zero_bubble",
+            _interleaved_zero_bubble,
+            loops=True,
+            splits_backward=True,
+            multiple=lambda ranks: ranks,
+        ),
         ScheduleKind("zbv_zero_bubble", _zbv, is_v=True, splits_backward=True),
         ScheduleKind("dualpipe_v", _dualpipe_v, is_v=True, splits_backward=True, least=lambda ranks: 2 * ranks),
     )
@@ -263,6 +279,7 @@ def schedule_kind(name: str) -> ScheduleKind:
     found = next((kind for kind in KINDS.values() if _squeezed(kind.name) == _squeezed(name)), None)
     if found is None:
         raise ConfigError(
-            f"techniques.pipeline_schedule = {name!r}: legal are {', '.join(KINDS)}, or a .csv file of actions.{nearest(name, KINDS)}"
+            f"techniques.pipeline_schedule = {name!r}: legal are {', '.join(KINDS)}, or a .csv file of"
+            f" actions.{nearest(name, KINDS)}"
         )
     return found

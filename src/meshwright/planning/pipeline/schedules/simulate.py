@@ -74,7 +74,11 @@ def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
                 spans[action] = begin, clocks[rank]
                 places[rank] += 1
                 moved = True
-    stuck = [f"rank {rank} at {actions[places[rank]]}" for rank, actions in enumerate(schedule.ranks) if places[rank] < len(actions)]
+    stuck = [
+        f"rank {rank} at {actions[places[rank]]}"
+        for rank, actions in enumerate(schedule.ranks)
+        if places[rank] < len(actions)
+    ]
     if stuck:
         raise ConfigError(f"schedule {schedule.name}: the ranks would wait for each other for ever: {', '.join(stuck)}")
     makespan = max(clocks)
@@ -92,19 +96,26 @@ def check_whole(schedule: PipelineSchedule) -> None:
         known: set[Action] = set()
         for action in actions:
             if action.stage >= schedule.stages or schedule.rank_of[action.stage] != rank:
-                raise ConfigError(f"schedule {schedule.name}: {action} stands on rank {rank}, which does not have that stage")
+                raise ConfigError(
+                    f"schedule {schedule.name}: {action} stands on rank {rank}, which does not have that stage"
+                )
             if action in known:
                 raise ConfigError(f"schedule {schedule.name}: {action} stands there twice")
             known.add(action)
         for stage in schedule.stages_on(rank):
             for m in range(schedule.microbatches):
                 whole, split = (
-                    {Action(stage, work, m) for work in works} & known for works in ((Work.BACKWARD,), (Work.INPUT, Work.WEIGHT))
+                    {Action(stage, work, m) for work in works} & known
+                    for works in ((Work.BACKWARD,), (Work.INPUT, Work.WEIGHT))
                 )
                 if Action(stage, Work.FORWARD, m) not in known or len(whole) + len(split) / 2 != 1:
-                    here = ", ".join(sorted(str(a) for a in known if (a.stage, a.microbatch) == (stage, m))) or "none of them"
+                    here = (
+                        ", ".join(sorted(str(a) for a in known if (a.stage, a.microbatch) == (stage, m)))
+                        or "none of them"
+                    )
                     raise ConfigError(
-                        f"schedule {schedule.name}: stage {stage} needs {stage}F{m} and either {stage}B{m} or both {stage}I{m} and"
+                        f"schedule {schedule.name}: stage {stage} needs {stage}F{m} and either {stage}B{m} or both"
+                        f" {stage}I{m} and"
                         f" {stage}W{m}; rank {rank} has {here}"
                     )
     simulate(schedule)

@@ -30,7 +30,9 @@ def read_schedule(path: str | Path) -> PipelineSchedule:
             except ValueError as error:
                 raise ConfigError(f"{KEY} = {path}: row {number + 1}: {error}") from None
     if not ranks or not all(ranks):
-        raise ConfigError(f"{KEY} = {path}: it has {len(ranks)} rows, one for each rank, and every one must have an action")
+        raise ConfigError(
+            f"{KEY} = {path}: it has {len(ranks)} rows, one for each rank, and every one must have an action"
+        )
     home = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
     missing = sorted(set(range(max(home) + 1)) - set(home))
     if missing:

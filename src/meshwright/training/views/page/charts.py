@@ -79,26 +79,33 @@ def value_axis(chart: Chart) -> ChartAxis:
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
     unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "bytes" and high > 1 else 1.0
-    return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, False, [tick * unit for tick in _nice(low / unit, high / unit, 5)])
+    return ChartAxis(
+        low, high, HEIGHT - BOTTOM, TOP, False, [tick * unit for tick in _nice(low / unit, high / unit, 5)]
+    )
 
 
 def figure(chart: Chart, x: ChartAxis) -> str:
-    """The chart as an HTML figure, readable without scripts."""
+    """Return the chart as an HTML figure, readable without scripts."""
     y = value_axis(chart)
     title = chart.title + (" (logarithmic)" if y.is_log else "")
     parts = [_grid(x, y, chart.text)]
     parts += [_mark(what, x(step)) for what, steps in chart.marks for step in steps if x.low <= step <= x.high]
     parts += [_curve(curve, number % COLOURS, x, y) for number, curve in enumerate(chart.curves)]
-    legend = "".join(f'<li class="c{number % COLOURS}">{escape(curve.name)}</li>' for number, curve in enumerate(chart.curves))
+    legend = "".join(
+        f'<li class="c{number % COLOURS}">{escape(curve.name)}</li>' for number, curve in enumerate(chart.curves)
+    )
     keys = f'<ul class="legend">{legend}</ul>' if len(chart.curves) > 1 else ""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption>{keys}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        f' aria-label="{escape(title)}">{"".join(parts)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+        f' aria-label="{escape(title)}">{"".join(parts)}<line class="cursor" y1="{TOP}"'
+        f' y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )
 
 
 def hover_data(chart: Chart, x: ChartAxis) -> dict[str, Any]:
-    """What the script needs to tell the values under the pointer: steps and values as they are drawn, null where not finite."""
+    """Return what the script needs to tell the values under the pointer: steps and values as they are drawn, null
+    where not finite.
+    """
     curves = [
         {
             "name": curve.name,
@@ -152,4 +159,6 @@ def _nice(low: float, high: float, count: int) -> list[float]:
         return []
     size = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     first = math.ceil(low / size)
-    return [round(index * size, 12 - math.floor(math.log10(size))) for index in range(first, math.floor(high / size) + 1)]
+    return [
+        round(index * size, 12 - math.floor(math.log10(size))) for index in range(first, math.floor(high / size) + 1)
+    ]

@@ -27,9 +27,12 @@ MOST_POINTS = 1500
 """Of a curve; a longer one is thinned."""
 MOST_MARKS = 200
 
+COLLECTIVE = ("operation", "axis", "ranks", "unit", "elements", "dtype", "calls")
+"""Head of the table of collectives."""
+
 
 def page(folder: Path, config: Config) -> str:
-    """The run in ``folder`` as an HTML page.
+    """Return the run in ``folder`` as an HTML page.
 
     Raises:
         IntegrityError: a line of its metrics is nothing that meshwright wrote.
@@ -38,9 +41,14 @@ def page(folder: Path, config: Config) -> str:
     charts = _charts(history)
     x = step_axis(charts)
     style, script = (
-        resources.files("meshwright.training.views.page").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+        resources.files("meshwright.training.views.page").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js")
     )
-    drawn = f'<div class="charts">{"".join(figure(chart, x) for chart in charts)}</div>' if charts else "<p>No step was taken yet.</p>"
+    drawn = (
+        f'<div class="charts">{"".join(figure(chart, x) for chart in charts)}</div>'
+        if charts
+        else "<p>No step was taken yet.</p>"
+    )
     body = [
         f"<h1>{escape(config.name)}</h1>",
         f'<p class="soft path">{escape(str(folder))} · read on {time.strftime("%Y-%m-%d %H:%M")}</p>',
@@ -57,8 +65,10 @@ def page(folder: Path, config: Config) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(config.name)} · meshwright</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n{chr(10).join(body)}\n<div id="tip" hidden></div>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(config.name)} ·'
+        f" meshwright</title>\n"
+        f'<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n{chr(10).join(body)}\n<div'
+        f' id="tip" hidden></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n</body>\n</html>\n'
     )
 
@@ -70,7 +80,12 @@ def _fingerprint(text: str) -> str:
 
 def _charts(history: History) -> list[Chart]:
     marks = [
-        ("resume", [event["step"] for event in history.events if event["event"] == "resume" and event["step"] > 0][-MOST_MARKS:]),
+        (
+            "resume",
+            [event["step"] for event in history.events if event["event"] == "resume" and event["step"] > 0][
+                -MOST_MARKS:
+            ],
+        ),
         ("skipped", history.rises("skipped")[:MOST_MARKS]),
     ]
     by_source = {name: name.removeprefix(BY_SOURCE) for name in history.sources}
@@ -81,11 +96,20 @@ def _charts(history: History) -> list[Chart]:
         ("Gradient norm", {"grad_norm": "gradient norm"}, _plain, ""),
         ("Learning rate", {"learning_rate": "learning rate"}, _plain, ""),
         ("Model FLOPs utilisation", {"mfu": "MFU"}, lambda value: f"{100 * value:.3g} %", "percent"),
-        ("Own time of a step, of all ranks", {"own_time_max": "slowest rank", "own_time_mean": "mean"}, lambda v: f"{v:.3g} s", "seconds"),
+        (
+            "Own time of a step, of all ranks",
+            {"own_time_max": "slowest rank", "own_time_mean": "mean"},
+            lambda v: f"{v:.3g} s",
+            "seconds",
+        ),
     ]
     found = []
     for title, names, text, unit in wanted:
-        curves = [Curve(label, thinned(history.series[name], MOST_POINTS)) for name, label in names.items() if name in history.series]
+        curves = [
+            Curve(label, thinned(history.series[name], MOST_POINTS))
+            for name, label in names.items()
+            if name in history.series
+        ]
         if curves:
             found.append(Chart(title, curves, text, marks, unit))
     return found
@@ -120,7 +144,10 @@ def _notes(history: History) -> list[str]:
     notes = []
     longest = max((len(series.steps) for series in history.series.values()), default=0)
     if longest > MOST_POINTS:
-        notes.append(f"Of curves with more than {MOST_POINTS:,} points (here up to {longest:,}) the extremes of equal portions are drawn.")
+        notes.append(
+            f"Of curves with more than {MOST_POINTS:,} points (here up to {longest:,}) the extremes of equal portions"
+            f" are drawn."
+        )
     if history.left_out:
         notes.append(f"Validation losses of {len(history.left_out)} more sources are in the metrics and not drawn.")
     return [f'<p class="soft">{escape(note)}</p>' for note in notes]
@@ -128,9 +155,8 @@ def _notes(history: History) -> list[str]:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], changed: Iterable[bool] = ()) -> str:
     marks = iter(changed)
-    lines = (
-        f"<tr{' class=changed' if next(marks, False) else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    lines = (f"<tr{' class=changed' if next(marks, False) else ''}>{line}</tr>" for line in cells)
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
@@ -139,7 +165,10 @@ def _events(history: History) -> str:
     if not history.events:
         return ""
     dropped = f'<p class="soft">{history.dropped:,} earlier ones are in the metrics.</p>' if history.dropped else ""
-    rows = [[_moment(event.get("time")), str(event.get("step", "")), str(event["event"]), _details(event)] for event in history.events]
+    rows = [
+        [_moment(event.get("time")), str(event.get("step", "")), str(event["event"]), _details(event)]
+        for event in history.events
+    ]
     return f"<h2>Events</h2>{dropped}{_table(('time', 'step', 'event', ''), rows)}"
 
 
@@ -152,7 +181,9 @@ def _moment(seconds: object) -> str:
 
 def _details(event: dict[str, Any]) -> str:
     values = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
-    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())[:2000]
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )[:2000]
 
 
 def _plan(folder: Path) -> str:
@@ -176,17 +207,31 @@ def _plan(folder: Path) -> str:
         *(("note", note) for note in plan.notes),
     ]
     parameters = [
-        [row.pattern, str(row.count), "×".join(map(str, row.shape)), row.dtype, ", ".join(f"{axis}: {how}" for axis, how in row.placements)]
+        [
+            row.pattern,
+            str(row.count),
+            "×".join(map(str, row.shape)),
+            row.dtype,
+            ", ".join(f"{axis}: {how}" for axis, how in row.placements),
+        ]
         for row in plan.parameters
     ]
     collectives = [
-        [c.op, c.axis, str(c.ranks), c.unit or "(root)", f"{c.elements:,}", c.dtype, f"{c.calls or 'buckets'} per {c.per}"]
+        [
+            c.op,
+            c.axis,
+            str(c.ranks),
+            c.unit or "(root)",
+            f"{c.elements:,}",
+            c.dtype,
+            f"{c.calls or 'buckets'} per {c.per}",
+        ]
         for c in plan.collectives
     ]
     return (
         f"<details open><summary>Plan</summary>{_table(('', ''), facts)}"
         f"<h2>Parameters</h2>{_table(('name', 'count', 'shape', 'dtype', 'placement'), parameters)}"
-        f"<h2>Collectives</h2>{_table(('operation', 'axis', 'ranks', 'unit', 'elements', 'dtype', 'calls'), collectives)}</details>"
+        f"<h2>Collectives</h2>{_table(COLLECTIVE, collectives)}</details>"
     )
 
 

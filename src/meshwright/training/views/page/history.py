@@ -82,7 +82,7 @@ class History:
         return max((series.steps[-1] for series in self.series.values() if series.steps), default=0)
 
     def last(self, name: str) -> float | None:
-        """The last value of a series, None where there is none."""
+        """Return the last value of a series, None where there is none."""
         return self.series[name].last if name in self.series else None
 
     def rises(self, name: str) -> list[int]:
@@ -96,7 +96,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """The history that a ``metrics.jsonl`` tells; an empty one where there is no file.
+    """Return the history that a ``metrics.jsonl`` tells; an empty one where there is no file.
 
     Raises:
         IntegrityError: a line of it is nothing that meshwright wrote.
@@ -150,8 +150,10 @@ def _number(value: object) -> float | None:
 
 
 def thinned(series: Series, most: int) -> list[tuple[int, float]]:
-    """At most ``most`` points of a series (8 or more): all of them, or of each of equal portions the lowest, the highest, and one that
-    is not finite; the first point and the last are always there. So no peak and no failure gets lost."""
+    """At most ``most`` points of a series (8 or more): all of them, or of each of equal portions the lowest, the
+    highest, and one that is not finite; the first point and the last are always there. So no peak and no failure gets
+    lost.
+    """
     points = list(zip(series.steps, series.values, strict=True)) if len(series.steps) <= most else None
     if points is not None:
         return points
