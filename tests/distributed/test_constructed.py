@@ -81,11 +81,11 @@ def differences(found, wanted, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_begins_with_what_the_constructor_computes(spmd, model, layout):
-    build, wanted = MODELS[model], LAYOUTS[layout]
-    found, said = spmd(wanted.world, beginning, build, wanted)[0]
+    build, asked = MODELS[model], LAYOUTS[layout]
+    found, said = spmd(asked.world, beginning, build, asked)[0]
     wanted = plain(build)
-    assert len(found) > 10 and not differences(found, wanted, wanted)
-    runs_whole = build in constructors.RUN_WHOLE and build is not constructors.Retried and wanted.world > 1
+    assert len(found) > 10 and not differences(found, wanted, asked)
+    runs_whole = build in constructors.RUN_WHOLE and build is not constructors.Retried and asked.world > 1
     assert any("runs whole on every rank" in line for line in said) == runs_whole
 
 

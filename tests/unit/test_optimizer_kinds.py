@@ -107,10 +107,10 @@ def test_values_that_an_optimizer_does_not_read_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wish", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str
+    "asked", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str
 )
-def test_low_bit_state_is_that_of_adamw(request):
+def test_low_bit_state_is_that_of_adamw(asked):
     with pytest.raises(
         ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"
     ):
-        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **request})
+        plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **asked})

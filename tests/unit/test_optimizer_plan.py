@@ -23,8 +23,8 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_without_torchao_its_extra_is_named(monkeypatch, techniques, request):
+@pytest.mark.parametrize(("techniques", "asked"), WISHES)
+def test_without_torchao_its_extra_is_named(monkeypatch, techniques, asked):
     made = plan(SIZES["debug"], Layout(dp_shard=1), techniques=techniques).optimizer
     refuse_absent(made)
     for name in [name for name in sys.modules if name == "torchao" or name.startswith("torchao.")]:
@@ -32,21 +32,21 @@ def test_without_torchao_its_extra_is_named(monkeypatch, techniques, request):
     monkeypatch.setitem(sys.modules, "torchao", None)
     refuse_absent(OptimizerPlan(in_host_memory=True))
     with pytest.raises(
-        MissingExtraError, match=re.escape(request) + r" needs the package 'torchao'.*meshwright\[float8\]"
+        MissingExtraError, match=re.escape(asked) + r" needs the package 'torchao'.*meshwright\[float8\]"
     ):
         refuse_absent(made)
 
 
-@pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_what_rounds_further_is_neither_verified_nor_traced(techniques, request):
-    with pytest.raises(UnsupportedError, match=f"{request} rounds further than a trace \\(check_trace\\) allows"):
+@pytest.mark.parametrize(("techniques", "asked"), WISHES)
+def test_what_rounds_further_is_neither_verified_nor_traced(techniques, asked):
+    with pytest.raises(UnsupportedError, match=f"{asked} rounds further than a trace \\(check_trace\\) allows"):
         open_trace(Config.from_dict({"check_trace": "some.trace", "techniques": techniques}))
-    with pytest.raises(UnsupportedError, match=f"{request}: verify compares steps in full precision"):
+    with pytest.raises(UnsupportedError, match=f"{asked}: verify compares steps in full precision"):
         verify(SIZES["debug"], Layout(dp_shard=1), techniques=techniques)
 
 
-@pytest.mark.parametrize(("techniques", "wish"), WISHES)
-def test_a_run_builds_what_its_config_says(techniques, request):
+@pytest.mark.parametrize(("techniques", "asked"), WISHES)
+def test_a_run_builds_what_its_config_says(techniques, asked):
     config = Config.from_dict(
         {"techniques": techniques, "seed": 7, "optimizer": {"overrides": [{"pattern": "bias", "lr_scale": 0.5}]}}
     )
@@ -59,15 +59,15 @@ def test_a_run_builds_what_its_config_says(techniques, request):
         config.techniques.stochastic_rounding,
     )
     assert built.optimizer.seed == 7 and [group["lr"] for group in built.optimizer.param_groups] == [3e-3, 1.5e-3]
-    assert ("moments in 4bit" in built.note) == ("4bit" in request) and ("stochastic rounding" in built.note) != (
-        "4bit" in request
+    assert ("moments in 4bit" in built.note) == ("4bit" in asked) and ("stochastic rounding" in built.note) != (
+        "4bit" in asked
     )
 
 
 def test_only_cpu_offload_true_needs_sharded_parameters():
     of = {
-        request: plan(SIZES["debug"], Layout(dp_shard=1), techniques=Techniques(cpu_offload=request))
-        for request in (False, True, "optimizer")
+        asked: plan(SIZES["debug"], Layout(dp_shard=1), techniques=Techniques(cpu_offload=asked))
+        for asked in (False, True, "optimizer")
     }
     assert [made.data.technique for made in of.values()] == ["none", "fully_shard", "none"]
     assert [made.data.cpu_offload for made in of.values()] == [False, True, False]

@@ -137,18 +137,12 @@ def _assemble(
     experts = _expert_plan(facts, layout, tensor, said)
     reshard = requested.reshard_after_forward
     assert reshard != "auto"  # resolved above
-    optimizer = OptimizerPlan(
-        requested.optimizer_state,
-        requested.stochastic_rounding,
-        requested.cpu_offload == "optimizer",
-        requested.optimizer,
-    )
+    optimizer = _optimizer_plan(requested)
     shards = shares_of(layout, technique).shards
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, requested)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
     mode = requested.activation_checkpointing
-    checkpointed = checkpointed_modules(facts, requested)
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
@@ -160,7 +154,7 @@ def _assemble(
         precision=precision,
         frozen=tuple(p.name for p in facts.parameters if not p.trainable),
         activation_checkpointing=mode,
-        checkpointed=checkpointed,
+        checkpointed=checkpointed_modules(facts, requested),
         checkpoint_keep=keep,
         checkpoint_keep_every=requested.checkpoint_keep_every if keep else 1,
         activation_memory_budget=requested.activation_memory_budget if mode == "memory_budget" else None,
@@ -182,6 +176,11 @@ def _assemble(
     )
     made = replace(made, collectives=_collectives(facts, made))
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
+
+
+def _optimizer_plan(requested: Techniques) -> OptimizerPlan:
+    in_host_memory = requested.cpu_offload == "optimizer"
+    return OptimizerPlan(requested.optimizer_state, requested.stochastic_rounding, in_host_memory, requested.optimizer)
 
 
 def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -159,3 +160,29 @@ def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str
             )
         parts.append(FusedPart(int(size), int(groups)))
     return replace(cut, parts=tuple(parts))
+
+
+def labels_of(groups: list[list[int]], size: int) -> list[int | None]:
+    """Return the number of each column's group; None for columns in no group."""
+    labels: list[int | None] = [None] * size
+    for number, group in enumerate(groups):
+        for column in group:
+            labels[column] = number
+    return labels
+
+
+def parts_of(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] | None:
+    """Return the parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares.
+
+    None where it is no such sequence.
+    """
+    parts: list[FusedPart] = []
+    start = 0
+    while start < len(labels):
+        width = next((i for i, label in enumerate(labels[start:]) if label != 0), len(labels) - start)
+        part = [number for number in range(groups) for _ in range(width)]
+        if not width or list(labels[start : start + len(part)]) != part:
+            return None
+        parts.append(FusedPart(len(part), groups))
+        start += len(part)
+    return tuple(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from meshwright.core.parts import FusedPart
 from .adapters import Adapted
 from .latent import follow_from
 from .probe import Influence, Probe, Reach
-from .region import Cut, Region
+from .region import Cut, Region, labels_of, parts_of
 
 SAMPLED = 8
 """Features of a layer that are asked for their role."""
@@ -135,7 +135,7 @@ def _region(
     rows = _all_rows(reach, joint, fine) if len(fine) > len(joint) and _nested(joint, fine) else None
     if rows is None:
         fine, rows = joint, _all_rows(reach, joint, joint)
-    columns = _parts(_labels(fine, size), len(fine))
+    columns = parts_of(labels_of(fine, size), len(fine))
     if rows is None or len(fine) < 2 or columns is None:
         return None
     cuts = [Cut(f"{consumer}.weight", 0 if probe.linears[consumer] else 1, columns)]
@@ -213,14 +213,6 @@ def _components(influences: list[Tensor]) -> list[list[int]]:
     return sorted(members.values())
 
 
-def _labels(groups: list[list[int]], size: int) -> list[int | None]:
-    labels: list[int | None] = [None] * size
-    for number, group in enumerate(groups):
-        for column in group:
-            labels[column] = number
-    return labels
-
-
 def _all_rows(
     reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]
 ) -> dict[str, tuple[FusedPart, ...]] | None:
@@ -240,30 +232,13 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
     while start < len(later):
         end = next((i for i in range(start, len(later)) if fine is not joint and later[i] != later[start]), len(later))
         groups = joint if later[start] else fine
-        labels = _labels(groups, size)
-        parts = _parts([labels[first[0]] if first else None for first in firsts[start:end]], len(groups))
+        labels = labels_of(groups, size)
+        parts = parts_of([labels[first[0]] if first else None for first in firsts[start:end]], len(groups))
         if parts is None:
             return None
         found += parts
         start = end
     return tuple(found)
-
-
-def _parts(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] | None:
-    """Return the parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares.
-
-    None where it is no such sequence.
-    """
-    parts: list[FusedPart] = []
-    start = 0
-    while start < len(labels):
-        width = next((i for i, label in enumerate(labels[start:]) if label != 0), len(labels) - start)
-        part = [number for number in range(groups) for _ in range(width)]
-        if not width or list(labels[start : start + len(part)]) != part:
-            return None
-        parts.append(FusedPart(len(part), groups))
-        start += len(part)
-    return tuple(parts)
 
 
 def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
@@ -358,11 +333,11 @@ def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut |
         reached: of each dim (slices, columns) bool.
     """
     for dim, places in enumerate(reached if len(columns) > 1 else ()):
-        of_column = _labels(columns, places.shape[1])
+        of_column = labels_of(columns, places.shape[1])
         groups = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
         if (
             all(len(found) == 1 for found in groups)
-            and (parts := _parts([*itertools.chain(*groups)], len(columns))) is not None
+            and (parts := parts_of([*itertools.chain(*groups)], len(columns))) is not None
         ):
             return Cut(name, dim, parts)
     return None
