@@ -55,7 +55,7 @@ OTHER_NAMES = {
     "pipeline": Axis.PP,
     "context_parallel": Axis.CP,
 }
-"""What other systems call our axes."""
+"""Other systems' names of our axes."""
 NEMO_NAMES = ("data_parallel", "tensor_parallel")
 
 

@@ -36,7 +36,7 @@ from .weights.weights import Weights, materialise
 
 @dataclass
 class Site:
-    """Where a plan is applied: what a technique may need besides model and plan."""
+    """The surroundings of a model: what a technique may need besides model and plan."""
 
     device_mesh: DeviceMesh | None
     facts: ModelFacts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a plan needs to know of the machines.
+    """Facts about the machines that a plan needs.
 
     Attributes:
         world: number of ranks.

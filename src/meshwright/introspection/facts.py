@@ -92,7 +92,7 @@ class ModelFacts:
     module: nn.Module | None = field(default=None, repr=False, compare=False)
     """The model itself, for what is only measured when it is asked for."""
     measurements: Measurements = field(default_factory=Measurements, repr=False, compare=False)
-    """What is found out by running small copies of the model."""
+    """Answers found by running small copies of the model."""
     applied: Mapping[type, Any] = field(default_factory=dict, repr=False, compare=False)
     """Plans by which the model is laid out already, by their types."""
 

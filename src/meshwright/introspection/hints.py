@@ -18,7 +18,7 @@ from meshwright.core.record import recall, remember
 
 @dataclass(frozen=True)
 class Hints:
-    """What a model's author knows of it. Patterns are paths of modules in which ``*`` stands for a part of a name.
+    """Facts from a model's author. Patterns are paths of modules in which ``*`` stands for a part of a name.
 
     Attributes:
         blocks: patterns of the repeated blocks, which are called in the order in which they are registered. Empty: the

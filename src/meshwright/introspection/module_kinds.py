@@ -91,7 +91,7 @@ def _of_config(module: nn.Module) -> object:
 
 
 def _of_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Of an embedding or head whose partner is named alone."""
+    """Return styles of an embedding or head whose tied partner alone is named."""
     found: dict[str, str] = {}
     for paths in tied_modules(model):
         if not any(path in plan for path in paths):

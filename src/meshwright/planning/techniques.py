@@ -1,4 +1,4 @@
-"""What to apply besides the mesh: the typed wishes about precision, memory and compilation."""
+"""Define what to apply besides the mesh: the typed requests about precision, memory and compilation."""
 
 from __future__ import annotations
 

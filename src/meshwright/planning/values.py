@@ -95,7 +95,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How ranks with different samples stay one model.
+    """The technique by which ranks with different samples stay one model.
 
     ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that
     keep torch's averaging). ``gathers_per_step``: parameters that stay gathered after a forward stay so through all

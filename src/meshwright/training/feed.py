@@ -211,7 +211,7 @@ def _streamed(
 
 
 def refuse_contradictions(config: Config) -> None:
-    """What the data section alone shows to be impossible, before any process group exists and anything is read.
+    """Refuse what the data section alone shows to be impossible, before anything is read.
 
     Raises:
         ConfigError, UnsupportedError: see ``parts_of``; or weights that cannot be shares.

@@ -184,7 +184,7 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def workers_are_up(self) -> None:
-        """From now on signals are the workers' to answer.
+        """Leave signals to the workers.
 
         Raises Stopped where one came while they were started again.
         """

@@ -106,7 +106,7 @@ def first_weights(config: Config) -> Weights | None:
 
 
 def where_weights_come_from(config: Config) -> str:
-    """In words."""
+    """Describe the source of the weights."""
     if _has_checkpoint(config):
         return "of the run's checkpoint"
     return (

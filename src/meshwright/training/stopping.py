@@ -70,7 +70,7 @@ class StopRequest:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """In here a signal ends the process, as it would without us: nothing can be agreed before the ranks have met.
+        """Let a signal end the process, as it would without us: nothing can be agreed before the ranks have met.
 
         Raises:
             Interrupted: a signal came before, and no launcher watches the ranks: one of them may have died of it, and

@@ -198,7 +198,9 @@ class TraceCheck:
                 self._add(stage, name, error if n == self.r.plan.data_ranks else math.inf, floors.get(stage, {}))
 
     def _row_errors(self, mine: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each module over all rows, relative to its values, and how many ranks saw rows of it."""
+        """Return each module's error over all rows, relative to its values, and the number of ranks that saw rows of
+        it.
+        """
         off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
         words = torch.stack([off.nan_to_num(math.inf) * seen, size * seen, seen.double()]).nan_to_num(0.0)
         off, size, ranks = agree.total(words, [*self._groups, *self._stages])

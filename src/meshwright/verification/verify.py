@@ -188,7 +188,7 @@ def default_batches(model: Any, world: int) -> RandomBatches:
 def _compared(
     pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None
 ) -> Iterator[Comparison]:
-    """In each dtype one process several times (its sums in other orders), then the layout; random numbers once."""
+    """Compare one process, run several times (its sums in other orders), with the layout, in each dtype."""
     _check_rows(problems[0], shares_of(layout).data_ranks)
     _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
     known = _nature(pool, problems[0])

@@ -72,7 +72,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Scan:
-    """What the sources hold, and what was passed over."""
+    """The contents of the sources, and what was passed over."""
 
     files: tuple[SourceFile, ...]
     """Not empty; sources in the order given, files of one source sorted by name."""

@@ -23,7 +23,7 @@ Example = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """How records become documents."""
+    """The way in which records become documents."""
 
     name: str
     examples: Callable[[Record, str], list[Example]]

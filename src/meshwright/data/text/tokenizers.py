@@ -40,7 +40,7 @@ which one does.
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the corpus needs of a tokenizer; bring your own by having these five."""
+    """The five members that the corpus needs of a tokenizer; bring your own by having them."""
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +71,9 @@ class AligningTokenizer(Tokenizer, Protocol):
     """What conversations need besides: to know which text each id stands for."""
 
     def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each text its ids, and the last character (counted from 0) that each stands for; two 1-D arrays.
+        """Return for each text its ids, and the last character (counted from 0) that each id stands for.
+
+        Two 1-D arrays.
 
         ``special``: special tokens that are spelt out in the text become tokens.
         """

@@ -195,7 +195,7 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def _keep_gathered(model: nn.Module, plan: Plan) -> None:
-    """Until the last backward, what the plan does not free after a forward."""
+    """Keep gathered until the last backward what the plan does not free after a forward."""
     frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

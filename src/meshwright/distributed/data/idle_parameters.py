@@ -42,7 +42,7 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
 
 
 class _Usage:
-    """Which parameters had a gradient since they had none, on this rank.
+    """Parameters that got a gradient on this rank since they had none.
 
     Said to the others behind each backward that reduces.
     """

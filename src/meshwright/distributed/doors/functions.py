@@ -163,7 +163,7 @@ def averaging_plan(
 
 
 def _warn_of_routers(facts: ModelFacts) -> None:
-    """What a ParallelModel does for routers in a step is left to a loop of the user's own."""
+    """Warn that a loop of the user's own must do for routers what a ParallelModel does in a step."""
     configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
     wanted = [
         key

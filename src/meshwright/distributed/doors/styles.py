@@ -58,7 +58,7 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def placements(self, module: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, Placement]:
-        """Of the parameters that have one of these names, along these dims."""
+        """Return placements of the parameters with these names, cut along these dims."""
         return {
             name: placement_of_cut(dim, self._cut(module, name, dim, ranks), ranks)
             for name, dim in dims.items()

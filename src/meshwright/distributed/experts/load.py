@@ -19,7 +19,7 @@ from meshwright.models.moe import Router, is_recomputing
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Of one layer's experts, over all ranks.
+    """The load of one layer's experts, over all ranks.
 
     Attributes:
         path: of their module.
@@ -101,7 +101,7 @@ class ExpertLoad:
         return found
 
     def _take_sizes(self, groups: list[dist.ProcessGroup]) -> dict[str, float]:
-        """Of the logits of our own routers, by the path of their experts."""
+        """Return the size of our own routers' logits, by the path of their experts."""
         if not self._routers:
             return {}
         none = torch.zeros(2, dtype=torch.float64)

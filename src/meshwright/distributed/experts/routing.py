@@ -21,7 +21,7 @@ from meshwright.models.moe import Router
 
 
 def routers_of(models: Iterable[nn.Module]) -> list[Router]:
-    """In the order of the models' modules: alike on all ranks that have these modules."""
+    """List the routers in the order of the models' modules, alike on all ranks that have them."""
     return [module for model in models for module in model.modules() if isinstance(module, Router)]
 
 
@@ -81,7 +81,7 @@ class _Everywhere:
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
-    """In place, over the ranks of all groups."""
+    """Sum in place over the ranks of all groups."""
     for group in groups:
         dist.all_reduce(counts, group=group)
     return counts

@@ -78,7 +78,7 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, An
 
 
 def _begin(root: Any, shards: Sequence[Shard]) -> None:
-    """Before torch's own hook, behind which its streams do not wait for ours.
+    """Run before torch's own hook, behind which its streams do not wait for ours.
 
     What it sets up at a first forward is needed here.
     """

@@ -31,7 +31,7 @@ OWN = Largest()
 
 
 class Products(Protocol):
-    """Of one linear layer. ``x``: (..., in); ``gradient``: (..., out), of the output."""
+    """The products of one linear layer. ``x``: (..., in); ``gradient``: (..., out), of the output."""
 
     @property
     def parts(self) -> OperandParts:
@@ -63,7 +63,7 @@ class Products(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """In the operands' own dtype. ``transposed``: the weight is stored (in, out)."""
+    """Products in the operands' own dtype. ``transposed``: the weight is stored (in, out)."""
 
     transposed: bool
     parts = WHOLE
@@ -90,7 +90,7 @@ PLAIN, TRANSPOSED = Plain(transposed=False), Plain(transposed=True)
 
 @dataclass(frozen=True)
 class Float8:
-    """As torchao's Float8Linear does (arXiv 2209.05433).
+    """Products in float8, as torchao's Float8Linear computes them (arXiv 2209.05433).
 
     Each operand is rounded with the scale of what this rank has of it, or where ranks agreed on one, with that.
 

@@ -97,7 +97,7 @@ class MemoryAccount(TorchDispatchMode):
         self._since[held] += storage_of(tensor).nbytes()
 
     def _should_look(self) -> bool:
-        """From time to time, and where there may be more than ever.
+        """Tell whether to take stock: from time to time, and where more may be held than ever.
 
         Nobody looks behind an operator that computes nothing: what was taken from one owner is then on its way to
         another.
@@ -125,12 +125,12 @@ class MemoryAccount(TorchDispatchMode):
         self._seen, self._since = now, Counter()
 
     def now(self) -> Counter[MemoryUse]:
-        """By kind what is there."""
+        """Return the bytes held now, by kind."""
         self.look()
         return self._seen
 
     def take(self) -> Counter[MemoryUse]:
-        """By kind the most at a time since this was asked last."""
+        """Return the most bytes held at a time, by kind, since the last call."""
         self.look()
         most, self.most = self.most, Counter()
         return most

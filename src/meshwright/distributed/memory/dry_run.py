@@ -40,9 +40,9 @@ from .fake import DryRunError, FakeRanks, casting, imagining, same_random_number
 from .repeated_blocks import RepeatedBlocks
 
 KINDS = (MemoryUse.ACTIVATIONS, MemoryUse.LOGITS)
-"""What is foreseen; messages of parameters and gradients are not played."""
+"""Kinds of memory that are estimated; messages of parameters and gradients are not."""
 KEYS = ("tokens", "labels", "positions", "document_ids")
-"""What the data gives of every row."""
+"""Keys that the data gives of every row."""
 BEFORE_THE_CUT, BEHIND_THE_CUT = ("freeze", "float8"), ("fused_loss", "activation_checkpoint")
 """Techniques by their place around the tensor axis's: those that change what a forward keeps."""
 SELDOM = 1 << 30

@@ -99,7 +99,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class DryRunError(Exception):
-    """In words, why a model is not played."""
+    """A model cannot be dry-run; the text says why."""
 
 
 class _Patience(TorchDispatchMode):
@@ -152,7 +152,7 @@ def _here(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def casting(module: nn.Module, dtype: torch.dtype) -> None:
-    """As a sharded unit of mixed precision does: floating point arguments come in its dtype."""
+    """Cast floating point arguments, as a sharded unit of mixed precision does."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -22,7 +22,7 @@ class Storages(Generic[What]):
         self._followed: dict[int, tuple[StorageWeakRef, What]] = {}
 
     def follow(self, tensor: Tensor, what: What) -> None:
-        """From now on, or for something else than before."""
+        """Follow the tensor's storage for this purpose, in place of another."""
         storage = storage_of(tensor)
         self._followed[address_of(storage)] = StorageWeakRef(storage), what
 
@@ -66,7 +66,7 @@ def newly_made(given: set[int], made: Any) -> list[Tensor]:
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Of their storages; while one is there, nothing else has the same."""
+    """Return the addresses of storages; while a storage lives, no other has its address."""
     return {address_of(storage_of(tensor)) for tensor in tensors}
 
 
@@ -76,5 +76,5 @@ def stored(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Of a DTensor, the local one."""
+    """Return the storage of a tensor; of a DTensor, the local one's."""
     return local_part(tensor).untyped_storage()

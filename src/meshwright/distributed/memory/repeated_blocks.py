@@ -64,7 +64,7 @@ class RepeatedBlocks:
         block.forward = played
 
     def _enter(self, kind: Kind | None) -> None:
-        """From one block's entry to the next one's, what is held grows by what the first keeps."""
+        """Measure what a block keeps, from its entry to the next one's."""
         if self._entered is not None:
             entered, before = self._entered
             self._kept.setdefault(entered, self._account.now() - before)

@@ -12,7 +12,7 @@ INTERVAL = 2000
 
 @dataclass
 class LossScale:
-    """What the loss of a step is multiplied by, and the gradients divided by when they are whole.
+    """The factor on the loss of a step, by which whole gradients are divided.
 
     It is halved after a step whose gradients are not finite, and doubled after ``interval`` steps in a row whose are.
     Whether they are follows from a sum over all ranks, so it is the same on all. It is a power of two, so scaling
@@ -38,7 +38,7 @@ class LossScale:
             self.value, self.good_steps = min(self.value * 2, LARGEST), 0
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON values."""
+        """Return JSON values for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ ELEMENT_BY_ELEMENT = frozenset(
         optim.SGD,
     )
 )
-"""Of torch: an element's update depends on its own gradients alone, so a share is updated as the whole is."""
+"""torch's optimizers whose update of an element depends on its own gradients alone."""
 
 STEPS, ROWS, COLUMNS = 2, 4, 6
 LARGEST_ERROR = 0.05
@@ -80,7 +80,7 @@ def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placem
 
 
 def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
-    """Of the update of a cut parameter against that of a whole one, relative."""
+    """Return the relative error of a cut parameter's update against a whole one's."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
     values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]

@@ -25,7 +25,7 @@ from .torchao_adamw import TorchaoAdamW
 STATES = 2
 """Number of state tensors like the parameter that a portion allows for."""
 COUPLED = ("LBFGS",)
-"""Of torch's optimizers those that look at all parameters together."""
+"""torch's optimizers that look at all parameters together."""
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:

@@ -23,7 +23,7 @@ Part = Literal["entrance", "exit", "bystander"]
 
 @dataclass
 class StageIO:
-    """What goes through a stage in the forward that runs.
+    """The activations that enter and leave a stage in the present forward.
 
     Attributes:
         shape: (rows, seq) of the token ids.
@@ -119,6 +119,6 @@ def _bare(tensor: Tensor) -> Tensor:
 
 
 def _stand_in(like: Tensor, device: torch.device | None, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Of the shape of ``like`` (or another), without memory; no number, so that code which does read it shows."""
+    """Return a NaN of the shape of ``like`` (or another) without memory, so that code which reads it shows."""
     blank = torch.nan if like.is_floating_point() else 0
     return torch.full((1,), blank, dtype=like.dtype, device=device).expand(like.shape if shape is None else shape)

@@ -78,7 +78,7 @@ class Mail:
 
     @contextmanager
     def _losses(self, said: Callable[[], str]) -> Iterator[None]:
-        """What torch raises in here means that a rank was lost."""
+        """Turn what torch raises inside into the error that a rank was lost."""
         try:
             yield
         except RuntimeError as error:

@@ -46,7 +46,7 @@ from .ties import Ties
 
 @dataclass
 class StageActivations:
-    """What a forward leaves for its backward."""
+    """The tensors that a forward leaves for its backward."""
 
     entered: Tensor | None
     left: Tensor | None
@@ -292,7 +292,7 @@ class Pipeline:
         return rows, length, self.pipeline.width
 
     def _check(self, left: Tensor, stage: int, piece: Batch) -> None:
-        """What is sent is what the next stage has room for."""
+        """Check that the output is what the next stage has room for."""
         wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
         if tuple(left.shape) != wanted or left.dtype != dtype:
             raise UnsupportedError(
@@ -311,7 +311,7 @@ class Pipeline:
 
 
 def _gradient_of(kept: StageActivations) -> Tensor:
-    """Of what entered a stage; zeros where nothing before it is trained."""
+    """Return the gradient of a stage's input; zeros where nothing before the stage is trained."""
     assert kept.entered is not None
     return torch.zeros_like(kept.entered) if kept.entered.grad is None else kept.entered.grad
 

@@ -51,7 +51,7 @@ class Ties:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """What the step inside adds to the gradients is summed over both stages at its end."""
+        """Sum over both stages, at the end, what the step inside adds to shared gradients."""
         held = [p for pair in self.pairs for p in pair if p is not None and p.requires_grad]
         before = [p.grad for p in held]
         for parameter in held:

@@ -95,7 +95,7 @@ def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Te
 
 
 def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
-    """From now on a collective of these groups (and of the default one) fails after ``seconds``."""
+    """Let collectives of these groups (and of the default one) fail after ``seconds``."""
     for group in [dist.group.WORLD, *groups]:
         if group is not None:
             set_group_timeout(group, seconds)

@@ -14,7 +14,7 @@ class PendingCollective:
     """A collective that has begun on this rank and has not ended."""
 
     name: str
-    """As torch calls it: all_gather, reduce_scatter, all_reduce, …"""
+    """torch's name of the collective: all_gather, reduce_scatter, all_reduce, …"""
     group: str
     """The mesh axis, or "world"."""
     number: int

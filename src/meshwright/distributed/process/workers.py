@@ -234,7 +234,7 @@ def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> Work
 
 
 PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
-"""How long to wait for the troubles of other ranks, by the distance of the nearest cause that is known."""
+"""Seconds to wait for other ranks' troubles, by the distance of the nearest known cause."""
 
 
 def _distance(problem: WorkerDied | WorkerFailed) -> int:

@@ -33,7 +33,7 @@ Key = tuple[Any, ...]
 
 
 class Copies:
-    """How tensors go to host memory and back: on CUDA beside what is computed, else at once."""
+    """Copies to host memory and back: on CUDA beside the computation, else at once."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -55,7 +55,7 @@ class Copies:
         return back
 
     def mark(self) -> torch.cuda.Event | None:
-        """Behind all copies that were begun so far."""
+        """Record an event behind all copies begun so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -64,7 +64,7 @@ class Copies:
 
     @staticmethod
     def wait(event: torch.cuda.Event | None) -> None:
-        """What is computed from now on sees the copies before ``event``, and is free to write over what they read."""
+        """Let later computation see the copies before ``event``, and overwrite their sources."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -106,7 +106,7 @@ class BlockForward:
     is_here: bool = True
 
     def keep(self, tensor: Tensor) -> Key:
-        """Of the tensor's slot; the same tensor has one slot."""
+        """Copy the tensor to its slot and return the slot's key; the same tensor has one slot."""
         version = version_of(tensor)
         key = (
             address_of(storage_of(tensor)),
@@ -155,7 +155,7 @@ class BlockForward:
 
 
 class HostActivations:
-    """Of one model, or one part of it; its blocks are numbered in the order of their forwards."""
+    """The host memory of one model part; its blocks are numbered in the order of their forwards."""
 
     def __init__(self) -> None:
         self._copies = Copies()

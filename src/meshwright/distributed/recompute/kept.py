@@ -78,7 +78,7 @@ class SavedResult:
 
 
 class Results:
-    """Of one forward of a region, until its recomputation has taken them.
+    """The saved results of one forward of a region, until its recomputation has taken them.
 
     Results are known by what made them and its arguments' shapes, and by which of those calls it was. They are not
     copied: but before somebody writes into one, it is.
@@ -138,14 +138,14 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
     def _key(self, name: Any, args: tuple) -> tuple:
-        """Of a call: what, with which shapes, and the how-manieth of those."""
+        """Key of a call: operator, shapes, and occurrence number."""
         key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors_in(args)))
         self._calls[key] += 1
         return (*key, self._calls[key])
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done inside is no part of the region's forward."""
+        """Leave what is done inside out of the region's forward."""
         self._aside = True
         try:
             yield
@@ -203,7 +203,7 @@ class HandingBack(_Mode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its storage, where nothing else lies while it is there."""
+    """Return the address of a tensor's storage."""
     return address_of(storage_of(tensor))
 
 

@@ -8,7 +8,7 @@ from meshwright.core.errors import ConfigError, nearest
 
 
 class ActivationCheckpointing(StrEnum):
-    """What is recomputed in backward, or kept elsewhere; see ``planning.techniques`` for the keys of each."""
+    """The modes: what is recomputed in backward, or kept elsewhere."""
 
     NONE = "none"
     FULL = "full"

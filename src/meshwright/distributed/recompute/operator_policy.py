@@ -34,7 +34,7 @@ are as large as the sequence squared: they are kept by name only."""
 
 
 class OperatorPolicy:
-    """What is kept of a region's forward.
+    """The operators of a region's forward whose results are saved.
 
     Args:
         keep: words of ``planning.recompute.plan.KEPT``, names of operators, or "module:function".
@@ -75,7 +75,7 @@ class OperatorPolicy:
         return policy
 
     def _asked(self, context: Any, operator: Any, args: tuple, kwargs: dict[str, Any]) -> CheckpointPolicy:
-        """By the user's functions; the first that wants to save."""
+        """Ask the user's functions in turn; the first that wants to save decides."""
         for function in self._functions:
             said = function(context, operator, *args, **kwargs)
             if getattr(said, "name", "") in (

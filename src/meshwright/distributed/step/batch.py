@@ -14,7 +14,7 @@ from meshwright.introspection.signature import SPELLINGS, Signature
 
 Batch = Mapping[str, Tensor]
 Brought = Batch | Sequence[Batch] | Exception
-"""What a rank brings to a step: its batch, its microbatches, or why it has none."""
+"""A rank's contribution to a step: its batch, its microbatches, or why it has none."""
 
 
 def labels_of(batch: Batch) -> Tensor:

@@ -31,11 +31,11 @@ class DeferredGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are put off now."""
+        """Whether weight gradients are deferred now."""
         return self._open is not None
 
     def begin(self, microbatch: int) -> None:
-        """From now on they are."""
+        """Begin to defer weight gradients of a microbatch."""
         self._open = self.waiting.setdefault(microbatch, [])
 
     def end(self) -> None:
@@ -47,7 +47,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def do(self, microbatch: int) -> None:
-        """What was put off in the backward of a microbatch; as in any backward, nothing of it is recorded."""
+        """Compute the deferred gradients of a microbatch, without recording anything for autograd."""
         work = self.waiting.pop(microbatch, [])
         work.reverse()
         while work:  # what each keeps is freed as soon as it is done

@@ -15,7 +15,7 @@ from meshwright.planning.plan import Plan
 
 Batch = Mapping[str, Tensor]
 Inputs = Callable[[Batch], dict[str, Any]]
-"""From a batch to the arguments of the model's forward."""
+"""A function from a batch to the arguments of the model's forward."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ModelPart:
 
 
 class Runner(Protocol):
-    """How the parts of a process compute together."""
+    """A runner of the parts of a process."""
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         """Return what this process finds of the sum of all losses, divided by ``weight``: 0-dim float64.

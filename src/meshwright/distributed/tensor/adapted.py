@@ -50,7 +50,7 @@ class GatheredInput:
         return make
 
     def whole(self, number: int, x: Tensor) -> Tensor:
-        """For the module of this number: what ``x`` (or what it stands in for) is a part of."""
+        """Return, for the module of this number, the whole of which ``x`` is a part."""
         x = self.runtime.behind(x)
         if self._taken is not x or number in self._served or self._whole is None:
             self._taken, self._whole = x, functions.gathered(x, self.runtime.sequence)

@@ -19,7 +19,7 @@ from .runtime import LossRequest, LossSite, Runtime, argument, local, with_argum
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
-    """Where activations begin to be cut along the sequence.
+    """Cut activations along the sequence at the first block.
 
     A hook, so that a recomputed forward is given the part and not the whole.
     """
@@ -39,7 +39,7 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
 
 
 def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
-    """Where activations end to be cut along the sequence, for models that count tokens behind their blocks, or whose
+    """Gather the sequence behind the last block, for models that count tokens there, or whose
     head is whole.
 
     Args:

@@ -113,7 +113,7 @@ class SharedInput:
         return make
 
     def output(self, number: int, x: Tensor) -> Tensor:
-        """That of the layer of this number, for the input ``x`` (or what it stands in for)."""
+        """Return the output of the layer of this number for the input ``x`` (or what ``x`` stands in for)."""
         x = self.input_of(x)
         if self._taken is not x or number not in self._outputs:
             self._taken, self._outputs = x, dict(enumerate(self.compute(x)))
@@ -135,7 +135,7 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the summands of a row-parallel layer are reduced.
+    """The reduction of a row-parallel layer's partial sums.
 
     Attributes:
         defers: give nothing now, and leave the summand to a later layer.

@@ -299,7 +299,7 @@ def _loss_of_parts(
 def _wholes(
     plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool
 ) -> list[Tensor]:
-    """Of what is whole, that of every rank; else put together from the parts of all.
+    """Return every rank's gradient of a whole parameter; else one put together from all parts.
 
     Copies add up, unless each is the sum already.
     """
@@ -323,5 +323,5 @@ def _loss_of(logits: Tensor) -> Tensor:
 
 
 def _labels(shape: Sequence[int]) -> Tensor:
-    """For logits of this (rows, seq, vocabulary), or (rows, classes) of a whole row: flat, spread over the last dim."""
+    """Return flat labels for logits (rows, seq, vocabulary) or (rows, classes), spread over the last dim."""
     return torch.arange(math.prod(shape[:-1])) * 7 % shape[-1]

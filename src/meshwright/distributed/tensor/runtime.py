@@ -45,7 +45,7 @@ class LossRequest:
 
 @dataclass
 class LossSite:
-    """Where a model's head is told what is wanted of it.
+    """The place where a model's head finds the request for a loss.
 
     Attributes:
         request: a loss, instead of logits.
@@ -56,7 +56,7 @@ class LossSite:
 
 @dataclass
 class Runtime(LossSite):
-    """What the wrapped modules of one model share.
+    """State that the wrapped modules of one model share.
 
     Attributes:
         sequence: how activations between the blocks lie.
@@ -124,7 +124,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 
 class _Local(torch.autograd.Function):
-    """As ``to_local``, at half of the time: its backward derives anew how the whole's gradient lies, which is known."""
+    """``to_local`` in half the time: how the whole's gradient lies is known, and not derived anew."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:

@@ -55,7 +55,7 @@ class Sequence:
             self.rows = rows
 
     def length(self, share: int) -> int:
-        """Of the whole sequence, from that of a rank's part."""
+        """Return the length of the whole sequence, from that of a rank's part."""
         return share * self.group.size - self.filled
 
     def own_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -89,14 +89,14 @@ class Sequence:
         return self.overlap if self.cut and not self.filled and x.dim() == 3 else None
 
     def whole_and_products(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """As ``whole``, and its product with each matrix (features, others)."""
+        """Return ``whole``, and its product with each matrix (features, others)."""
         if (overlap := self._overlapping(x)) is not None:
             return overlap.gather_products(x, matrices)
         whole = self.whole(x)
         return whole, [whole @ matrix for matrix in matrices]
 
     def reduced_product(self, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """As ``reduced``, of the sum of products x @ matrix, each x with the whole sequence."""
+        """Return ``reduced`` of the sum of products x @ matrix, each x with the whole sequence."""
         x = factors[0][0]
         if (overlap := self._overlapping(x)) is not None:
             if len(factors) > 1:  # a sum of products is the product of what lies side by side

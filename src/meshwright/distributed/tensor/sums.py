@@ -38,7 +38,7 @@ class Sums:
 
 @contextmanager
 def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
-    """What the backwards inside add to gradients is summed over ``group`` at the end.
+    """Sum over ``group``, at the end, what the backwards inside add to gradients.
 
     What was there before is kept beside.
     """

@@ -109,7 +109,7 @@ def _buffers(found: dict[str, Tensor], facts: ModelFacts):
 
 
 def _float8(model: nn.Module, plan: Plan):
-    """Which products are in float8, and by which recipe; of a plan that says nothing of it nothing."""
+    """Yield differences between the plan's float8 products and the model's; none without such a plan."""
     if plan.float8 is None:
         return
     planned, request = set(plan.float8.modules), config_of(plan.float8)
@@ -126,7 +126,7 @@ def _float8(model: nn.Module, plan: Plan):
 
 
 def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):
-    """What an optimizer holds that it should not, or holds not or twice."""
+    """Yield parameters that an optimizer holds wrongly, twice, or not at all."""
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(found)}
     for key, (name, trained) in known.items():

@@ -39,7 +39,7 @@ KEEPS = {
 """Operators that treat each element by itself, beside those that torch tags so."""
 
 WHOLE_LISTS = ("norm", "max")
-"""Of the operators on lists of tensors, those that look at a tensor as a whole."""
+"""Operators on lists of tensors that look at a tensor as a whole."""
 
 
 class PartsTensor(DTensor):

@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the whole."""
+        """Slices of the whole that the piece is."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
 
 
@@ -140,7 +140,7 @@ def first_copies(tensor: Tensor) -> list[Piece]:
 
 
 def _runs(tensor: DTensor) -> list[list[LocalRange]]:
-    """Along each dim what is here, in the order in which it lies in memory.
+    """Return the local slices along each dim, in memory order.
 
     A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go
         outermost first.

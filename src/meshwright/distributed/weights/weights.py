@@ -73,7 +73,7 @@ def _tie(model: nn.Module, ties: dict[str, str]) -> None:
 
 
 def _initialised(model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False) -> set[str]:
-    """As the constructor does, where that is known; of other modules as their own initialiser does."""
+    """Initialise as the constructor does where that is known, else by the modules' own initialisers."""
     written = write_constructed(model, seed, draw_on, buffers_only=buffers_only)
     return written | initialise_by_modules(model, seed, written, buffers_only=buffers_only)
 

@@ -20,7 +20,7 @@ BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", 
 
 @dataclass(frozen=True)
 class View:
-    """How a tensor lies in a storage.
+    """The place of a tensor in a storage.
 
     Attributes:
         storage: its number in the recording.
@@ -97,7 +97,7 @@ class ConstructorSteps:
 
     @property
     def elements(self) -> int:
-        """Of all parameters and buffers, tied ones once."""
+        """Number of elements of all parameters and buffers, tied ones once."""
         return sum({view.storage: view.elements for view in self.tensors.values()}.values())
 
     def needed(self, storages: Collection[int], *, with_stream: bool) -> list[tuple[Step, bool]]:

@@ -23,12 +23,12 @@ from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
 ROWS = 4
-"""Of a batch."""
+"""Number of rows of a batch."""
 
 
 @dataclass
 class Play:
-    """What one batch gave: outputs by name (rows first), gradients of those parameters that have one, what modules
+    """The results of one batch: outputs by name (rows first), gradients of those parameters that have one, what modules
     took and gave.
     """
 
@@ -45,7 +45,7 @@ class Play:
 
 
 def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turned: Any = None) -> Play:
-    """Of a fresh copy of the model.
+    """Run a fresh copy of the model.
 
     Args:
         tokens: (rows, seq).

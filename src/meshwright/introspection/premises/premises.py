@@ -39,7 +39,7 @@ READS = 24
 GRADIENT = "the gradient of"
 """Begins where rows mix in a gradient alone."""
 FAR = 1_000_000
-"""How much further a counter of calls is set, to see a behaviour that begins late."""
+"""Calls by which counters are set ahead, to see a behaviour that begins late."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class WrittenState:
 
 @dataclass(frozen=True)
 class Premises:
-    """What was seen of a model. Names are global.
+    """Findings about a model's forward. Names are global.
 
     Attributes:
         mixes_rows: a row's logits or gradients depend on the other rows: the module where that begins, and its class;
@@ -236,8 +236,8 @@ def _begins(together: Play, halves: list[Play]) -> str:
 
 
 def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Play]:
-    """Of a model that decides by its data: few tokens, other weights, which route tokens otherwise, and every
-    condition the other way. What the code cannot take says nothing.
+    """Run a model that decides by its data otherwise: few tokens, other weights, which route tokens otherwise, and
+    every condition the other way. What the code cannot take says nothing.
     """
     if not together.decides:
         return

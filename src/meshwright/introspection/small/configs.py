@@ -169,7 +169,7 @@ def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
 
 
 def _fewer_experts(config: Any) -> dict[str, Any]:
-    """As many as let tokens choose, of as many groups as there are, at least two in each."""
+    """Return numbers of experts that let tokens choose: all groups, at least two experts in each."""
     top_k, groups = _get(config, TOP_K), _get(config, ("n_group",)) or 1
     if top_k is None:
         return {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.core.torch_private import forward_hooks
 
 CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
-"""What a function holds on to that is copied with the model."""
+"""Kinds of objects in closures that are copied with the model."""
 
 
 def copy_of(model: nn.Module) -> nn.Module:

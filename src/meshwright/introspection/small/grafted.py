@@ -59,7 +59,7 @@ def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Modul
 
 
 def _sizes(inner: nn.Module, small: nn.Module) -> dict[int, int]:
-    """Of a layer's weight: in the large model -> in the small one; nothing for whole models."""
+    """Map sizes of a layer's weight in the large model to those in the small one; empty for whole models."""
     large_weight, small_weight = inner._parameters.get("weight"), small._parameters.get("weight")
     if large_weight is None or small_weight is None:
         return {}

@@ -18,7 +18,7 @@ from meshwright.introspection.structure.region import shapes_of
 
 @dataclass(frozen=True)
 class BlockFlow:
-    """How blocks of one kind hand on what they are given.
+    """The way in which blocks of one kind hand on what they are given.
 
     Attributes:
         blocks: their paths.
@@ -98,7 +98,7 @@ def _ends(
 
 
 def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
-    """That of the model itself: the small one's, if its blocks are as large.
+    """Return the model's own width: the small one's, if its blocks are as large.
 
     Else by the key of its config that says the small one's.
     """

@@ -23,7 +23,7 @@ from .structure import Structure, forms, measure
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a model.
+    """The measured structure of a model.
 
     Attributes:
         structure: how it can be cut.

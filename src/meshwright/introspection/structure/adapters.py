@@ -45,7 +45,7 @@ class Adapted:
 
 
 def find_adapted(block: nn.Module, calls: dict[str, list[Call]], linears: dict[str, bool]) -> tuple[Adapted, ...]:
-    """Of a block, or of what lies outside the blocks.
+    """Find the adapters of a block, or of what lies outside the blocks.
 
     Args:
         calls: of the modules inside, by path.
@@ -108,7 +108,7 @@ def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> 
 
 
 def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
-    """In words: modules around a linear layer that give another thing than it gives, by what they have beside it, and
+    """Describe modules around a linear layer that give another thing than it gives, by what they have beside it, and
     are not adapted.
 
     Args:

@@ -90,7 +90,7 @@ def asked_for(stack: Stack, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | 
 
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
-    """By path, the modules inside repeated blocks that look like stacks; nothing is called."""
+    """Return, by path, the modules inside repeated blocks that look like stacks; nothing is called."""
     blocks = repeated_blocks(model)
     found: dict[str, Stack] = {}
     for raw, module in model.named_modules():
@@ -101,7 +101,7 @@ def find_stacks(model: nn.Module) -> dict[str, Stack]:
 
 
 def stack_paths(*models: nn.Module) -> set[str]:
-    """Of the stacks of some models. What modules inside of one see depends on who has which expert."""
+    """Return the paths of the stacks of some models."""
     return {path for model in models for path in find_stacks(model)}
 
 

@@ -32,12 +32,12 @@ class HeldOutputs:
 
     @property
     def pairs(self) -> int:
-        """Of rows."""
+        """Number of pairs of rows."""
         assert self.probe.call.entered is not None
         return len(self.probe.call.entered) // 2
 
     def push(self, path: str, *features: int, times: float = 1.0) -> None:
-        """Until the next are pushed: the first feature in the first pair of rows (alone: in all rows), and so on."""
+        """Push features: the first in the first pair of rows (alone: in all rows), and so on, until the next push."""
         self._pushed = (path, features if len(features) > 1 else features * self.pairs, times)
 
     def keeps_pairs_apart(self, path: str) -> bool:

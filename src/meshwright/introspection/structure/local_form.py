@@ -60,7 +60,7 @@ class LocalArgument:
 
 @dataclass(frozen=True)
 class LocalForm:
-    """How a region runs on one of several ranks.
+    """The form in which a region runs on one of several ranks.
 
     Attributes:
         hidden: the container's arguments that its producers take, where they take them as they are and nothing else

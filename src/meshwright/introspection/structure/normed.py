@@ -38,7 +38,7 @@ def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None
 
 
 def _acts_by_token(probe: Probe, path: str) -> bool:
-    """Whether, in training mode, some of the tokens alone give what they gave among all."""
+    """Tell whether, in training mode, some of the tokens alone give what they gave among all."""
     call = probe.calls[path][0]
     assert call.entered is not None and call.left is not None
     half = call.entered.shape[1] // 2

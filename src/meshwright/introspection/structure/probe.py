@@ -28,7 +28,7 @@ MOST_EFFORT = 4e8
 
 @dataclass
 class Reach:
-    """Which input features of a consumer each output feature of a producer moves.
+    """The input features of a consumer that each output feature of a producer moves.
 
     Attributes:
         places: (features of the producer, features of the consumer) bool.
@@ -40,7 +40,7 @@ class Reach:
 
 
 Influence = dict[tuple[str, str], Reach]
-"""By (producer, consumer)."""
+"""Reach by (producer, consumer)."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Probe:
 
     @property
     def hidden(self) -> int | str:
-        """Which argument of the block is the residual stream.
+        """Argument of the block that is the residual stream.
 
         Raises:
             UnsupportedError: it is given none.
@@ -145,8 +145,8 @@ class Probe:
         return result
 
     def _orientation(self, path: str, calls: list[Call]) -> bool | None:
-        """Of a module that is y = x Wᵀ + b (False) or y = x W + b (True) on the last dim, called once with all
-        tokens; else None.
+        """Tell a module that is y = x Wᵀ + b (False) from one that is y = x W + b (True) on the last dim, called once
+        with all tokens; else None.
         """
         module = self.module(path)
         weight = module._parameters.get("weight")
@@ -182,8 +182,8 @@ class Probe:
         return output[0] if isinstance(output, (tuple, list)) else output
 
     def influence(self, producers: list[str], held: list[str]) -> Influence:
-        """Of each output feature of ``producers`` on the inputs of ``held``, all of whose outputs are kept at their
-        recorded values.
+        """Measure the influence of each output feature of ``producers`` on the inputs of ``held``, whose outputs are
+        kept at recorded values.
         """
         if self.wide is not None:
             return self.wide.influence(producers, held)
@@ -199,7 +199,7 @@ class Probe:
         return found
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
-        """Along each dim of a parameter or buffer of the block, of its slices on the inputs of ``held``.
+        """Measure the influence of a tensor's slices, along each dim, on the inputs of ``held``.
 
         The producer is called ``name``.
 

@@ -18,7 +18,7 @@ from .adapters import Adapted
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor falls into groups.
+    """The way in which a tensor falls into groups.
 
     Attributes:
         name: parameter or buffer, by its path within the block.
@@ -103,7 +103,7 @@ class Region:
 
 
 def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
-    """Of its parameters and buffers."""
+    """Return the shapes of a block's parameters and buffers."""
     return {name: tensor.shape for name, tensor in (*block.named_parameters(), *block.named_buffers())}
 
 

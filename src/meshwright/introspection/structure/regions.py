@@ -60,7 +60,7 @@ def _producers(influence: Influence, consumer: str) -> list[str]:
 
 
 def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | None:
-    """Once more with norms held that run over all features of a producer: they hide its groups."""
+    """Look again with norms held that run over all features of a producer: they hide its groups."""
     norms = [path for path in probe.calls if _spans(probe, path, producers)]
     if not norms:
         return None
@@ -74,7 +74,7 @@ def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | N
 
 
 def _with_latent(probe: Probe, influence: Influence, producers: list[str], consumer: str) -> Region | None:
-    """Once more with the layers before producers held whole, where these take the block's input and reach no other
+    """Look again with the layers before producers held whole, where these take the block's input and reach no other
     layers.
     """
     latent = tuple(dict.fromkeys(path for path, other in influence if other in producers))
@@ -250,7 +250,7 @@ def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
 
 
 def _cuts_of_producer(probe: Probe, path: str, parts: tuple[FusedPart, ...]) -> Iterator[Cut]:
-    """Of the tensors of a producer, whose output features come in ``parts``."""
+    """Yield the cuts of a producer's tensors, whose output features come in ``parts``."""
     for name, tensor in probe.module(path)._parameters.items():
         if tensor is not None:
             yield Cut(f"{path}.{name}", 1 if probe.linears.get(path) and tensor.dim() == 2 else 0, parts)
@@ -327,7 +327,7 @@ def _other_tensors(
 
 
 def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut | None:
-    """Along the first dim whose slices belong to single groups in order.
+    """Return a cut along the first dim whose slices belong to single groups in order.
 
     Args:
         reached: of each dim (slices, columns) bool.

@@ -97,7 +97,7 @@ class RouterLogits:
         self._found, self._is_on = [], True
 
     def take(self) -> list[Tensor]:
-        """By layer."""
+        """Return the logits of each layer's router."""
         found, self._found, self._is_on = self._found, [], False
         return found
 

@@ -56,7 +56,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class Structure:
-    """How a model can be cut. Paths are those of the model.
+    """The structure by which a model can be cut. Paths are those of the model.
 
     Attributes:
         blocks: paths of all, in forward order.
@@ -188,7 +188,7 @@ def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
 
 
 def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
-    """Whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
+    """Tell whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
     held = {region.consumer: probe.output_of(region.consumer) for region in regions}
 
     def push(hidden: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Peers:
         heartbeat.watch = self._watch
 
     def begin_steps(self, limit_sec: float) -> None:
-        """From now on this is the limit."""
+        """Set the limit."""
         self.limit_sec, self.limit = limit_sec, "step_timeout_sec"
 
     def _watch(self) -> None:

@@ -38,7 +38,7 @@ def name_of(record: Record) -> str:
 
 
 def process_state(record: Record) -> str:
-    """Of a rank on this host: "gone", "stopped" or "runs"; "" for a rank elsewhere."""
+    """Return the state of a rank on this host: "gone", "stopped" or "runs"; "" for a rank elsewhere."""
     import psutil
 
     if record.host != socket.gethostname():

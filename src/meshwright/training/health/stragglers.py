@@ -49,7 +49,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank tells the others: its steps by number."""
+    """The report of a rank to the others: its steps by number."""
 
     host: str
     cycles: Mapping[int, Cycle]
@@ -65,7 +65,7 @@ class OwnTime:
 
 
 def own_times(said: Sequence[Said]) -> list[OwnTime]:
-    """Of each rank, over the steps that all of them tell; empty where there is none."""
+    """Return each rank's time over the steps that all of them report; empty where there is none."""
     steps = sorted(set.intersection(*(set(one.cycles) for one in said))) if said else []
     if not steps:
         return []

@@ -25,7 +25,7 @@ NOTHING: Mapping[MemoryUse, int] = {}
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """How a rank's step is cut.
+    """The cut of a rank's step into microbatches.
 
     Attributes:
         rows: of a microbatch.

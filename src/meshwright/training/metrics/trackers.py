@@ -12,7 +12,7 @@ from .metrics import MetricsWriter
 
 
 class Tracker(Protocol):
-    """What keeps the figures of a run. One rank has trackers; a step is a number of finished optimizer steps."""
+    """A tracker of the figures of a run. One rank has trackers; a step is a number of finished optimizer steps."""
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Keep the figures of a step; steps rise between two calls of ``resumed``."""
@@ -51,12 +51,12 @@ class Trackers:
             tracker.log(step, values)
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """As ``log`` raises."""
+        """Raise as ``log`` does."""
         for tracker in self._trackers:
             tracker.event(name, values, step)
 
     def resumed(self, step: int) -> None:
-        """As ``log`` raises."""
+        """Raise as ``log`` does."""
         for tracker in self._trackers:
             tracker.resumed(step)
 

@@ -77,7 +77,7 @@ class WeightsAndBiases:
         self._keep()
         files = Path(run_folder) / "wandb" / "offline-run-*"
         self.place = f"wandb  (wandb sync --id {self._id} {files})" if mode == "offline" else str(self._run.url)
-        """Where the figures are, for people."""
+        """Return the place of the figures, for people."""
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         if step > self._furthest:
@@ -103,7 +103,7 @@ class WeightsAndBiases:
         self._run = None
 
     def _keep(self) -> None:
-        """Before the step is sent: after a crash W&B may lack a step, but is never given one twice."""
+        """Note the step before it is sent: after a crash W&B may lack a step, but is never given one twice."""
         temporary = self._path.with_name(NAME + ".new")
         temporary.write_text(json.dumps({"id": self._id, "furthest": self._furthest}))
         os.replace(temporary, self._path)

@@ -21,7 +21,7 @@ from .folder import RunFolder
 
 @dataclass
 class Position:
-    """How far a run is. A checkpoint keeps it beside the tensors, with the loader's state (samples consumed)."""
+    """The progress of a run. A checkpoint keeps it beside the tensors, with the loader's state (samples consumed)."""
 
     step: int = 0
     """Finished optimizer steps."""

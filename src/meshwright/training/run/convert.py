@@ -51,7 +51,7 @@ class Counterpart:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What came of it."""
+    """The result of a conversion."""
 
     folder: Path
     checkpoint: Path
@@ -60,7 +60,7 @@ class ExportedModel:
 
 
 def of_hugging_face(folder: Path, config: Config) -> Counterpart:
-    """Of a run whose model is one of transformers already.
+    """Convert a run whose model is one of transformers already.
 
     Raises:
         ConfigError: its model is our decoder.

@@ -15,7 +15,7 @@ from meshwright.core.files import replace_text
 from meshwright.training.config import Config
 
 FOLDER = "slurm"
-"""What lies in a run's folder for Slurm: script, logs, and which job made the run."""
+"""The files in a run's folder for Slurm: script, logs, and which job made the run."""
 
 
 def job_number() -> str:

@@ -77,7 +77,7 @@ class StepReport:
 
 
 class Progress(Protocol):
-    """What the loop talks to. ``with`` closes it, also on an exception, which gives the terminal back as it was."""
+    """The loop's output. ``with`` closes it, also on an exception, which gives the terminal back as it was."""
 
     def start(self, header_lines: Sequence[str]) -> None:
         """Show the header: a title, then lines of the form ``"label: text"``."""
@@ -105,7 +105,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """For ranks that show nothing: the whole interface, without effect, so that callers need no ``if rank == 0``."""
+    """The whole interface without effect, for ranks that show nothing: callers need no ``if rank == 0``."""
 
     def start(self, header_lines: Sequence[str]) -> None:
         """Nothing."""

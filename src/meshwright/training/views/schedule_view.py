@@ -35,7 +35,7 @@ def keep_times(model: ParallelModel, folder: Path) -> None:
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
-    """By name, or from a CSV file, which says ranks and microbatches itself.
+    """Find a schedule by name, or in a CSV file, which states ranks and microbatches itself.
 
     Raises:
         ConfigError: an unknown name, or numbers that it cannot do.
@@ -56,7 +56,7 @@ def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) 
 
 
 def drawn(schedule: PipelineSchedule) -> tuple[str, str]:
-    """As text, and as SVG: forward, input and weight gradient last equally long, messages take no time."""
+    """Draw a schedule as text and SVG; forward, input and weight gradient take equally long, messages no time."""
     timeline = simulate(schedule)
     title = (
         f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches: bubble"
@@ -66,7 +66,7 @@ def drawn(schedule: PipelineSchedule) -> tuple[str, str]:
 
 
 def drawn_run(folder: Path) -> tuple[str, str]:
-    """As text and as SVG, a run's last step as it was.
+    """Draw a run's last step as text and SVG.
 
     Raises:
         ConfigError: the run had no pipeline, or has not ended yet.
@@ -98,7 +98,7 @@ def _measured(said: dict[str, Any]) -> tuple[str, list[list[Span]]]:
 
 
 def _means(spans: list[tuple[Action, float, float]]) -> str:
-    """Of each kind of work, how long one took."""
+    """Return the time that one piece of each kind of work took."""
     by_work: dict[str, list[float]] = {}
     for action, begin, end in spans:
         by_work.setdefault(str(action.work), []).append(end - begin)

@@ -46,7 +46,7 @@ class Validated:
         return sum(self.sums.values()) / max(1, sum(self.tokens.values()))
 
     def figures(self) -> dict[str, float]:
-        """For the metrics; each source's own where there are several."""
+        """Return the validation figures; each source's own where there are several."""
         own = {f"validation_loss/{name}": self.sums[name] / max(1, self.tokens[name]) for name in self.sums}
         return {"validation_loss": self.loss, **(own if len(own) > 1 else {})}
 
@@ -81,7 +81,7 @@ class Teller:
         self.progress.say(text)
 
     def header(self) -> None:
-        """What the run is made of."""
+        """Print what the run is made of."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
         axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]

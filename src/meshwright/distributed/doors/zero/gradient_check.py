@@ -31,7 +31,7 @@ class GradientCheck:
         model.register_forward_hook(self._begin)
 
     def _begin(self, model: nn.Module, inputs: tuple, output: Any) -> None:
-        """Behind FSDP2's own hooks, so that its gradients are reduced when the check comes."""
+        """Register the check behind FSDP2's own hooks, so that it sees reduced gradients."""
         self._waits = False
         if not torch.is_grad_enabled():
             return

@@ -243,7 +243,7 @@ def _check(plan: Plan, options: ZeroOptions) -> None:
 
 
 def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
-    """What torch lets be said of each unit."""
+    """Set the options that torch takes for each unit."""
     stacks = {unit.name for unit in plan.units if unit.experts}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and clean(name) not in stacks and not options.average_in_collective:
