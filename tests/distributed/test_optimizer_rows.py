@@ -9,6 +9,7 @@ from support.states import DEEP, train
 
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
+from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.training.optim.build import make_optimizer
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
@@ -33,6 +34,21 @@ def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
 @pytest.mark.parametrize("layout", [SHARDS, BOTH], ids=str)
 def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
     assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
+
+
+def _stepped(layout: Layout, word: str) -> str:
+    """The form in which a step of the optimizer that ``train`` builds runs on a layout."""
+    model = parallelize(DEEP, layout, techniques={"optimizer": word}, seed=3)
+    built = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer)
+    train(model, built.optimizer, range(1))
+    return built.implementation
+
+
+@pytest.mark.parametrize("layout", [SHARDS, Layout(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize("word", [word for word, row in KINDS.items() if not row.whole_matrices])
+def test_the_kernel_that_is_chosen_steps_sharded_parameters(spmd, layout, word):
+    fused = "fused" in KINDS[word].kernels
+    assert all((form == "fused") == fused for form in spmd(layout.world, _stepped, layout, word))
 
 
 def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_dist
 from .step import own_loss
 from .tensor.rehearsal import prove
 from .weights.weights import Weights
+
+Result = TypeVar("Result")
 
 
 def parallelize(
@@ -90,7 +92,7 @@ def parallelize(
         mesh = known_mesh(mesh)
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
-            plan = agree.decided_once(lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
+            plan = _once(mesh, lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
         refuse_absent(plan)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
@@ -102,7 +104,7 @@ def parallelize(
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
         refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
-    agree.decided_once(partial(_prove, facts, plan, with_own_loss=loss_fn is None))
+    _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
     _refuse_other_mesh(plan, mesh)
     if loss_fn is not None:
         own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device))
@@ -112,6 +114,12 @@ def parallelize(
     if audit:
         made.audit()
     return made
+
+
+def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
+    """Decide on one rank for all, where the mesh has every rank of the world; others may not be here."""
+    is_world = mesh is not None and mesh.mesh.numel() == dist.get_world_size()
+    return agree.decided_once(decide) if is_world else decide()
 
 
 def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> None:

@@ -45,7 +45,7 @@ from .model_source import (
     shape_of,
     where_weights_come_from,
 )
-from .optim.build import FULL, BuiltOptimizer, make_optimizer
+from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
@@ -165,10 +165,11 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
 
 
 def build_optimizer(
-    config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan = FULL
+    config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan | None = None
 ) -> BuiltOptimizer:
-    """Make the optimizer of a config over a model's parameters."""
+    """Make the optimizer of a config over a model's parameters; without a plan, in full precision."""
     o, named = config.optimizer, list(named_parameters)
+    plan = plan or OptimizerPlan(kind=config.techniques.optimizer)
     overrides = []
     for row in o.overrides:
         options: dict[str, Any] = {"lr_scale": row.lr_scale}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -83,12 +84,9 @@ def make_optimizer(
         made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, lr=lr, **options)
         return BuiltOptimizer(made, "torchao", _torchaos(plan))
     kind = getattr(torch.optim, row.title)
-    if not row.has_kernels:
-        return BuiltOptimizer(
-            kind(kept, lr=lr, **options), "plain", f"{row.title}, one parameter at a time (torch has no fused kernel)"
-        )
     implementation, note = _choose(row, [p for group in kept for p in group["params"]])
-    flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    takes = inspect.signature(kind).parameters
+    flags = {kernel: implementation == kernel for kernel in ("fused", "foreach") if kernel in takes}
     return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)
 
 
@@ -156,9 +154,11 @@ def _choose(row: OptimizerKind, params: Sequence[nn.Parameter]) -> tuple[Impleme
     devices = sorted({p.device.type for p in params})
     odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
     no_fused = [d for d in devices if d not in devices_with_fused()]
+    if "fused" not in row.kernels:
+        no_fused = [f"{row.title} on sharded parameters"]
     if not no_fused and not odd_dtypes:
         return "fused", f"{row.title}, fused"
     why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
-    if all(d in devices_with_foreach() for d in devices):
+    if "foreach" in row.kernels and all(d in devices_with_foreach() for d in devices):
         return "foreach", f"{row.title}, foreach ({why})"
     return "plain", f"{row.title}, one parameter at a time ({why}, nor a foreach one)"
