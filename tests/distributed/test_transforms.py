@@ -218,7 +218,7 @@ def test_a_users_own_come_where_they_say(names, pairs):
         assert [name for name in found if name in BUILT_IN] == [name for name in BUILT_IN if name in names]
 
 
-def test_requested_that_contradict_each_other_are_refused():
+def test_requests_that_contradict_each_other_are_refused():
     registered("impossible", after=["ddp"], before=["compile"])
     assert in_order(["impossible", "ddp"]) == ["ddp", "impossible"], "what is not there is in nobody's way"
     with pytest.raises(

@@ -196,7 +196,7 @@ def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, ex
         ),
     ],
 )
-def test_requested_that_do_not_fit_are_refused(requested, words):
+def test_requests_that_do_not_fit_are_refused(requested, words):
     with pytest.raises(ConfigError) as found:
         plan(DEBUG, PP2, techniques=requested)
     assert words in str(found.value)

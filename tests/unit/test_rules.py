@@ -752,7 +752,7 @@ def test_all_that_is_wrong_is_said_at_once():
         ({"data_parallel": "fsdp"}, 'data_parallel = "fsdp" is text; expected one of "auto", "ddp", "fully_shard"'),
     ],
 )
-def test_requested_that_cannot_be_read_are_refused(techniques, words):
+def test_requests_that_cannot_be_read_are_refused(techniques, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         attempt(DEBUG, FSDP2, techniques)
 
