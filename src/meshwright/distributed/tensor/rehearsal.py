@@ -47,7 +47,8 @@ class Board:
     def __init__(self, size: int):
         self.size = size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_SEC)
-        self.laid: list[Tensor] = [torch.empty(0)] * size
+        self.laid = [[torch.empty(0)] * size for _ in range(2)]
+        self.messages = [0] * size
         self.turn = threading.Lock()
 
     def meet(self) -> None:
@@ -60,11 +61,11 @@ class Board:
 
     def all(self, rank: int, x: Tensor, read: Callable[[Tensor], Tensor] = lambda laid: laid) -> Tensor:
         """Return (ranks, ...): what ``read`` gives of the tensor of every rank, copied."""
-        self.laid[rank] = x
-        self.meet()
-        found = torch.stack([read(laid) for laid in self.laid])
-        self.meet()  # until then nobody may write into what it laid down
-        return found
+        laid = self.laid[self.messages[rank] % 2]
+        self.messages[rank] += 1
+        laid[rank] = x.clone()  # whoever laid it down may write into it before others read it
+        self.meet()  # two messages on, all have read: a rank meets again only behind its reading
+        return torch.stack([read(tensor) for tensor in laid])
 
 
 class Thread:

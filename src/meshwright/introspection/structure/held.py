@@ -29,6 +29,8 @@ class HeldOutputs:
         self._pushed: tuple[str, tuple[int, ...], float] | None = None
         self._seen: dict[str, Tensor] = {}
         self._least: dict[str, Tensor] = {}
+        self.watched: set[str] | None = None
+        """Modules whose inputs are compared; None: all."""
 
     @property
     def pairs(self) -> int:
@@ -61,7 +63,7 @@ class HeldOutputs:
             if value.shape == rest.shape:
                 if (least := self._least.get(path)) is None:
                     least = self._least[path] = ROUNDING * rest.abs().flatten(0, -2).amax(0)
-                found[path] = self.probe._by_token(((value - rest).abs() <= least).logical_not_())  # NaN has moved
+                found[path] = self.probe._by_token((value.sub_(rest).abs_() <= least).logical_not_())  # NaN has moved
         return found
 
     def hook(self, path: str) -> Callable[..., Tensor]:
@@ -71,7 +73,7 @@ class HeldOutputs:
 
         def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
             entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if entered is not None:
+            if entered is not None and (self.watched is None or path in self.watched):
                 self._seen[path] = entered.clone()
             kept = recorded.clone()
             if self._pushed is not None and self._pushed[0] == path:

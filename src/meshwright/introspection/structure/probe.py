@@ -192,11 +192,18 @@ class Probe:
             at_once = state.pairs if producers and state.keeps_pairs_apart(producers[0]) else 1
             for producer in producers:
                 features = self.output_of(producer).shape[-1]
-                for start in range(0, features, at_once):
+                state.watched = self._behind(producer, held)
+                for start in range(0, features if state.watched else 0, at_once):
                     pushed = range(start, min(start + at_once, features))
                     state.push(producer, *pushed)
                     self._note(found, producer, features, pushed, state.moved())
         return found
+
+    def _behind(self, producer: str, held: list[str]) -> set[str]:
+        """Select the modules that a push may reach: linear layers that are called before the producer are not."""
+        plain = [path for path in self.calls if path in self.linears and path not in self.adapted]  # as they are called
+        before = plain[: plain.index(producer) + 1] if producer in plain else []
+        return {path for path in held if path not in before}
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
         """Measure the influence of a tensor's slices, along each dim, on the inputs of ``held``.
