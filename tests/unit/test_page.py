@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cli.main import main
@@ -258,6 +258,7 @@ def test_thinning_keeps_ends_and_extremes_in_order(values, most):
 @given(
     st.lists(st.floats(-1e300, 1e300) | st.floats(1e-300, 1.0), min_size=1, max_size=5), st.sampled_from(["", "bytes"])
 )
+@example([1.0000000000000002e-300, 1e-300], "")
 def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(values, unit):
     chart = Chart("t", [Curve("c", list(enumerate(values)))], str, unit=unit)
     axis = value_axis(chart)

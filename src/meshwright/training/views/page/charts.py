@@ -79,9 +79,8 @@ def value_axis(chart: Chart) -> ChartAxis:
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
     unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "bytes" and high > 1 else 1.0
-    return ChartAxis(
-        low, high, HEIGHT - BOTTOM, TOP, False, [tick * unit for tick in _nice(low / unit, high / unit, 5)]
-    )
+    ticks = [min(max(tick * unit, low), high) for tick in _nice(low / unit, high / unit, 5)]  # a product rounds
+    return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, False, ticks)
 
 
 def figure(chart: Chart, x: ChartAxis) -> str:
