@@ -1,4 +1,4 @@
-"""Build meshes, and apply the techniques that lay a model onto them.
+"""Build meshes, and lay a model onto them by one function per technique.
 
 These functions keep torch's averaging of gradients over data ranks, because their users bring mean losses;
 ``meshwright.parallelize`` sums a loss that is divided by the global token count already.

@@ -1,4 +1,4 @@
-"""Offer expert parallelism at KempnerForge's path."""
+"""Provide expert parallelism under KempnerForge's path (from ``functions`` and ``mesh``)."""
 
 from .doors.functions import apply_expert_parallel
 from .mesh import get_ep_mesh

@@ -1,4 +1,4 @@
-"""Build the device mesh, one axis per name, outermost first; and find its parts by name."""
+"""Build the device mesh, one axis per name, outermost first, sizes of 1 included, and return its parts by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Return the mesh of a resolved layout; all groups are made at once.
-
-    Needs a process group of ``layout.world`` ranks.
-    """
+    """Build the mesh of a resolved layout with all its groups; needs a process group of ``layout.world`` ranks."""
     shape = tuple(layout.size(axis) for axis in WORLD_AXES)
     made: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
     if layout.ep > 1:
@@ -31,14 +28,12 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def get_expert_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the same ranks as experts see them (pp, dp_replicate, efsdp, ep), of a mesh that was built for a layout
-    with ep > 1; else None.
-    """
+    """Return the same ranks' mesh for experts (pp, dp_replicate, efsdp, ep) of a layout with ep > 1; else None."""
     return getattr(device_mesh, "_meshwright_experts", None)
 
 
 def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
-    """Axis name to size; empty without a mesh."""
+    """Map axis names to sizes; empty without a mesh."""
     if device_mesh is None:
         return {}
     names = device_mesh.mesh_dim_names or ()
@@ -55,19 +50,18 @@ OTHER_NAMES = {
     "pipeline": Axis.PP,
     "context_parallel": Axis.CP,
 }
-"""Other systems' names of our axes."""
+"""Names of axes in other systems."""
 NEMO_NAMES = ("data_parallel", "tensor_parallel")
 
 
 def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> DeviceMesh:
-    """Return the mesh, when each of its axes is one of ours and there is a technique for those larger than 1.
+    """Return a mesh after a check that its axes are known, and that there is a technique for each larger than 1.
 
     Args:
-        understands: other names that are taken for ours: the result is then another mesh, of the same ranks under our
-            names.
+        understands: other names to translate: the result is another mesh, of the same ranks by meshwright's names.
 
     Raises:
-        ConfigError: an axis with another name, or without one; the text says ours.
+        ConfigError: an axis with another name, or without one; the text lists the legal ones.
         UnsupportedError: an axis without a technique in this version.
     """
     names = device_mesh.mesh_dim_names or ()
@@ -105,12 +99,12 @@ def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def can_merge_data(device_mesh: DeviceMesh) -> bool:
-    """Tell whether ``with_data_on`` can do it: the mesh has all ranks, and was not built for experts."""
+    """Tell whether ``with_data_on`` can change a mesh: it has all ranks, and was not built for experts."""
     return get_expert_mesh(device_mesh) is None and device_mesh.mesh.numel() == dist.get_world_size()
 
 
 def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
-    """Make a mesh of the same ranks with all data ranks on one of the data axes, and one on the other. Collective."""
+    """Make a mesh of the same ranks with all data ranks on one data axis, and one on the other (collective)."""
     sizes = axis_sizes(device_mesh)
     names, data = list(sizes), [each.value for each in SAMPLES if each.value in sizes]
     others = [name for name in names if name not in data]
@@ -122,13 +116,13 @@ def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
 
 
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
-    """Axis name to size, with ep where the mesh was built for it: of what a plan is made for."""
+    """Map axis names to sizes for a plan, with ep if the mesh was built for it."""
     experts = get_expert_mesh(device_mesh)
     return axis_sizes(device_mesh) | ({} if experts is None else {Axis.EP.value: experts[Axis.EP.value].size()})
 
 
 def sizes_of_stage(device_mesh: DeviceMesh | None) -> dict[str, int]:
-    """Axis name to size, without the pipeline's: of what a function does to the module of one stage."""
+    """Map axis names to sizes for functions on the module of one stage: without the pipeline's axis."""
     return {name: size for name, size in plan_sizes(device_mesh).items() if name != Axis.PP.value}
 
 
@@ -144,7 +138,7 @@ def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
 
 
 def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Return the data axes: 2-D (dp_replicate, dp_shard) where both are larger than 1, else the larger one.
+    """Return the data axes: 2-D (dp_replicate, dp_shard) if both are larger than 1, else the larger one.
 
     Raises:
         ValueError: neither dp_replicate nor dp_shard is larger than 1 (``has_dp_mesh`` asks first).
@@ -159,14 +153,12 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the axes over which dense parameters are sharded: dp_shard, flattened with cp where that is larger than
-    1; or None.
-    """
+    """Return the sharding axes of dense parameters, dp_shard flattened with cp, if larger than 1; else None."""
     return sharding_axis(device_mesh) if any(_is_large(device_mesh, axis) for axis in SHARDS) else None
 
 
 def sharding_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the same axis of whatever size; None where the mesh has none of that name."""
+    """Return the sharding axis of any size; None if the mesh has none of that name."""
     large = [axis.value for axis in SHARDS if _is_large(device_mesh, axis)]
     if len(large) > 1:
         return flattened(device_mesh[tuple(large)], "_".join(large))
@@ -182,10 +174,7 @@ def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
 
 
 def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
-    """Tell whether the mesh has the axis, larger than 1.
-
-    Raises ConfigError where another system's name stands in its place.
-    """
+    """Tell whether the mesh has the axis, larger than 1; raise ConfigError for another system's name in its place."""
     sizes = axis_sizes(device_mesh)
     other = next((name for name in sizes if OTHER_NAMES.get(name) == axis), None)
     if axis.value not in sizes and other is not None:
@@ -194,24 +183,22 @@ def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
 
 
 def get_tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the tensor-parallel axis, or None where the mesh has none larger than 1."""
+    """Return the tensor-parallel axis, or None if the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.TP)
 
 
 def get_pp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the pipeline axis, or None where the mesh has none larger than 1."""
+    """Return the pipeline axis, or None if the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.PP)
 
 
 def get_cp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the context-parallel axis, or None where the mesh has none larger than 1."""
+    """Return the context-parallel axis, or None if the mesh has none larger than 1."""
     return _one_axis(device_mesh, Axis.CP)
 
 
 def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the expert-parallel axis, or None where the mesh has none larger than 1 and was not built for a layout
-    with ep > 1.
-    """
+    """Return the expert-parallel axis, or None if the mesh has none larger than 1 and no layout with ep > 1."""
     experts = get_expert_mesh(device_mesh)
     return experts[Axis.EP.value] if experts is not None else _one_axis(device_mesh, Axis.EP)
 
@@ -222,19 +209,19 @@ def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
 
 
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
-    """Return number of pipeline stages; 1 without a pp axis."""
+    """Return the number of pipeline stages; 1 without a pp axis."""
     return axis_sizes(device_mesh).get(Axis.PP.value, 1)
 
 
 def groups_of(device_mesh: DeviceMesh | None, *axes: Axis) -> list[ProcessGroup]:
-    """Return the process groups of those axes that are larger than 1, in the order given."""
+    """List the process groups of those axes that are larger than 1, in the order given."""
     sizes = axis_sizes(device_mesh)
     large = [axis.value for axis in axes if sizes.get(axis.value, 1) > 1]
     return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
 
 
 def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
-    """Return the process groups, larger than 1, of ranks that hold other tokens of the batch, replicas first."""
+    """List the process groups, larger than 1, of ranks with other tokens of the batch, replicas first."""
     return groups_of(device_mesh, *BATCH)
 
 

@@ -1,4 +1,4 @@
-"""State THE order of techniques, once, as code."""
+"""Define the order in which techniques are applied, once and as code."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ from .weights.weights import Weights, materialise
 
 @dataclass
 class Site:
-    """The surroundings of a model: what a technique may need besides model and plan."""
+    """The surroundings of a plan's application: what a technique may need besides model and plan."""
 
     device_mesh: DeviceMesh | None
     facts: ModelFacts
     seed: int = 0
     draw_on: str | None = None
-    """Device type on which initial weights are drawn; None: where they will be."""
+    """Device type on which initial weights are drawn; None: that of the weights."""
     weights: Weights | None = None
-    """Where the weights of a model on meta come from, instead of its initialiser."""
+    """Source of the weights of a model on meta, instead of its initialiser."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Names of the techniques that are on a model, in the order in which they came."""
+    """The names of the techniques on a model, in the order of their application."""
 
     techniques: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One row of the order: its name, whether a plan asks for it, and how it is applied."""
+    """One row of the order: its name, whether a plan requests it, and how it is applied."""
 
     name: str
     wanted: Callable[[Plan, Site], bool]
     apply: Callable[[nn.Module, Plan, Site], nn.Module]
     shares: tuple[Axis, ...] = ()
-    """Axes over whose ranks one model is shared out: they must bring the same weights."""
+    """Axes whose ranks share one model: they must bring the same weights."""
 
 
 def _fully_shard(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
@@ -135,18 +135,18 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: replicated.apply(model, plan, _mesh(site)),
     ),
 )
-"""Freezing comes before sharding, which reads requires_grad.
+"""Freezing precedes sharding, which reads requires_grad.
 
-What cuts weights before recomputation, so that a recomputed forward is that of the parts; recomputation inside
-compilation inside sharding, so that a block's gathered parameters serve its recomputed forward too; weights after
-sharding, so that a rank makes only its share; DDP last, since it copies what it wraps.
+Techniques that cut weights precede recomputation, so that a recomputed forward runs on the parts; recomputation lies
+inside compilation inside sharding, so that a block's gathered parameters serve its recomputed forward too; weights
+follow sharding, so that a rank makes only its share; DDP is last, since it copies the module that it wraps.
 """
 
 NAMES = tuple(row.name for row in ORDER)
 
 
 def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> nn.Module:
-    """Apply what the plan asks for, in order, and record it on the model.
+    """Apply the techniques that the plan requests, in order, and record them on the model.
 
     Args:
         only: the techniques to apply now; the public one-technique functions name theirs.
@@ -167,10 +167,10 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
 
 
 def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...]) -> nn.Module:
-    """Apply some techniques to a model that each rank brings, as the public doors do.
+    """Apply some techniques to a model that each rank brings, for the public doors.
 
     Raises:
-        IntegrityError: ranks that are to share one model out, or to replicate it, bring different weights.
+        IntegrityError: ranks that are to shard or replicate one model bring different weights.
         ConfigError: see ``apply``.
     """
     shares = {axis for row in ORDER if row.name in only and row.wanted(plan, site) for axis in row.shares}
@@ -181,10 +181,7 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
 
 
 def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
-    """Return the parts that this process has, laid out.
-
-    A pipeline is cut first: every technique then sees a stage's part as it sees a model.
-    """
+    """Lay out this process's parts; a pipeline is cut first, so that techniques see a stage's part as a model."""
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if plan.pipeline is None:
@@ -197,7 +194,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
 
 
 def applied(model: nn.Module) -> tuple[str, ...]:
-    """Return names of the techniques that are on the model, in the order in which they came."""
+    """Return the names of the techniques on the model, in the order of their application."""
     return (recall(model, Applied) or Applied()).techniques
 
 

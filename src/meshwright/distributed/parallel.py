@@ -1,4 +1,4 @@
-"""Offer data parallelism, recomputation, float8 and their composition at KempnerForge's path."""
+"""Provide KempnerForge's path to data parallelism, recomputation, float8 and their composition."""
 
 from .doors.functions import (
     ActivationCheckpointing,

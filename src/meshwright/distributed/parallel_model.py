@@ -1,4 +1,4 @@
-"""Define ParallelModel: a model on a mesh, and the one step that every layout shares."""
+"""Run a model on a mesh: ``ParallelModel``, with the one step that every layout shares."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from .weights import audit, describe
 
 
 class ParallelModel:
-    """A model laid onto a mesh by a plan. Make it with ``parallelize``.
+    """A model laid onto a mesh by a plan, made by ``parallelize``.
 
     Attributes:
-        module: what is called (a DDP wrapper, or the model itself).
-        plan: what was applied.
-        facts: what the model was before.
+        module: the module to call (a DDP wrapper, or the model itself).
+        plan: the plan that was applied.
+        facts: facts about the model before the layout.
         mesh: the device mesh, None in one process.
-        skipped_steps: optimizer steps that were skipped so far.
-        loss_scale: what the loss is multiplied by while gradients are computed in float16; None in other dtypes.
+        skipped_steps: number of optimizer steps that were skipped so far.
+        loss_scale: factor of the loss while gradients are computed in float16; None in other dtypes.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class ParallelModel:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The local modules: one for each pipeline stage that is here."""
+        """The local modules: one for each of this rank's pipeline stages."""
         return [part.model for part in self._parts]
 
     @property
     def device(self) -> torch.device:
-        """Where the computation runs."""
+        """The device of the computation."""
         return torch.device("cuda", torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (global name, parameter) of this rank, tied ones once. Sharded parameters are DTensors.
+        """Yield (global name, parameter) of this rank, tied ones once; sharded parameters are DTensors.
 
-        What a pipeline's first and last stage share has one name; a rank that has both stages holds it twice, equal
-        to the last bit.
+        A parameter that a pipeline's first and last stage share has one name; a rank with both stages holds two
+        bitwise equal copies.
         """
         first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
         for model in self.parts:
@@ -119,14 +119,11 @@ class ParallelModel:
     def make_parameter_groups(
         self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> list[dict[str, Any]]:
-        """Optimizer groups: matrices decay, vectors do not, overrides by name. See ``parameter_groups``."""
+        """Group parameters for an optimizer: matrices decay, vectors do not, overrides win (``parameter_groups``)."""
         return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
 
     def learn_documents(self) -> None:
-        """Find out whether packed documents stay apart in a model that takes positions and no document_ids.
-
-        Collective: a small forward.
-        """
+        """Learn whether positions alone keep packed documents apart in this model (collective: a small forward)."""
         if self._signature.takes["document_ids"] is None and self._signature.takes["positions"] is not None:
             with self._evaluating():
                 apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
@@ -135,27 +132,23 @@ class ParallelModel:
     # --- the step
 
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
-        """No gradient communication inside until the last microbatch, unless ``sync_grad_accum``.
-
-        Restored also on an exception.
-        """
+        """Delay gradient communication to the last microbatch, unless ``sync_grad_accum``; restored on exceptions."""
         return accumulation.context(self.module, self.plan, is_last_microbatch)
 
     def forward_backward(self, batch: step_batch.Brought) -> StepLoss:
-        """Forward and backward of this rank's share of one optimizer step; gradients add up in ``.grad``.
+        """Run forward and backward of this rank's share of one optimizer step; gradients accumulate in ``.grad``.
 
         Args:
-            batch: one dict of (rows, seq) tensors, cut into microbatches here, or a list of microbatches. Keys:
-                tokens, labels (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1 weigh),
-                positions, document_ids, and arguments of the model. Where this rank could not read its batch: the
-                error, so that all ranks hear of it.
+            batch: one dict of (rows, seq) tensors, cut into microbatches by this call, or a list of microbatches.
+                Keys: tokens, labels (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1
+                weigh), positions, document_ids, and arguments of the model. If this rank could not read its batch:
+                the error, to be raised on all ranks.
 
         The loss is a sum over real tokens divided by their number in the whole step on all data ranks (with weights:
         by their sum), so accumulation over unequal microbatches and unequal ranks is exact.
 
         Raises:
-            ConfigError: the batch does not fit some rank, whose error is raised on every rank before any model code
-                runs.
+            ConfigError: some rank's batch does not fit; raised on every rank before any model code runs.
         """
         pieces, tokens, weight, routed = self._open_step(batch)
         for model in self.parts:
@@ -180,14 +173,14 @@ class ParallelModel:
         """Clip by the global norm, step the optimizer, clear the gradients.
 
         A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas
-        agree on the largest norm (what is not finite being larger than anything), so that no copy of a weight is
-        clipped or skipped by itself.
+        agree on the largest norm (any non-finite one counts as largest), so that no single copy of a weight is
+        clipped or skipped.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
 
         Raises:
-            ConfigError, UnsupportedError: the optimizer is none that the plan (``plan.optimizer``) can be done with.
+            ConfigError, UnsupportedError: the optimizer does not fit the plan (``plan.optimizer``).
         """
         parts = local_gradients(self._counted_once())
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
@@ -209,9 +202,10 @@ class ParallelModel:
         return StepResult(norm, skipped)
 
     def _open_step(self, batch: step_batch.Brought) -> tuple[list[step_batch.Batch], int, float, int]:
-        """Check on every rank, agree, and count the tokens of the whole step that have a loss, what these weigh, and
-        those that are no
-        padding: one small all-reduce per data axis."""
+        """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
+
+        One small all-reduce per data axis gives all ranks the counts of the whole step.
+        """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
         tokens, weight, routed = 0, 0.0, 0
@@ -246,14 +240,14 @@ class ParallelModel:
         return pieces, tokens, weight, routed
 
     def _suggested_rows(self, batch: Any) -> int:
-        """Per microbatch, where the user says nothing: all, but in a pipeline as many as keep its ranks busy."""
+        """Choose rows per microbatch by default: all, or in a pipeline the number that keeps its ranks busy."""
         tokens = batch.get("tokens") if isinstance(batch, dict) else None
         if self.plan.pipeline is None or not isinstance(tokens, Tensor) or not tokens.shape[:1].numel():
             return 0
         return self.plan.pipeline.rows_per_microbatch(len(tokens))
 
     def _counted_once(self) -> list[nn.Parameter]:
-        """Return the parameters without the copies that a pipeline's last stage has of the first's."""
+        """List the parameters without the last stage's copies of the first stage's in a pipeline."""
         copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
         return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
 
@@ -266,10 +260,7 @@ class ParallelModel:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients.
-
-        Afterwards every module is in the mode it was in, and nothing gathered goes stale.
-        """
+        """Evaluate without gradients; afterwards restore each module's mode, and free gathered parameters."""
         modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
         for part in self._parts:
             part.module.eval()
@@ -283,7 +274,7 @@ class ParallelModel:
                 fully_sharded.reshard(model)
 
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
-        """Return the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
+        """Compute the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
         pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
@@ -292,10 +283,7 @@ class ParallelModel:
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
     ) -> list[int]:
-        """Continue a prompt.
-
-        Every rank must call it with the same arguments, and gets the same ids. See ``generation``.
-        """
+        """Continue a prompt, on every rank with the same arguments, and return the same ids (see ``generation``)."""
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop}
         with self._evaluating():
             return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
@@ -304,44 +292,33 @@ class ParallelModel:
         return self._runner.logits({"tokens": window})[0, -1]
 
     def expert_load(self) -> list[LayerLoad]:
-        """Tell how the tokens of training spread over each layer's experts since the last call.
-
-        Empty without experts. Collective.
-        """
+        """Report the spread of training tokens over layers' experts, if any, since the last call (collective)."""
         return (
             self._expert_load.take(self._token_groups, self._pipeline_groups) if self._expert_load is not None else []
         )
 
     def action_times(self) -> tuple[int, list[tuple[Action, float, float]]] | None:
-        """Return what this rank did in the last step of a pipeline and when it began and ended (seconds since the
-        epoch), with its rank on that axis; None without a pipeline, and on the ranks that are not the first of their
-        stage.
+        """Return this rank on the pipeline axis, and its last step's actions with begin and end (epoch seconds).
+
+        None without a pipeline, and on ranks that are not the first of their stage.
         """
         if self.plan.pipeline is None or self.mesh is None or not is_first_of_stage(self.mesh):
             return None
         return get_pp_rank(self.mesh), self._runner.action_times()
 
     def copy_shared(self) -> None:
-        """Give what a pipeline's last stage shares with the first the first's values.
-
-        Collective over the pipeline axis.
-        """
+        """Copy a pipeline's shared parameters from the first stage to the last (collective over that axis)."""
         self._runner.copy_shared()
 
     def __str__(self) -> str:
-        """Return what IS on this rank, read off the model: placements, dtypes, bytes, what was applied where.
-
-        ``plan`` says what was wished.
-        """
+        """Describe this rank's model as it is, not as planned: placements, dtypes, bytes, applied techniques."""
         return describe.describe(self.parts, self.plan)
 
     def audit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Check that the model is what the plan says: written, placed, tied, frozen, and equal on replicas.
-
-        And that an optimizer, where one is given, holds exactly its trained parameters. Collective.
+        """Check the model against the plan, and a given optimizer for exactly the trained parameters (collective).
 
         Raises:
-            IntegrityError: it is not; the text names the parameters.
+            IntegrityError: a parameter, by name, that is not as planned, not written, or not equal on replicas.
         """
         parts = (
             self._parts if self.plan.pipeline is not None else [replace(part, plan=self.plan) for part in self._parts]

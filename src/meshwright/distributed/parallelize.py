@@ -123,7 +123,7 @@ def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
 
 
 def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> None:
-    """Rehearse what was only measured. One rank does so for all: the small copies of a model are alike.
+    """Rehearse plans that were only measured; one rank suffices, since a model's small copies are alike.
 
     Args:
         with_own_loss: the cross entropy of logits is the loss, so the model must have no other terms in its own.
@@ -144,7 +144,7 @@ def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | 
 
 
 def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
-    """Return a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
+    """Make a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
     if not dist.is_initialized():
         device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
         dist.init_process_group(

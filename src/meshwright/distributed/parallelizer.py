@@ -1,4 +1,4 @@
-"""Offer NeMo AutoModel's calls at their path."""
+"""Provide NeMo AutoModel's path and names for laying Hugging Face models onto a mesh (from ``doors``)."""
 
 from .doors.huggingface import (
     HAVE_NVFSDP,

@@ -1,4 +1,4 @@
-"""Offer pipeline parallelism at KempnerForge's path, for loops of one's own."""
+"""Provide pipeline parallelism for users' own loops under KempnerForge's path (from ``mesh`` and ``doors``)."""
 
 from .doors.stage_module import PipelineStageModule, build_stage_module, compute_layer_assignment
 from .doors.torch_schedules import build_pipeline_schedule, build_pipeline_stage

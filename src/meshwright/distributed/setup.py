@@ -1,4 +1,4 @@
-"""Bring process group and mesh up from torchrun's or Slurm's variables, and tear them down."""
+"""Create process group and mesh from torchrun's or Slurm's variables, and tear them down without hanging."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ DEFAULT_BACKEND = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True)
 class DistributedConfig(Layout):
-    """A layout, and how its processes talk. Times are seconds; ``backend`` is torch's device:backend list."""
+    """A layout, and how its processes communicate, in seconds; ``backend``: torch's device:backend list."""
 
     pp_schedule: str = "1f1b"
-    """``techniques.pipeline_schedule`` under another name: read by ``plan`` and ``parallelize`` where they are given
-    this config.
-    """
+    """Alias of ``techniques.pipeline_schedule``, read by ``plan`` and ``parallelize`` if they get this config."""
     nccl_timeout_sec: int = 1800
-    """Longest that a collective may take, of any back end, once all processes are connected."""
+    """Time limit of a collective, on any backend, once all processes are connected."""
     backend: str = DEFAULT_BACKEND
     startup_timeout_sec: int = 300
-    """Longest that processes may take to find each other."""
+    """Time limit for processes to find each other."""
 
     @property
     def requested_schedule(self) -> str:
@@ -52,14 +50,14 @@ class DistributedConfig(Layout):
 def init_distributed(
     config: DistributedConfig | Layout, seed: int = 42, *, store: dist.Store | None = None
 ) -> DeviceMesh | None:
-    """Bring up the process group and the mesh of ``config``; None (and no process group) when the world is one process.
+    """Create the process group and the mesh of ``config``; None (and no process group) for a world of one process.
 
     Works under torchrun (also after an elastic restart), under plain srun, and with a ``store`` that the caller
-    brings; a process group that exists already is used as it is. Seeds the random streams of torch, numpy and Python
-    from (seed, data rank); initial weights follow their own law and do not depend on them.
+    brings; an existing process group is used as it is. Seeds the random streams of torch, numpy and Python from
+    (seed, data rank); initial weights are drawn independently of them.
 
     Raises:
-        ConfigError: sizes that do not fit the world, or a back end that this build of torch lacks.
+        ConfigError: sizes that do not fit the world, or a backend that this build of torch lacks.
     """
     if not isinstance(config, DistributedConfig):
         config = DistributedConfig(**vars(config))
@@ -93,7 +91,7 @@ def init_distributed(
 
 
 def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None:
-    """Set how long a collective of any group of the mesh may take from now on."""
+    """Set the time limit of collectives of all groups of the mesh."""
     if device_mesh is None:
         return
     meshes = [mesh for mesh in (device_mesh, get_expert_mesh(device_mesh)) if mesh is not None]
@@ -102,10 +100,7 @@ def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None
 
 
 def destroy_distributed(*, patience_sec: float = 20.0) -> None:
-    """Tear the process group down, also after an exception; gives up waiting after ``patience_sec``.
-
-    Safe to call twice.
-    """
+    """Tear the process group down, also after an exception, in at most ``patience_sec``; safe to call twice."""
     if not dist.is_initialized():
         return
     worker = threading.Thread(target=_destroy, daemon=True)
@@ -127,9 +122,7 @@ def _destroy() -> None:
 
 
 def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
-    """Seed torch's, numpy's and Python's generators: other streams where ranks hold other samples, equal ones
-    elsewhere.
-    """
+    """Seed torch's, numpy's and Python's generators: different streams for different samples, else equal ones."""
     own = seed * 1_000_003 + data_position(device_mesh)[0]
     torch.manual_seed(own)
     numpy.random.seed(own % 2**32)
@@ -137,13 +130,12 @@ def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
 
 
 def choose_backend(request: str) -> tuple[str, str]:
-    """Return (backend string, device type) of this process.
+    """Choose this process's (backend string, device type).
 
-    Of the default list, what this build or machine lacks is dropped, and said; what the user asked for by name must
-    exist.
+    Backends of the default list that this build or machine lacks are dropped and logged; named ones must exist.
 
     Raises:
-        ConfigError: an explicit back end that torch does not have here, or a malformed list.
+        ConfigError: a named backend that this torch lacks on this machine, or a malformed list.
     """
     pairs = dict(_device_and_name(part.strip()) for part in request.split(","))
     available = {
@@ -178,7 +170,7 @@ def _device_and_name(part: str) -> tuple[str, str]:
 
 
 def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT, with keys of this restart only.
+    """Open the store at MASTER_ADDR:MASTER_PORT, with keys of this restart only.
 
     Without the prefix a restarted world reads the addresses of the dead one and never comes up.
     """
@@ -199,8 +191,6 @@ def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
 
 
 def _record_flight() -> None:
-    """Switch torch's flight recorder on (it keeps the last collectives for a post-mortem), unless the user decided
-    already.
-    """
+    """Enable torch's flight recorder (of the last collectives, for a post-mortem), unless the user has set it."""
     for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)

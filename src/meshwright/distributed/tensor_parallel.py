@@ -1,4 +1,4 @@
-"""Offer tensor parallelism at KempnerForge's path."""
+"""Provide tensor parallelism under KempnerForge's path (from ``functions`` and ``mesh``)."""
 
 from .doors.functions import apply_tensor_parallel
 from .mesh import get_tp_mesh

@@ -1,10 +1,7 @@
-"""Reach the private parts of torch.distributed: DTensor's, FSDP2's, process groups'; nothing else does.
+"""Reach private parts of torch.distributed (DTensor, FSDP2, process groups), which no other module touches.
 
-Each function names the public way that it waits for, or the torch that has another one.
-``tests/distributed/test_distributed_private.py`` exercises every one.
-
-Each function says which public way it waits for, or since when torch has another one.
-``tests/distributed/test_distributed_private.py`` exercises every one.
+Each function names the public way that it waits for, or the release of torch with another one. The tests in
+``tests/distributed/test_distributed_private.py`` exercise every one.
 """
 
 from __future__ import annotations
@@ -34,26 +31,24 @@ __all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "StridedShardOffsetMode",
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that a DTensor holds here, outside autograd; any other tensor itself.
+    """Return a DTensor's local tensor, outside autograd; any other tensor itself.
 
     Waits for: a public form. ``to_local`` records a node whose backward derives placements anew, and a subclass may
-        change it.
+    change it.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return mesh, placements and global shape as one value.
-
-    Waits for: a public constructor of DTensor that takes them.
-    """
+    """Return mesh, placements and global shape as one value. Waits for: a public constructor of DTensor from them."""
     return tensor._spec
 
 
 def forget_meshes() -> None:
-    """Empty torch's caches of DTensor operations: they hand out equal meshes of an old process group to tensors of
-    the next one, and keep
-    its threads. Waits for: ``destroy_process_group`` doing so."""
+    """Empty torch's caches of DTensor operations. Waits for: ``destroy_process_group`` doing so.
+
+    The caches pass an old process group's equal meshes to tensors of the next one, and keep its threads.
+    """
     for forget in (
         lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
         lambda: torch._C._clear_DTensor_sharding_propagator_cache(),  # type: ignore[attr-defined]
@@ -66,7 +61,7 @@ def forget_meshes() -> None:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Make one axis of a mesh's axes. Waits for: a public ``flatten``."""
+    """Flatten a mesh's axes into one. Waits for: a public ``flatten``."""
     return mesh._flatten(name)
 
 
@@ -74,7 +69,7 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Change after how long a group's collectives fail. Waits for: a public form."""
+    """Set the time limit of a group's collectives. Waits for: a public form."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -82,7 +77,7 @@ def map_memory(group: dist.ProcessGroup) -> None:
     """Let ranks read each other's GPU memory, for torch's fused operators. Waits for: a public symmetric memory.
 
     Raises:
-        ImportError, RuntimeError: they cannot.
+        ImportError, RuntimeError: the ranks cannot.
     """
     import torch.distributed._symmetric_memory as symmetric
 
@@ -90,20 +85,17 @@ def map_memory(group: dist.ProcessGroup) -> None:
 
 
 def knows_cpu(group: dist.ProcessGroup) -> bool:
-    """Ask whether a group has a back end for host memory. Waits for: a public list of a group's devices."""
+    """Tell whether a group has a backend for host memory. Waits for: a public list of a group's devices."""
     return "cpu" in {device.type for device in group._device_types}
 
 
 def group_of_recorder(name: str) -> dist.ProcessGroup | None:
-    """Find the group that the flight recorder calls by a name. Waits for: records that hold the ranks."""
+    """Find a group by its name in the flight recorder. Waits for: records that hold the ranks."""
     return next((group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name), None)
 
 
 def recorder_dumps() -> list[Callable[..., bytes]]:
-    """List the dump functions of the flight recorders in this build; none before torch.distributed was imported.
-
-    Waits for: public ones.
-    """
+    """List this build's flight recorder dumps; none before torch.distributed is imported. Waits for: public ones."""
     module = sys.modules.get("torch._C._distributed_c10d")
     found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
     return [dump for dump in found if dump is not None]
@@ -113,7 +105,7 @@ def recorder_dumps() -> list[Callable[..., bytes]]:
 
 
 def has_recorded_graph(wrapped: DistributedDataParallel) -> bool:
-    """Ask whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
+    """Tell whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
     return wrapped._static_graph_delay_allreduce_enqueued
 
 
@@ -125,25 +117,22 @@ def _state(module: Any) -> Any:
 
 
 def begin_forward(root: FSDPModule) -> None:
-    """Set up now what FSDP2 sets up at the first forward. Waits for: a public set-up."""
+    """Set up the state that FSDP2 creates at the first forward. Waits for: a public set-up."""
     _state(root)._lazy_init()
 
 
 def has_begun(root: FSDPModule) -> bool:
-    """Ask whether a forward has set up the state."""
+    """Tell whether a forward has set up the state."""
     return _state(root)._is_root is not None
 
 
 def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
-    """Start the root's backward where this tensor's gradient comes.
-
-    Waits for: outputs that FSDP2 does not look into, by a hook.
-    """
+    """Start the root's backward at this tensor's gradient. Waits for: hooks for outputs that FSDP2 cannot search."""
     _state(root)._register_pre_backward_hook(tensor)
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Do what FSDP2 does behind a last backward. Waits for: a public call that reduces what was postponed."""
+    """Run FSDP2's work after a last backward. Waits for: a public call that reduces postponed gradients."""
     _state(root)._root_post_backward_final_callback()
 
 
@@ -156,7 +145,7 @@ def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
 
 
 def groups_of_parameters(module: FSDPModule) -> list[Any]:
-    """List a module's own groups. torch keeps them under another name since 2.12. Waits for: a public list."""
+    """List a module's own groups, renamed in torch 2.12. Waits for: a public list."""
     state = _state(module)
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
 
@@ -168,12 +157,12 @@ def arriving(group: Any) -> Tensor | None:
 
 
 def has_partial_sums(group: Any) -> bool:
-    """Ask whether a group holds gradients that are reduced within a replica only."""
+    """Tell whether a group holds gradients that are reduced within a replica only."""
     return group._partial_reduce_output is not None
 
 
 def drop_partial_sums(group: Any) -> None:
-    """Drop them; torch >= 2.12 does so in ``reset_iter_state``."""
+    """Drop a group's gradients that are reduced within a replica only; torch >= 2.12: ``reset_iter_state``."""
     group._partial_reduce_output = None
 
 
@@ -181,12 +170,12 @@ def drop_partial_sums(group: Any) -> None:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the whole parameter that forward and backward compute with; None before the first gathering."""
+    """Return the whole parameter that forward and backward compute with; None before the first all-gather."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def layer_of(parameter: FSDPParam) -> tuple[nn.Module, str]:
-    """Return the module that has a parameter, and its name there."""
+    """Return the module that has a parameter, and its name in that module."""
     return parameter._module_info.module, parameter._module_info.param_name
 
 
@@ -196,20 +185,20 @@ def name_of(parameter: FSDPParam) -> str | None:
 
 
 def spec_of_gathered(parameter: FSDPParam) -> DTensorSpec | None:
-    """Return how the gathered parameter lies on axes that cut it too; None where none does."""
+    """Return the gathered parameter's layout on axes that cut it too; None if no axis does."""
     return parameter._unsharded_dtensor_spec
 
 
 def padded_shard(parameter: FSDPParam) -> Tensor:
-    """Return this rank's shard as it is gathered, filled up to the size of the other ranks'."""
+    """Return this rank's shard as it is gathered, padded to the size of the other ranks' shards."""
     return parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
 
 
 def gather_through(parameter: FSDPParam, extension: Any) -> None:
-    """Let an object answer what FSDP2 asks a parameter's shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
+    """Let an object serve FSDP2's hooks on a parameter's shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 
-    Waits for: extensions that are registered for a parameter. Today torch asks the shard itself, which would have to
-    be a subclass of Tensor at rest.
+    Waits for: extensions registered for a parameter. Today torch calls the shard itself, which would have to be a
+    subclass of Tensor at rest.
     """
     parameter.__class__ = _GatheredThrough
     parameter.__dict__["_meshwright_extension"] = extension
@@ -223,5 +212,5 @@ class _GatheredThrough(FSDPParam):
 
 
 def parameters_of(groups: list[Any]) -> Iterator[Any]:
-    """Yield FSDP2's own parameters of its groups."""
+    """Yield FSDP2's own parameters in some groups."""
     return (parameter for group in groups for parameter in group.fsdp_params)

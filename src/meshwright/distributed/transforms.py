@@ -1,6 +1,6 @@
-"""Apply a chain of registered model transforms from a config, built-in ones in THE order.
+"""Chain registered model transforms from config; built-in ones apply in the fixed order, in any order of config.
 
-Gradients are averaged over data ranks, as torch does: these transforms serve loops that bring mean losses.
+Gradients are averaged over data ranks, as in torch: these transforms serve loops that bring mean losses.
 """
 
 from .doors.builtin_transforms import (

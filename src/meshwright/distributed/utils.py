@@ -1,4 +1,4 @@
-"""Offer clipping and ranks at KempnerForge's path."""
+"""Provide clipping and ranks under KempnerForge's path (from ``grad_clip`` and ``world``)."""
 
 from .optimizer.grad_clip import clip_grad_norm_
 from .process.world import get_world_info, is_rank_zero

@@ -1,1 +1,1 @@
-"""Read facts off any ``nn.Module``, on meta or not, without changing it."""
+"""Read facts off any ``nn.Module``, on meta or not: parameters, ties, buffers, repeated blocks; change nothing."""

@@ -1,4 +1,4 @@
-"""Find a model's repeated blocks by its structure alone."""
+"""Find a model's repeated blocks from its structure alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return paths of the repeated blocks, in registration (= forward) order.
+    """List the paths of the repeated blocks, in registration (= forward) order.
 
     A block is a child of a ``ModuleList`` or ``ModuleDict`` (or of a ``Sequential`` whose children are all of one
-    class) that has parameters and submodules of its own; the outermost such containers count, so the experts inside a
-    block do not. A container
-    of containers only names what it holds: ``nn.ModuleDict(dict(wte=..., h=nn.ModuleList(...)))``.
-    Hints come first: blocks that they name are the blocks.
-    Blocks that share a parameter with the rest of the model, or appear twice, are left out: they cannot be units of
-    their own.
+    class) that has parameters and submodules of its own. The outermost such containers count, so the experts inside
+    a block do not. A container of containers only names its parts: ``nn.ModuleDict(dict(wte=..., h=...))``. If the
+    model's hints name blocks, those are the blocks. Blocks that share a parameter with the rest of the model, or
+    appear twice, are left out: they cannot be units of their own.
     """
     found: dict[str, nn.Module] = {}
     if (hints := hints_of(model)).blocks:
@@ -49,7 +47,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return paths of the outermost modules within the blocks that are called attention and have parameters."""
+    """List the outermost modules within the blocks that are called attention and have matrices, by path."""
     found: list[str] = []
     for raw, module in model.named_modules():
         path = clean(raw)

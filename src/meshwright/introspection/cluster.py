@@ -1,4 +1,4 @@
-"""Describe the cluster: number of ranks, ranks per node, kind of device."""
+"""Describe the cluster: number of ranks, ranks per node, device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """Facts about the machines that a plan needs.
+    """The facts about the machines that a plan needs.
 
     Attributes:
         world: number of ranks.
@@ -21,7 +21,7 @@ class Cluster:
 
 
 def local_device() -> str:
-    """ "cuda" where torch sees a GPU, else "cpu"."""
+    """Return "cuda" where torch sees a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

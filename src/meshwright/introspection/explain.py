@@ -1,4 +1,4 @@
-"""Print facts about a model."""
+"""Describe facts about a model as text for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .structure.structure import Structure, legal_degrees
 
 
 def describe_model(facts: ModelFacts) -> str:
-    """Parameters by name pattern, ties, blocks, attention, limits."""
+    """Describe parameters by name pattern, ties, blocks, attention and limits."""
     lines = [f"{facts.kind}: {facts.numel:,} parameters ({count_text(facts.numel)})"]
     limits = {"longest sequence": facts.max_seq_len, "vocabulary": facts.vocab_size}
     lines += [f"  {name}: {value:,}" for name, value in limits.items() if value]
@@ -32,7 +32,7 @@ def describe_model(facts: ModelFacts) -> str:
 
 
 def describe_structure(facts: ModelFacts) -> str:
-    """Roles of the weights and how they can be cut, measured on a small copy; or why that cannot be told."""
+    """Describe the weights' roles and cuts, measured on a small copy, or the reason why measuring them fails."""
     try:
         structure = facts.measurements.structure(1).structure
     except UnsupportedError as error:
@@ -41,11 +41,7 @@ def describe_structure(facts: ModelFacts) -> str:
 
 
 def _structure_text(structure: Structure, legal: list[int]) -> str:
-    """Roles, and how everything can be cut.
-
-    Args:
-        legal: sizes of the tensor axis that all regions can be shared out to.
-    """
+    """Describe roles and cuts; ``legal``: sizes of the tensor axis among which all regions can be sharded."""
     lines = [f"tensor parallelism: up to {legal[-1]} ranks (legal: {', '.join(map(str, legal))})"]
     for kind in structure.kinds:
         lines.append(f"  {pattern(kind.blocks[0])} ({len(kind.blocks)})")
@@ -83,7 +79,7 @@ def _region(region: Region) -> list[str]:
 
 
 def describe_premises(facts: ModelFacts) -> str:
-    """Return what a forward does besides giving each row's tokens their logits, and hooks; one line each."""
+    """Describe hooks, and effects of a forward besides giving each row's tokens their logits; one line each."""
     seen = facts.measurements.premises()
     if seen.unknown:
         return f"forward: could not be rehearsed ({seen.unknown})"

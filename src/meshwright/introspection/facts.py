@@ -1,4 +1,4 @@
-"""Define ModelFacts: what a model is made of, as a frozen value."""
+"""Collect the facts about a model in a frozen value, ``ModelFacts``."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class BufferFact:
 
 @dataclass(frozen=True)
 class RouterFact:
-    """A router of ours.
+    """A router of meshwright's own mixture of experts.
 
     ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
-    ``sums_batches``: over all ranks' microbatches."""
+    ``sums_batches``: over all ranks' microbatches.
+    """
 
     path: str
     experts: int
@@ -62,7 +63,7 @@ class RouterFact:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about one model. Names are global: free of wrapper prefixes.
+    """The facts about one model, with global names: free of wrapper prefixes.
 
     Attributes:
         kind: class name of the model, for people.
@@ -70,8 +71,8 @@ class ModelFacts:
         buffers: all buffers.
         blocks: paths of the repeated blocks that can be units of their own, in forward order.
         attentions: paths of the attention modules inside those blocks.
-        max_seq_len: longest sequence that the model takes, where it says so.
-        vocab_size: number of token ids that it takes, where it says so.
+        max_seq_len: longest sequence that the model takes, where its config states one.
+        vocab_size: number of token ids that the model takes, where its config states one.
         on_meta: whether the weights do not exist yet.
     """
 
@@ -83,18 +84,18 @@ class ModelFacts:
     max_seq_len: int | None = None
     vocab_size: int | None = None
     has_experts: bool = False
-    """Whether some module inside its blocks looks like a stack of experts."""
+    """Whether some module inside the model's blocks looks like a stack of experts."""
     routers: tuple[RouterFact, ...] = ()
-    """Those of our own mixtures of experts."""
+    """Routers of meshwright's own mixtures of experts."""
     asks_for_router_loss: bool = False
-    """Whether it is one of transformers whose config has its routers' loss in its own."""
+    """Whether the model is one of transformers whose config includes its routers' loss in its own loss."""
     on_meta: bool = False
     module: nn.Module | None = field(default=None, repr=False, compare=False)
-    """The model itself, for what is only measured when it is asked for."""
+    """The model itself, for measurements that run on request."""
     measurements: Measurements = field(default_factory=Measurements, repr=False, compare=False)
     """Answers found by running small copies of the model."""
     applied: Mapping[type, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Plans by which the model is laid out already, by their types."""
+    """Plans by which the model is laid out already, by type."""
 
     def applied_plan(self, kind: type[Value]) -> Value | None:
         """Return the plan of this type by which the model is laid out already."""
@@ -106,18 +107,18 @@ class ModelFacts:
 
     @property
     def balances_microbatches(self) -> bool:
-        """Whether a loss is about all tokens of a microbatch together."""
+        """Whether a loss depends on all tokens of a microbatch together."""
         return any(router.sums_batches for router in self.routers) or self.measurements.router_loss() is not None
 
     def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
-        """Parameters of a block, or (``unit`` = "") those outside every block."""
+        """Return the parameters of a block, or (``unit`` = "") those outside every block."""
         if unit:
             return tuple(p for p in self.parameters if is_within(p.name, unit))
         return tuple(p for p in self.parameters if not any(is_within(p.name, block) for block in self.blocks))
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """Read the facts off a module (meta preferred: then it costs nothing but the walk).
+    """Read the facts off a module (best on meta, where only the walk costs time).
 
     Raises:
         ConfigError: the model has no parameters.

@@ -1,6 +1,7 @@
-"""Describe a model that measurement cannot read: the few facts that its code does not show.
+"""Describe a model that measurement cannot read, by the few facts that its code does not show.
 
-Hints come first, measurement second, the model's own plan third; whichever came, a rehearsal proves the layout.
+Hints come first, measurement second, the model's own plan third; whichever supplies the plan, a rehearsal proves the
+layout.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from meshwright.core.record import recall, remember
 
 @dataclass(frozen=True)
 class Hints:
-    """Facts from a model's author. Patterns are paths of modules in which ``*`` stands for a part of a name.
+    """The facts about a model that its author gives; in patterns of module paths, ``*`` stands for a part of a name.
 
     Attributes:
-        blocks: patterns of the repeated blocks, which are called in the order in which they are registered. Empty: the
+        blocks: patterns of the repeated blocks, which are called in the order of their registration. Empty: the
             children of lists of modules.
-        residual: argument of a block that is the residual stream (rows, seq, features): its name or position, without
-            ``self``. None: the first floating point tensor of three dims.
+        residual: argument of a block that is the residual stream (rows, seq, features): its name or position,
+            without ``self``. None: the first floating point tensor of three dims.
         regions: pattern of a module -> its style of tensor parallelism, as in ``techniques.tensor_plan``, which
-            replaces
-            these. Empty: what measurement finds is cut.
-        whole: patterns of modules that every rank of the tensor axis keeps whole.
+            replaces these. Empty: the regions that measurement finds are cut.
+        whole: patterns of modules that stay whole on every rank of the tensor axis.
     """
 
     blocks: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def blocks_in(model: nn.Module, hints: Hints) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Hinted:
-    """A function that builds a model and gives its hints; it can be sent to other processes as the function can."""
+    """A function that builds a model and gives its hints; it pickles if the function does."""
 
     build: Callable[[], Any]
     hints: Hints

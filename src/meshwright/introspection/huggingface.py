@@ -1,8 +1,6 @@
-"""Read causal language models of transformers from a folder, a config.json or a config object.
+"""Read causal language models of transformers from a folder, a config.json or a config object; download nothing.
 
-Nothing is downloaded.
-
-Everything about such a model is learnt from its module and its config by facts; no family is known by name.
+All facts about such a model come from its module and its config; no family is known by name.
 """
 
 from __future__ import annotations
@@ -30,16 +28,14 @@ TRUST = "model.trust_remote_code"
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model by its config; called, it is built on the device of the context.
+    """A causal language model by its config; a call builds it on the device of the context.
 
     Attributes:
-        config: a ``PretrainedConfig``. Its ``dtype`` says how weights were stored, and is not what the model is built
-            in.
+        config: a ``PretrainedConfig``. Its ``dtype`` is that of the stored weights, not that of the model.
         dtype: name of the parameters' dtype.
         trust_remote_code: whether code that lies beside the config may run.
-        stored: what the config's file says, where there is one.
-        experts: how experts are computed, in the words of transformers; "": as it chooses. Its grouped kernels take
-            no float64.
+        stored: content of the config's file, where there is one.
+        experts: transformers' name for the experts' kernel; "": its default. Its grouped kernels take no float64.
     """
 
     config: Any
@@ -49,8 +45,9 @@ class CausalLM:
     stored: dict[str, Any] | None = field(default=None, compare=False)
 
     def __call__(self) -> nn.Module:
-        """Return the module, without a key-value cache: with one, transformers neither keeps packed documents apart
-        nor survives recomputation.
+        """Build the module, without a key-value cache.
+
+        With a cache, transformers neither keeps packed documents apart nor survives recomputation.
 
         Raises:
             ConfigError: transformers has no causal language model for the config, or its values do not fit together.
@@ -71,27 +68,26 @@ class CausalLM:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The config as JSON values, without what says nothing about the model: who wrote it, and how its weights are
-        stored.
+        """The config as JSON values, without keys that describe its file: its writer, and the weights' storage.
 
-        Of a file what it says itself: with the defaults of transformers it would be another after an update.
+        A config read from a file gives the file's own keys only: transformers' defaults change with its version.
         """
         said = self.stored or json.loads(self.config.to_json_string(use_diff=False))
         return {key: value for key, value in said.items() if key not in ABOUT_THE_FILE}
 
 
 def is_config(model: Any) -> bool:
-    """Tell whether it is a config object of transformers; does not import it."""
+    """Tell whether an object is a config of transformers, without importing transformers."""
     found = sys.modules.get("transformers")
     return found is not None and isinstance(model, found.PretrainedConfig)
 
 
 def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> CausalLM:
-    """Return the model of a folder with a config.json, or of such a file.
+    """Read the model of a folder with a config.json, or of such a file.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        ConfigError: nothing of that name lies on this machine, or it is no config that transformers knows.
+        ConfigError: no such folder or file is on this machine, or it is no config that transformers knows.
         UnsupportedError: the weights are quantized.
     """
     place = Path(path).expanduser()
@@ -141,7 +137,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_elsewhere(said: dict[str, Any], file: Path) -> None:
-    """Refuse a config that takes a part of itself, or code, from another place than the folder. Raises ConfigError."""
+    """Raise ConfigError for a config that takes a part of itself, or code, from elsewhere than its folder."""
     named = said.get("configuration_files")
     if named is not None:
         raise ConfigError(
@@ -163,7 +159,7 @@ def _refuse_elsewhere(said: dict[str, Any], file: Path) -> None:
 
 
 def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config, and of configs inside it, that say which code computes attention or experts."""
+    """Yield the keys of a config and its inner configs that select the code for attention or experts."""
     for key, value in said.items():
         if isinstance(value, dict):
             values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
@@ -200,7 +196,7 @@ def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bo
 
 
 def import_transformers(what: str = KEY) -> Any:
-    """Return the package. Raises MissingExtraError, saying ``what`` needs it."""
+    """Import transformers; raise MissingExtraError, which names ``what`` as in need of it, if it is not installed."""
     try:
         import transformers
     except ImportError as error:

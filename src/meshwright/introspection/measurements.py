@@ -1,4 +1,4 @@
-"""Find out about a model by running small copies of it, each question once."""
+"""Learn facts about a model by running small copies of it, each question once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Measurements:
-    """Answers about one model, and the plans that were proven on it.
+    """The answers about one model, and the plans that were proven on it.
 
     The model remembers this object, so every ModelFacts of the model has the same one.
 
@@ -46,12 +46,12 @@ class Measurements:
         return Measurements, ()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Tell whether the answers are about this model, as its hints are now."""
+        """Tell whether the answers are about this model under its current hints."""
         return self.model is model and self._hints == hints_of(model)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, as long as somebody holds it."""
+        """The model, as long as other code holds a reference to it."""
         return None if self._model is None else self._model()
 
     def structure(self, ranks: int) -> Measured:
@@ -74,20 +74,20 @@ class Measurements:
         return self._once(("structure", ranks), lambda: measured(model, Signature.of(model).takes, ranks))
 
     def stacks(self, ranks: int) -> tuple[Stack, ...]:
-        """List the stacks of experts, proven on a small copy to be what ``ranks`` can share out.
+        """List the stacks of experts, after a small copy has shown that ``ranks`` can share them out.
 
         Raises:
-            UnsupportedError: they cannot be shared out, or there are none.
+            UnsupportedError: the stacks cannot be shared out, or there are none.
         """
         model = self.model
         assert model is not None
         return self._once(("stacks", ranks), lambda: measure_stacks(model, Signature.of(model).takes, ranks))
 
     def router_loss(self) -> RouterLoss | None:
-        """Return the routers' loss that a model of transformers has in its own by its config; None where it has none.
+        """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.
 
         Raises:
-            UnsupportedError: it is another loss than the known one.
+            UnsupportedError: the loss differs from the known one.
         """
         model = self.model
         if model is None or not asks_for_router_loss(model):
@@ -95,9 +95,9 @@ class Measurements:
         return self._once("router loss", lambda: measure_router_loss(model, Signature.of(model).takes))
 
     def premises(self) -> Premises:
-        """See on a small copy what the forward does besides giving each row's tokens their logits.
+        """Observe on a small copy what the forward does besides giving each row's tokens their logits.
 
-        The premises of a model that was laid out in part are those from before.
+        For a model that was laid out in part, the premises measured before are returned.
         """
         model = self.model
         if model is None:
@@ -114,7 +114,7 @@ class Measurements:
 
 
 def measurements_of(model: nn.Module) -> Measurements:
-    """Return what is measured of the model, now or later; a copy of a model is measured anew."""
+    """Return the model's measurements, made on demand; a copy of a model is measured anew."""
     known = recall(model, Measurements)
     if known is None or not known.is_of(model):
         known = Measurements(model)
@@ -123,7 +123,7 @@ def measurements_of(model: nn.Module) -> Measurements:
 
 
 def stated(model: nn.Module, *keys: str) -> int | None:
-    """Return the first of these sizes that the model's config states."""
+    """Return the first of these keys' values that is a positive integer in the model's config."""
     config = getattr(model, "config", None)
     if callable(
         of_text := getattr(config, "get_text_config", None)

@@ -1,4 +1,4 @@
-"""Tell kinds of modules and tensors, and the tensor-parallel plan that a model of transformers brings along."""
+"""Tell kinds of modules and tensors, and read the tensor-parallel plan that a model of transformers brings along."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ModuleKind = Literal["linear layer", "embedding", "norm", "container", "paramete
 
 
 def module_kinds(model: nn.Module) -> dict[str, ModuleKind]:
-    """Path -> kind, of every module; parameters that are no weight or bias (stacked experts) by their own names."""
+    """Map paths of modules to kinds; parameters that are no weight or bias (stacked experts) have their own keys."""
     found: dict[str, ModuleKind] = {}
     for raw, module in model.named_modules():
         path = clean(raw)
@@ -40,7 +40,7 @@ def _kind(module: nn.Module) -> ModuleKind:
 
 
 def tied_modules(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return paths of modules that share their weight, together."""
+    """List groups of paths of modules that share their weight."""
     found: dict[int, list[str]] = {}
     for raw, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -56,17 +56,16 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 def config_at(module: nn.Module) -> Any:
-    """torchao's config of a module that was converted to float8; None of any other."""
+    """Return torchao's config of a module that was converted to float8; None for any other."""
     loaded = sys.modules.get("torchao.float8.float8_linear")
     return module.config if loaded is not None and isinstance(module, loaded.Float8Linear) else None
 
 
 def own_tensor_plan(model: nn.Module) -> dict[str, str]:
-    """Return what ``_tp_plan`` of the model and of its submodules and ``base_model_tp_plan`` of their configs say, by
-    names of ``model``.
+    """Collect the ``_tp_plan`` of a model and its submodules, and their configs' ``base_model_tp_plan``.
 
-    A plan serves several shapes of a family: patterns that name nothing here are left out. Of a tied weight, whose
-    plan names one module only, the other is there too.
+    Keys are names in ``model``. A plan serves several shapes of a family: patterns that match nothing in this model
+    are left out. Where a plan names only one module of a tied weight, the other is added.
     """
     found: dict[str, str] = {}
     for raw, module in model.named_modules():
@@ -91,7 +90,7 @@ def _of_config(module: nn.Module) -> object:
 
 
 def _of_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Return styles of an embedding or head whose tied partner alone is named."""
+    """Style each embedding or head whose partner alone the plan names."""
     found: dict[str, str] = {}
     for paths in tied_modules(model):
         if not any(path in plan for path in paths):

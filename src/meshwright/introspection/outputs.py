@@ -11,12 +11,12 @@ from meshwright.core.errors import UnsupportedError
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a forward's output: a tensor.
+    """Return the logits of a forward's output.
 
-    What is called ``logits``; or the one floating (rows, seq, vocabulary) of several values.
+    The logits are a tensor output itself, its ``logits``, or its only floating (rows, seq, vocabulary).
 
     Raises:
-        UnsupportedError: there are none, or several that could be; the text says what to return.
+        UnsupportedError: none or several values could be the logits; the text proposes what to return.
     """
     if isinstance(output, Tensor):
         return output

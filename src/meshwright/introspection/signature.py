@@ -1,4 +1,4 @@
-"""Read off a model's forward which inputs it takes."""
+"""Map the keys of a batch to the arguments of a model's forward."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SPELLINGS = {
     "document_ids": ("document_ids",),
 }
 SWITCHED_OFF = ("use_cache", "output_router_logits")
-"""Arguments by which models of transformers are asked for what a training forward has no use for: keys and values for
-generation, which take memory and make each compiled block a compilation of its own, since it writes to a place of its
-own; and the logits of routers with the loss that is made of them, of one rank's tokens only (``router_loss`` takes
-all ranks').
+"""Arguments that switch on outputs of transformers models which training does not use.
+
+Keys and values for generation take memory, and make each compiled block compile separately, since each writes to
+its own place. Routers' logits come with a loss over one rank's tokens only (``router_loss`` takes all ranks').
 """
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How a model wants its inputs: our batch key -> its argument name (None: it does not take that)."""
+    """A model's inputs: batch key -> the model's argument name (None: the model does not take that key)."""
 
     arguments: tuple[str, ...]
     takes: dict[str, str | None]
     positions_part_documents: bool = False
-    """Whether positions that begin again at 0 keep packed documents apart; see ``ParallelModel.learn_documents``."""
+    """Whether positions that restart at 0 keep packed documents apart; see ``ParallelModel.learn_documents``."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:
@@ -45,7 +45,7 @@ class Signature:
         return cls(names, takes)
 
     def inputs(self, batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
+        """Return the keyword arguments of the model's forward for a batch."""
         found: dict[str, Any] = {name: False for name in SWITCHED_OFF if name in self.arguments}
         for key, value in batch.items():
             if key in ("labels", "loss_mask"):
@@ -57,7 +57,7 @@ class Signature:
 
 
 def _of_config(model: nn.Module) -> list[str]:
-    """Return what a forward that takes any keyword reads from its config where it is not told."""
+    """List the switches that a forward with ``**kwargs`` reads from its config if they are not passed."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     config = getattr(model, "config", None)
     return [name for name in SWITCHED_OFF if takes_any and isinstance(getattr(config, name, None), bool)]

@@ -1,4 +1,4 @@
-"""Turn what a user hands over (a config, a module, a factory) into a module without weights."""
+"""Turn a config, a module or a factory into a module without allocating weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ class _BuiltBy:
 
 
 def builder_of(module: nn.Module) -> Callable[[], nn.Module] | None:
-    """Return the function, class or config that ``as_module`` built a module by.
-
-    None where somebody handed over the module.
-    """
+    """Return the function, class or config from which ``as_module`` built a module; None if it was passed in."""
     found = recall(module, _BuiltBy)
     return found.build if found is not None else None
 
@@ -38,12 +35,11 @@ def builder_of(module: nn.Module) -> Callable[[], nn.Module] | None:
 def as_module(
     model: DecoderConfig | nn.Module | Callable[[], nn.Module] | Any, seed: int = 0, hints: Hints | None = None
 ) -> nn.Module:
-    """Return the module itself; a config (ours, or one of transformers) or a factory is built on the meta device.
+    """Return the module itself, or build a config (meshwright's or transformers') or a factory on the meta device.
 
     Args:
-        seed: of the weights of a factory that decides by the numbers that it draws: no other is built with weights
-            here.
-        hints: given for the module.
+        seed: seeds the weights of a factory that branches on its random draws; only such a factory allocates weights.
+        hints: hints to give for the module.
 
     Raises:
         ConfigError: neither a module, a known config, nor a callable that returns a module.
@@ -71,7 +67,7 @@ def as_module(
 
 
 def _without_memory(build: Callable[[], Any], seed: int) -> Any:
-    """Call a factory on meta; with weights if it asks for values that it has only then."""
+    """Call a factory on meta; if it reads values, record it on fake tensors, or else build it with real weights."""
     try:
         with on_meta():
             return build()

@@ -1,7 +1,4 @@
-"""Reach the private parts of transformers; nothing else does.
-
-Each function names the public way that it waits for.
-"""
+"""Reach private parts of transformers, which no other module touches; functions name the public way they await."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ from typing import Any
 from torch import nn
 
 KERNEL_KEYS = "_implementation"
-"""Keys of a config that name a kernel end so: ``_attn_implementation``, ``experts_implementation``."""
+"""Suffix of a config's keys that name a kernel: ``_attn_implementation``, ``experts_implementation``."""
 ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of a config that say nothing of the model."""
+"""Keys of a config that do not describe the model."""
 
 
 def brings_initialiser(module: nn.Module) -> bool:
-    """Ask whether a module is a pretrained model, which can be built again from its config.
-
-    Waits for: a public base to ask for.
-    """
+    """Tell whether a module is a pretrained model that its config can rebuild. Waits for: a public base class."""
     kind = type(module)  # wrappers show the methods of what is inside as their own
     return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(
         module, "config"
@@ -29,18 +23,18 @@ def brings_initialiser(module: nn.Module) -> bool:
 
 
 def build_again(kind: Any, config: Any) -> nn.Module:
-    """Build a model of a class from its config, as its constructor does. Waits for: ``from_config`` of every class."""
+    """Build a model of a class from its config, as its constructor does. Waits for: a ``from_config`` of all."""
     return kind._from_config(copy.deepcopy(config))
 
 
 def tensor_plan_of(module: nn.Module) -> Mapping[str, str] | None:
-    """Return a module's own tensor-parallel plan. Waits for: a ``tp_plan`` of every class (today of some)."""
+    """Return a module's own tensor-parallel plan. Waits for: a ``tp_plan`` of every class (some have one)."""
     plan = getattr(module, "_tp_plan", None)
     return plan if isinstance(plan, Mapping) else None
 
 
 def compute_experts_one_by_one(config: Any) -> None:
-    """Choose the kernel of experts that knows fp64. Waits for: a setter on the built model."""
+    """Choose the kernel of experts that supports fp64. Waits for: a setter on the built model."""
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"
 

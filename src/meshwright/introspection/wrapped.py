@@ -1,4 +1,4 @@
-"""Find models inside others that hand their inputs on, as adapter libraries wrap them."""
+"""Find models inside others that pass their inputs on, as adapter libraries wrap them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch import nn
 
 
 def layers_of_wrapping(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, and each one inside that is given whatever the one around it is given; the innermost last."""
+    """Yield the model, then each model inside that receives its wrapper's inputs unchanged; the innermost last."""
     yield model
     while (inner := _inside(model)) is not None:
         yield (model := inner)
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """Return the innermost of them: what a config builds."""
+    """Return the innermost wrapped model, the one that a config builds."""
     *_, core = layers_of_wrapping(model)
     return core
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    """Return the only child with parameters, of a model without any of its own that takes whatever it is given, or
-    any keyword and shows the child's config as its own.
+    """Return the model inside a wrapper: the only child with parameters, where the wrapper has none of its own.
+
+    The wrapper either takes any arguments, or takes any keyword and shows the child's config as its own.
     """
     children = [child for child in model.children() if next(child.parameters(), None) is not None]
     if len(children) != 1 or any(parameter is not None for parameter in model._parameters.values()):

@@ -1,4 +1,4 @@
-"""Decide when gradients travel while they accumulate, for every kind of parallel model."""
+"""Accumulate gradients, and decide when they are communicated, for every kind of parallel model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from . import fully_sharded, replicated
 
 
 def context(module: nn.Module, plan: Plan, is_last_microbatch: bool) -> AbstractContextManager[None]:
-    """No gradient communication until the last microbatch, unless the plan syncs each.
-
-    Restored also on an exception.
-    """
+    """Delay gradient communication to the last microbatch, unless the plan syncs each; restored on exceptions."""
     if plan.data.technique == "fully_shard":
         return fully_sharded.accumulation(module, plan.data, is_last_microbatch)
     if isinstance(module, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Apply FSDP2 and its hybrid form: ZeRO-3 (arXiv 1910.02054) on torch's fully_shard."""
+"""Apply fully sharded data parallelism (FSDP2), also hybrid (HSDP): ZeRO-3 (arXiv 1910.02054) by fully_shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
-    """Shard every unit of the plan, then the root, in place. ``model`` may be on meta."""
+    """Shard every unit of the plan, then the root, in place; ``model`` may be on meta."""
     mesh = _mesh(device_mesh)
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
     whole = policy(plan.precision)
@@ -80,10 +80,7 @@ def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
 def _shard_experts(
     stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> None:
-    """A stack of experts, of which each rank of the expert axis has a share already.
-
-    What it is given has its dtypes.
-    """
+    """Shard a stack that holds this rank's share of the expert axis; its inputs have their dtypes already."""
     experts, mesh = plan.experts, get_expert_mesh(device_mesh)
     assert experts is not None
     if mesh is None:
@@ -109,10 +106,9 @@ def _shard_experts(
 
 
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
-    """Start the root's backward from the logits of an object of the user's own.
+    """Start the root's backward from the logits of a user-defined output object.
 
-    torch starts it from the tensors that it finds in the output; finding none, it would leave the root's gradients
-    unreduced.
+    torch starts it from the tensors that it finds in the output; without any, the root's gradients stay unreduced.
     """
     logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
     if isinstance(logits, Tensor):
@@ -120,9 +116,7 @@ def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
 
 
 def begin_backward_at(root: Any, tensor: Tensor) -> None:
-    """Start the root's backward from a tensor that torch does not find in its output (nothing to do where it is not
-    sharded).
-    """
+    """Start a root's backward from a tensor that torch misses in its output; do nothing if it is not sharded."""
     if isinstance(root, FSDPModule) and tensor.requires_grad:
         torch_private.begin_backward_at(root, tensor)
 
@@ -132,7 +126,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
-    """torch's policy for the planned dtypes (empty where nothing is mixed: torch then casts nothing)."""
+    """Build torch's policy for the planned dtypes, empty where nothing is mixed, so that torch casts nothing."""
     if not precision.is_mixed:
         return MixedPrecisionPolicy()
     output = torch_dtype(precision.output) if precision.output else None
@@ -146,10 +140,10 @@ def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
 
 @contextmanager
 def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterator[None]:
-    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+    """Communicate gradients only as ``data`` requests; restore the default afterwards, also after an exception.
 
-    What ``data`` keeps gathered through a step is freed by the backward of its last microbatch, before anything can
-    change the weights.
+    Parameters that ``data`` keeps gathered through a step are freed by the backward of its last microbatch, before
+    anything can change the weights.
     """
     modules, sync = sharded_modules(model), data.sync_grad_accum
     try:
@@ -175,8 +169,9 @@ def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterato
 
 @contextmanager
 def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside, forwards and backwards of several microbatches follow in any order: gradients stay whole and wait for
-    ``reduce_gradients``, and what the plan keeps gathered after a forward is kept until then.
+    """Let forwards and backwards of several microbatches follow in any order, without reducing gradients.
+
+    Gradients stay whole until ``reduce_gradients``, and so do units that the plan does not free after a forward.
     """
     modules = sharded_modules(model)
     _keep_gathered(model, plan)
@@ -195,7 +190,7 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def _keep_gathered(model: nn.Module, plan: Plan) -> None:
-    """Keep gathered until the last backward what the plan does not free after a forward."""
+    """Keep units that the plan does not free after a forward gathered until the last backward."""
     frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -204,7 +199,7 @@ def _keep_gathered(model: nn.Module, plan: Plan) -> None:
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce what was postponed, last blocks first; what torch would do behind a last backward."""
+    """Reduce the postponed gradients, last blocks first, as torch does after a last backward."""
     for module in sharded_modules(model):
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True, recurse=False)
@@ -213,7 +208,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def reduce_between(model: nn.Module, plan: Plan) -> None:
-    """Reduce what was postponed so far, inside ``postponing``, where more microbatches follow."""
+    """Reduce the gradients postponed so far, inside ``postponing``, where more microbatches follow."""
     modules = sharded_modules(model)
     for module in modules:
         module.set_requires_gradient_sync(True, recurse=False)
@@ -234,12 +229,12 @@ def _reduce_now(model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
-    """torch's own, of all units of a model."""
+    """List torch's own parameter groups, of all units of a model."""
     return [group for module in sharded_modules(model) for group in groups_of_parameters(module)]
 
 
 def reduces(model: nn.Module) -> bool:
-    """Tell whether the gradients that a backward leaves now are summed over all data ranks."""
+    """Tell whether a backward would now sum its gradients over all data ranks."""
     return all(
         group.reduce_grads and group.all_reduce_grads
         for module in sharded_modules(model)
@@ -248,9 +243,7 @@ def reduces(model: nn.Module) -> bool:
 
 
 def recover(model: nn.Module) -> None:
-    """Bring torch's per-iteration state back to rest after a forward or backward that raised: the step's gradients
-    are lost.
-    """
+    """Reset torch's per-iteration state after a forward or backward that raised; the step's gradients are lost."""
     for module in sharded_modules(model)[:1]:
         if torch_private.has_begun(module) and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
@@ -267,13 +260,13 @@ def recover(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward without backward they would go stale at the next optimizer step."""
+    """Free gathered parameters, which would be stale after the next optimizer step if no backward follows."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def _mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes over which dense parameters are replicated and cut: the replicas first, where there are any."""
+    """Return the axes over which dense parameters are replicated and sharded: the replicas first, if any."""
     sizes, shards = axis_sizes(device_mesh), sharding_axis(device_mesh)
     if shards is None:
         raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {tuple(sizes)}")
@@ -298,9 +291,7 @@ def _prefetch(model: nn.Module) -> None:
 
 
 def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
-    """In which order forward and backward come to units, which stand in the order of modules: to a unit inside
-    another after that one.
-    """
+    """Order units for forward and backward, both from module order; a unit inside another always comes after it."""
     together: list[list[str]] = []
     for name in units:
         if together and is_within(name, together[-1][0]):
@@ -311,7 +302,7 @@ def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
 
 
 def device_of(plan: Plan) -> torch.device:
-    """Tell where parameters rest under this plan."""
+    """Return the device on which parameters rest under this plan."""
     if plan.data.cpu_offload or plan.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

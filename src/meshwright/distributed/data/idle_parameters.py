@@ -1,9 +1,8 @@
-"""Reduce gradients of parameters that some ranks' rows leave unused, under fully_shard.
+"""Handle gradients of parameters that some ranks use and others do not, by their rows, under fully_shard.
 
-torch packs those gradients of a unit that exist, in order: ranks that used other parameters would add up gradients of
-different ones. So what is missing is filled up with zeros before it travels; and behind the backward the ranks say
-which parameters anybody used: one that nobody did keeps no gradient, as in one process, where an optimizer passes it
-over.
+torch packs a unit's existing gradients in order: ranks that used other parameters would sum gradients of different
+ones. So missing gradients are filled with zeros before they travel, and after the backward the ranks agree on the
+parameters that any rank used. An unused one gets no gradient, as in one process, where an optimizer skips it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .fully_sharded import parameter_groups
 
 
 def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
-    """Watch over the plan's idle parameters of a model whose units are sharded."""
+    """Fill in gradients for the plan's idle parameters of a model whose units are sharded."""
     names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
     watched = [
         (group, parameter)
@@ -42,10 +41,7 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
 
 
 class _Usage:
-    """Parameters that got a gradient on this rank since they had none.
-
-    Said to the others behind each backward that reduces.
-    """
+    """The parameters that got a gradient on this rank since they had none; agreed on after each reducing backward."""
 
     def __init__(self, parameters: Sequence[Any], groups: list[dist.ProcessGroup]):
         self.parameters, self.groups = parameters, groups

@@ -34,16 +34,16 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Unreduced:
-    """Whether ``.grad`` holds what this replica alone computed."""
+    """A mark whether ``.grad`` holds gradients that this replica alone computed."""
 
     is_so: bool
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
-    """Wrap a model whose weights exist.
+    """Wrap a model whose weights exist and are equal on all replicas.
 
-    They are not broadcast: equal ones are the init law's business, and audited. Buffers are, before each forward,
-    where the user steps by himself: as torch does by default.
+    Weights are not broadcast: the rules of initialisation make them equal, and an audit checks them. Buffers are,
+    before each forward, where the user runs the step: torch's default.
     """
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
     if plan.data.idle:  # torch looks for what a forward left unused from the tensors in its output
@@ -67,7 +67,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
 
 
 def _show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
-    """Give DDP the logits of an object that it does not look into."""
+    """Return the logits of an object into which DDP does not look."""
     return output if _tensors_are_seen(output) else logits_of(output)
 
 
@@ -85,9 +85,7 @@ def _tensors_are_seen(output: Any) -> bool:
 
 
 def refuse_other_trained(module: nn.Module) -> None:
-    """Raise ConfigError where other parameters are trained than when DDP was told of them: it reduces those, and no
-    others.
-    """
+    """Raise ConfigError if requires_grad changed since DDP was built: DDP reduces the gradients known then."""
     told = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
     if told is not None and told.names != (now := _trained(module)):
         name = min(told.names ^ now)
@@ -112,11 +110,11 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 
 @contextmanager
 def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: bool) -> Iterator[None]:
-    """Inside, gradients travel only as ``data`` says; afterwards (also after an exception) as by default.
+    """Communicate gradients only as ``data`` requests; restore the default afterwards, also after an exception.
 
-    DDP reduces ``.grad`` as a whole, with what an earlier backward left there. A sum must take what is reduced
-    already once, not from every replica, so all but the first give it up here. (The mean of equal values is that
-    value: averaging needs nothing.)
+    DDP reduces ``.grad`` as a whole, with the values that an earlier backward left in it. A sum must count reduced
+    values once, not once per replica, so all replicas but the first zero them before. (Means need nothing: equal
+    values are their own mean.)
     """
     if (
         data.reduction == "sum"

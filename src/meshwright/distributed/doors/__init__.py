@@ -1,4 +1,1 @@
-"""Offer the calls of other systems' users.
-
-Each ends in ``lay_out.lay_out_module``, which ends in ``order.apply``.
-"""
+"""Provide the public calls of other systems' users, each of which ends in ``order.apply``."""

@@ -1,4 +1,4 @@
-"""Register the built-in transforms, with the option names that their users know."""
+"""Define the built-in transforms: each technique by its registered name, with the options that its users know."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Planned(BaseDistributedTransform):
 
     rows: tuple[str, ...]
     broadcasts = False
-    """Whether ranks that bring different weights get the first one's; else they are refused."""
+    """Whether ranks with different weights get the first one's; else they are refused."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         raise NotImplementedError
@@ -85,7 +85,7 @@ class _Planned(BaseDistributedTransform):
         return equip(self.finish(model, facts, plan, device_mesh), plan)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
-        """Return what is left to do when the plan has been applied."""
+        """Finish the model after the plan has been applied."""
         return model
 
     def device_mesh(self) -> DeviceMesh | None:
@@ -98,7 +98,7 @@ class _Planned(BaseDistributedTransform):
 
 
 def mesh_of_world(layout: Layout) -> DeviceMesh:
-    """Return the mesh of a layout over all processes.
+    """Build the mesh of a layout over all processes.
 
     Raises:
         ConfigError: the layout does not fit the world, or the world has several processes and no process group yet.
@@ -117,10 +117,10 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
 
 @register_model_transform("ddp", DDPTransformConfig)
 class DDPTransform(_Planned):
-    """Whole parameters on every rank, gradients averaged by all-reduce. Weights must exist, or are made first.
+    """Whole parameters on every rank, gradients averaged by all-reduce; weights must exist, or are made first.
 
-    Beside tensor or pipeline parallelism, where torch's DDP knows neither parts of parameters nor several backwards
-    at a time, the same is done by fully_shard over a shard axis of one rank.
+    Beside tensor or pipeline parallelism, where torch's DDP supports neither parts of parameters nor several
+    backwards at a time, fully_shard over a shard axis of one rank does the same.
     """
 
     rows = ("weights", "ddp", "fully_shard")
@@ -233,7 +233,7 @@ class FullyShardTransform(_Planned):
 
 @register_model_transform("float8", Float8TransformConfig)
 class Float8Transform(_Planned):
-    """Linear layers of the blocks multiply in float8."""
+    """Float8 multiplication in the linear layers of the blocks."""
 
     rows = ("float8",)
 
@@ -251,7 +251,7 @@ class Float8Transform(_Planned):
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)
 class TensorParallelTransform(_Planned):
-    """Layers, embedding and head cut over the tensor axis; gradients are right when backward ends."""
+    """Layers, embedding and head cut over the tensor axis; gradients are complete when backward ends."""
 
     rows = ("tensor_parallel",)
 
@@ -273,7 +273,7 @@ class TensorParallelTransform(_Planned):
 
 @register_model_transform("expert_parallel", ExpertParallelTransformConfig)
 class ExpertParallelTransform(_Planned):
-    """Experts shared out over the expert axis; tokens travel to theirs and back."""
+    """Experts sharded over the expert axis; tokens travel to their experts and back."""
 
     rows = ("expert_parallel",)
 
@@ -292,7 +292,7 @@ class ExpertParallelTransform(_Planned):
 
 @register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)
 class ActivationCheckpointTransform(_Planned):
-    """Recompute activations in backward."""
+    """Recomputation of activations in backward."""
 
     rows = ("activation_checkpoint",)
 

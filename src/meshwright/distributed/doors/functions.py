@@ -1,4 +1,4 @@
-"""Offer one public function per technique: each plans for the model at hand and applies one row."""
+"""Apply one technique by one public function: each makes a plan for the given model and applies its one row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger("meshwright")
 
 
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
-    """Compute in ``param_dtype``, reduce gradients in fp32, cast the inputs of each unit."""
+    """Return a policy that computes in ``param_dtype``, reduces gradients in fp32, and casts each unit's inputs."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
@@ -54,24 +54,21 @@ def apply_fsdp2(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int = True,
 ) -> nn.Module:
-    """Shard ``model`` in place with FSDP2: each repeated block a unit, then the root. Returns it.
+    """Shard ``model`` in place with FSDP2, each repeated block as a unit, then the root, and return it.
 
-    Gradients are averaged over all data ranks, as torch does. With both data axes larger than 1 it is hybrid: sharded
+    Gradients are averaged over all data ranks, as in torch. With both data axes larger than 1, sharding is hybrid:
     over dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is
-    logged, but a policy given explicitly still acts, over a mesh of size 1.
+    logged, but an explicit policy still acts, over a mesh of size 1.
 
     Args:
         mp_policy: dtypes; None means ``default_mp_policy()``.
-        reshard_after_forward: free a block's parameters after its forward; a number: keep them sharded over that many
-            ranks.
+        reshard_after_forward: free a block's parameters after forward; a number: reshard them over that many ranks.
 
     Raises:
         ConfigError: the model is sharded already, a later technique came first, the number does not divide dp_shard,
-            or the mesh has an axis that is none of ours.
-        IntegrityError: data ranks bring different weights. Build the model on meta, or under the same seed on every
-            rank.
-        UnsupportedError: the mesh has axes without a technique in this version. (On a pipeline's mesh ``model`` is
-            one stage's module.)
+            or the mesh has an unknown axis.
+        IntegrityError: data ranks bring different weights. Build the model on meta, or under one seed on every rank.
+        UnsupportedError: the mesh has axes without a technique yet. (With a pp axis ``model`` is one stage's module.)
     """
     device_mesh = known_mesh(device_mesh)
     if not has_dp_mesh(device_mesh) and mp_policy is None:
@@ -88,20 +85,17 @@ def apply_fsdp2(
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), sequences between blocks too (arXiv
-    2205.05198). Returns it.
+    """Cut ``model`` in place over the mesh's ``tp`` axis (arXiv 1909.08053), with sequence parallelism; return it.
 
-    How it can be cut is measured and then rehearsed on a small copy of it (``introspection.structure``), so it may be
-    any transformer. Weights, biases, embedding and head become DTensors on the tensor axis; norms and activations
-    between blocks work on each rank's part of the sequence. The model still takes whole batches, equal on all ranks
-    of the axis, and returns whole logits. Gradients are right
-    when backward ends: what several ranks hold a summand of is summed there. Apply it before ``apply_ac`` and
-        ``apply_fsdp2``.
+    The cuts are measured and then rehearsed on a small copy (``introspection.structure``), so any transformer will
+    do. Weights, biases, embedding and head become DTensors on the tensor axis; norms, and activations between blocks,
+    work on each rank's part of the sequence (arXiv 2205.05198). The model still takes whole batches, equal on all
+    ranks of the axis, and returns whole logits. Gradients are complete when backward ends: partial gradients are
+    summed by then. Apply it before ``apply_ac`` and ``apply_fsdp2``.
 
     Raises:
-        ConfigError: tp does not divide its heads (the text lists what does), or a technique that comes later is on
-            the model.
-        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+        ConfigError: tp does not divide the heads (the text lists legal sizes), or a later technique is on the model.
+        UnsupportedError: nothing can be cut, or the plan's results differ from those of one process.
     """
     device_mesh = known_mesh(device_mesh)
     if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
@@ -116,9 +110,9 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
 
 
 def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
-    """Make a plan that cuts over the tensor axis of a mesh alone; it cuts nothing where there is no such axis.
+    """Plan cuts over the tensor axis of a mesh alone; cut nothing if there is no such axis.
 
-    A stage module is cut as the whole decoder is, whose plan is proven here.
+    A stage module is cut as the whole decoder is, whose plan is proven first.
     """
     if (whole := facts_of_whole(facts)) is not None:
         plan = tensor_plan(whole, device_mesh, requested)
@@ -144,11 +138,10 @@ def averaging_plan(
     *,
     cuts: bool = False,
 ) -> Plan:
-    """Make a plan that shards over the data axes of a mesh, with torch's averaging and torch's policy.
+    """Plan sharding over the data axes of a mesh, with torch's averaging and torch's policy.
 
     Args:
-        cuts: over the tensor axis too; else whether and how the model lies on that axis is left as it is, and is no
-            matter of the plan's.
+        cuts: cut over the tensor axis too; else the plan leaves the model's layout on that axis as it is.
     """
     _warn_of_routers(facts)
     requested = replace(
@@ -163,7 +156,7 @@ def averaging_plan(
 
 
 def _warn_of_routers(facts: ModelFacts) -> None:
-    """Warn that a loop of the user's own must do for routers what a ParallelModel does in a step."""
+    """Warn about the work for routers in a step, which a user's own loop has to do instead of ParallelModel."""
     configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
     wanted = [
         key
@@ -190,7 +183,7 @@ def _warn_of_scaling(plan: Plan) -> None:
 
 
 def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
-    """torch's policy in our words; what it leaves open stays as torch would have it."""
+    """Translate torch's policy; dtypes that it leaves open stay as torch treats them."""
 
     def name(dtype: torch.dtype | None, otherwise: str) -> str:
         return otherwise if dtype is None else str(dtype).removeprefix("torch.")
@@ -201,22 +194,21 @@ def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
 
 
 def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Share the experts of ``model`` out over the expert axis, in place: each rank has its part of every layer's, and
-    tokens travel to theirs and back (arXiv 2006.16668). Returns it.
+    """Shard the experts of ``model`` over the expert axis, in place (arXiv 2006.16668), and return it.
 
-    Experts are found by what they are, stacked in tensors with one row for each, in any model; that they compute
-    alone is tried on a small copy first. Ranks of the axis have other rows (or, beside ``tp``, other parts of the
-    sequence). Behind ``apply_fsdp2`` their gradients are averaged as those of dense parameters are. Apply it behind
-    ``apply_tensor_parallel`` and before ``apply_ac`` and ``apply_fsdp2``.
+    Each rank has its part of every layer's experts, and tokens travel to theirs and back. Experts are recognised in
+    any model as stacks: tensors with one row for each. A small copy first shows that they compute independently.
+    Ranks of the axis have other rows (or, beside ``tp``, other parts of the sequence). After ``apply_fsdp2`` the
+    experts' gradients are averaged as dense ones are. Apply it after ``apply_tensor_parallel`` and before
+    ``apply_ac`` and ``apply_fsdp2``.
 
     Args:
-        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, there is nothing to do, which is
-            logged.
+        device_mesh: from ``init_distributed`` with ``ep``; without, or with ep = 1, nothing is done, which is logged.
 
     Raises:
-        ConfigError: a model without experts, sizes that do not divide (the text lists what does), or a later
+        ConfigError: a model without experts, sizes that do not divide (the text lists legal ones), or a later
             technique came first.
-        UnsupportedError: the experts do not compute alone.
+        UnsupportedError: the experts do not compute independently.
     """
     device_mesh = known_mesh(device_mesh)
     if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
@@ -232,11 +224,11 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
-    """Recompute activations in backward, in place: ``none``, ``full`` (every block), ``selective`` (attention only),
-    ``every_n`` (each second block), ``selective_op`` (every block, but for results of some operators), ``offload``
-    (none: they wait in host memory). Returns the model.
+    """Recompute activations in backward, in place, and return the model.
 
-    Each mode has the defaults of its keys. Parameter names stay as they are.
+    Modes: ``none``, ``full`` (every block), ``selective`` (attention only), ``every_n`` (each second block),
+    ``selective_op`` (every block, but for results of some operators), ``offload`` (none: activations wait in host
+    memory). Each mode has the defaults of its keys. Parameter names stay as they are.
 
     Raises:
         ConfigError: an unknown mode, a mode that matches no module of this model or needs more than its name
@@ -255,23 +247,22 @@ def apply_float8(
     recipe: str = "tensorwise",
     filter: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Let the linear layers inside the blocks of ``model`` multiply in float8 (arXiv 2209.05433), in place, by
-    torchao. Returns it.
+    """Let the linear layers inside the blocks of ``model`` multiply in float8 by torchao, in place, and return it.
 
-    Parameters stay the very same, in their own dtype, and so do names and hooks. The head, embeddings, norms, routers
-    and stacks of experts stay in high precision, and so does a layer whose dims do not divide by 16, which is logged.
-    Without a GPU it is emulated. Apply it before all other techniques.
+    See arXiv 2209.05433. Parameters stay the very same, in their own dtype, and so do names and hooks. The head,
+    embeddings, norms, routers and stacks of experts stay in high precision, and so does a layer whose dims do not
+    divide by 16, which is logged. Without a GPU float8 is emulated. Apply it before all other techniques.
 
     Args:
-        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, bit by bit what rounding a
-            gathered weight gives; a recipe with scales for each row cannot, which is logged.
+        enable_fsdp_float8_all_gather: ``apply_fsdp2`` gathers their weights in float8, with bitwise the result of
+            rounding gathered weights; a recipe with scales for each row cannot, which is logged.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         filter: regular expressions on paths of linear layers that are not converted.
 
     Raises:
         MissingExtraError: torchao is not installed.
         ConfigError: an unknown recipe, no layer that can be converted, or another technique came first.
-        UnsupportedError: the GPU is older than float8.
+        UnsupportedError: the GPU does not support float8.
     """
     gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
     if enable_fsdp_float8_all_gather and not gathers:
@@ -285,7 +276,7 @@ def apply_float8(
 
 
 def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
-    """Make a plan for this process alone. Raises ConfigError where another technique came first.
+    """Plan float8 for this process alone; raise ConfigError if another technique came first.
 
     Args:
         all_gather: FSDP, when it is applied, gathers weights in float8.
@@ -309,26 +300,23 @@ def build_parallel_model(
     fp8: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """Build a model on meta, lay it onto the mesh in the one order, and give it weights.
-
-    Gradients are averaged over data ranks.
+    """Build a model on meta, lay it onto the mesh in the fixed order, and give it weights.
 
     Args:
         model_config: a model config (KempnerForge's ModelConfig too), or a function that returns a module.
-        device: where it computes; it must be of the mesh's kind.
-        device_mesh: our axis names; None: one process.
+        device: device of the computation, of the mesh's kind.
+        device_mesh: mesh with meshwright's axis names; None: one process.
         mp_policy: dtypes; None: ``default_mp_policy(param_dtype)``.
         param_dtype: dtype of the computation where ``mp_policy`` is None; parameters rest in fp32.
         fp8: linear layers multiply in float8, by the recipe "tensorwise"; weights travel in ``param_dtype``.
-        seed: of the initial weights, which are equal on every layout.
+        seed: seed of the initial weights, which are equal on every layout.
 
     Returns:
-        The module, sharded over the data axes (over a mesh of size 1 where there are none: the policy acts all the
-        same).
+        The module, sharded over the data axes, with gradients averaged over them (without any: over a mesh of size 1,
+        so that the policy acts).
 
     Raises:
         ConfigError, UnsupportedError: refused before anything is built.
-        MissingExtraError: fp8 without torchao.
     """
     if get_pp_size(device_mesh) > 1:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Read tensor plans that are given to a function, torch's own styles among them."""
+"""Read tensor plans that users pass to a function, torch's own styles among them, as rows of style names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from .styles import Style, translate_to_torch_parallel_style
 
 
 def requested_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleRequest, ...]:
-    """Read a plan that was given to a function (``tp_shard_plan``) as rows of ours.
+    """Translate a plan passed to a function (``tp_shard_plan``) to rows; raise ConfigError for an empty one.
 
-    Raises ConfigError for an empty one.
-
-    A layer with adapters is named by its own path, as models of transformers name it, or by that of the layer inside.
+    A layer with adapters goes by its own path, as in models of transformers, or by that of the layer inside.
     """
     if plan is not None and not plan:
         raise ConfigError(
@@ -50,15 +48,15 @@ def requested_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Modul
 
 
 HOST = ".base_layer"
-"""Where libraries of adapters keep the layer that they are beside."""
+"""Suffix of the layer beside adapters in adapter libraries."""
 
 
 def word_of(style: str | ParallelStyle, where: str) -> str:
-    """Return the word for a style, torch's own ones too.
+    """Name a style, torch's own ones too.
 
     Raises:
-        ConfigError: a word that is none.
-        UnsupportedError: an object that only its author knows.
+        ConfigError: a name of no style.
+        UnsupportedError: an object whose behaviour cannot be read off it.
     """
     if isinstance(style, Style):
         return style.word
@@ -87,10 +85,7 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
 
 
 def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
-    """Refuse layouts of torch's style that no word stands for.
-
-    Of the others it is ours whether activations are whole or cut by tokens.
-    """
+    """Refuse layouts of torch's styles without a style name; whole or cut by tokens are both up to the engine."""
     for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
         if (said := getattr(style, name)[0]) not in legal:
             raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Lay any transformer onto a mesh in one call: tensor parallelism, then FSDP2 or HSDP.
+"""Lay any transformer of transformers onto a mesh in one call: tensor parallelism, then FSDP2 or HSDP.
 
-The names of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data ranks,
-since users of these functions bring mean losses; no second call completes them.
+The names are those of NeMo AutoModel's parallelizer, as doors into the one engine. Gradients are averaged over data
+ranks, since users of these functions bring mean losses; no second call completes them.
 """
 
 from __future__ import annotations
@@ -57,29 +57,25 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Cut ``model`` in place over the mesh's ``tp`` axis, then shard it with FSDP2 (HSDP) over its data axes.
 
-    Returns it.
-
-    Tensor parallelism is with sequence parallelism, embedding and head are cut over the vocabulary; the model takes
+    Tensor parallelism includes sequence parallelism; embedding and head are cut over the vocabulary. The model takes
     whole batches, equal on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms
-    too, is right when backward ends, averaged over data ranks. Each repeated block is a unit; the last one keeps its
-    parameters after forward. A model on meta stays there.
+    too, is complete when backward ends, averaged over data ranks. Each repeated block is a unit; the last one keeps
+    its parameters after forward. A model on meta stays there. The model is returned.
 
     Args:
-        device_mesh: our axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
+        device_mesh: meshwright's axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
         mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a
             data axis of size 1 too, beside a tensor axis; on a mesh without either, and on one that has no data axis,
-            the model's own dtype is kept unless a policy is given.
-        tp_shard_plan: module pattern (``*`` for an index) -> style, a word of transformers or a ParallelStyle; what
-            it does not name
-            stays whole. None: what was measured is cut, whether the model has a plan of its own or not; where that
-                differs is logged.
+            the model's own dtype stays unless a policy is given.
+        tp_shard_plan: module pattern (``*`` for an index) -> style, a name of transformers or a ParallelStyle; other
+            modules stay whole. None: the measured cuts apply, whether or not the model has a plan of its own; where
+            the two differ is logged.
         offload_policy: torch's CPUOffloadPolicy, or None.
 
     Raises:
-        ConfigError: the plan does not fit the model, or sizes do not fit the mesh; the text names pattern, module and
-            legal values.
-        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
-        UnsupportedError: nothing can be cut, or the plan does not give what one process gives.
+        ConfigError: plan and model, or sizes and mesh, do not fit; the text names pattern, module and legal values.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under one seed on every rank.
+        UnsupportedError: nothing can be cut, or the plan's results differ from those of one process.
     """
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     sizes = sizes_of_stage(device_mesh)
@@ -120,14 +116,13 @@ def _offloads(policy: OffloadPolicy | None) -> bool:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the tensor-parallel plan that a model of transformers brings along: module pattern -> style, by the
-    names of ``model``.
+    """Return the tensor-parallel plan of a transformers model, module pattern -> style, by the names of ``model``.
 
-    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, a
-    tied head or embedding included; patterns that name nothing of this model are left out.
+    It comes from ``_tp_plan`` of the model and its submodules and from ``base_model_tp_plan`` of their configs, with
+    a tied head or embedding; patterns that match nothing in this model are left out.
 
     Raises:
-        ConfigError (a ValueError): it brings none.
+        ConfigError (a ValueError): the model brings no plan.
     """
     plan = own_tensor_plan(model)
     if not plan:
@@ -140,9 +135,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def to_cpu(v: Any) -> Any:
-    """Return a tensor on the CPU: of a DTensor the whole (all ranks of its mesh call this).
-
-    Values of other kinds as they are.
+    """Copy a tensor to the CPU, a DTensor whole (all ranks of its mesh call this); return other values as they are.
 
     Raises:
         ConfigError (a ValueError): a DTensor that is neither on the CPU nor on CUDA.

@@ -1,4 +1,4 @@
-"""Lay a module out by a plan: the one way from every door of other systems into the engine."""
+"""Lay a module out by a plan: all doors of other systems enter the engine here."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def lay_out_module(
     seed: int = 0,
     takes_any_weights: bool = False,
 ) -> nn.Module:
-    """Prove what a plan cuts, log its notes, and apply some rows of the order; return the module.
+    """Prove the cuts of a plan, log its notes, and apply some rows of the order; return the module.
 
     Args:
         facts: facts about ``model`` as it is.
-        rows: names of the techniques to apply now, of those that the plan asks for.
+        rows: names of the techniques to apply now, among those that the plan requests.
         door: name of the public call, which begins each line of the log.
-        takes_any_weights: ranks may bring different weights, which the door makes equal itself; else they are refused.
+        takes_any_weights: ranks may bring different weights, which the door equalises itself; else they are refused.
 
     Raises:
         ConfigError: a technique is on the model already, or one that must come later is.
-        IntegrityError: ranks that share a model out, or replicate it, bring different weights.
-        UnsupportedError: the layout does not give what one process gives.
+        IntegrityError: ranks that shard or replicate a model bring different weights.
+        UnsupportedError: the layout's results differ from those of one process.
     """
     if "tensor_parallel" in rows and not _is_proven(facts, plan):
         assert plan.tensor is not None
@@ -52,6 +52,6 @@ def lay_out_module(
 
 
 def _is_proven(facts: ModelFacts, plan: Plan) -> bool:
-    """Tell whether nothing is cut anew; a stage's plan is proven where it is made, on the whole model."""
+    """Tell whether nothing new is cut; a stage's plan is proven where it is made, on the whole model."""
     is_stage = isinstance(facts.module, PipelineStageModule) and facts.module.num_stages > 1
     return plan.tensor is None or facts.applied_plan(TensorPlan) is not None or is_stage

@@ -1,4 +1,4 @@
-"""Read KempnerForge's ModelConfig as a config of our decoder."""
+"""Convert KempnerForge's ModelConfig to a config of meshwright's decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_VALUE = {
     "vision_config": None,
     "vlm_config": None,
 }
-"""Fields of which our decoder has one value alone."""
+"""Fields that meshwright's decoder supports with one value alone."""
 INSTEAD = {
     "num_experts": "write a DecoderConfig with moe=MoEConfig(n_experts=..., top_k=...)",
     "vision_config": "lay your own model with a vision tower out by apply_fsdp2",
@@ -25,12 +25,10 @@ INSTEAD = {
 
 
 def decoder_config(config: Any) -> Any:
-    """Convert an object with KempnerForge's fields (``ffn_hidden_dim``, ``tie_embeddings``) to a DecoderConfig.
-
-    Return others as given.
+    """Convert KempnerForge's config (with ``ffn_hidden_dim``, ``tie_embeddings``) to a DecoderConfig, and no other.
 
     Raises:
-        UnsupportedError: a field asks for what our decoder has not; the text names it and the legal value.
+        UnsupportedError: a field requests a feature that the decoder lacks; the text names it and the legal value.
         ConfigError: the width of the feed-forward is not given.
     """
     if isinstance(config, DecoderConfig) or not all(

@@ -1,4 +1,4 @@
-"""Build one stage of our decoder as a module, for users with a loop and torch's pipeline classes."""
+"""Make one stage of meshwright's decoder a module, for users with their own loop and torch's pipeline classes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class PipelineStageModule(nn.Module):
     """The layers of one stage; embedding on the first, final norm and head on the last.
 
     Names, and so initial weights and checkpoints, are those of the whole model (``layers.4...``). Built under
-    ``torch.device("meta")`` it has no weights until ``to_empty`` and ``init_weights_and_freqs``.
+    ``torch.device("meta")``, the module has no weights until ``to_empty`` and ``init_weights_and_freqs``.
 
     Args:
-        config: of the whole decoder; KempnerForge's ModelConfig too, where it says nothing that our decoder has not.
-        stage_id, num_stages: which of how many.
-        layer_range: (first, one behind the last) of its layers.
-        seed: of the initial weights.
+        config: config of the whole decoder, or KempnerForge's ModelConfig without features that the decoder lacks.
+        stage_id, num_stages: number of the stage, and of all stages.
+        layer_range: (first, one after the last) of the stage's layers.
+        seed: seed of the initial weights.
 
     Attributes:
-        pipeline_group: the ranks with the other stages, once ``build_pipeline_stage`` was given this one.
+        pipeline_group: the ranks with the other stages, after ``build_pipeline_stage`` was called with this one.
 
     Raises:
         ConfigError: such a stage or range does not exist, or the embeddings are tied, which only ``parallelize``
             keeps equal.
-        UnsupportedError: a field of a foreign config asks for what our decoder has not.
+        UnsupportedError: a field of a foreign config requests a feature that the decoder lacks.
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class PipelineStageModule(nn.Module):
         log.info("stage %d of %d: layers %d to %d%s", stage_id, num_stages, start, end - 1, ends)
 
     def init_weights_and_freqs(self, seed: int = 0) -> None:
-        """Write the initial weights, in place, sharded or whole: those that ``parallelize(config, seed=seed)`` gives
-        the same names.
+        """Write the initial weights of ``parallelize(config, seed=seed)`` in place, by name, sharded or whole.
 
         (Rotary frequencies are computed in each forward, so there are none to initialise.)
         """
@@ -96,7 +95,7 @@ class PipelineStageModule(nn.Module):
             write_by_law(self, seed)
 
     def weight_law(self, name: str) -> tuple[str, float]:
-        """Tell how a parameter starts: as in the whole model."""
+        """Return the initialisation of a parameter, the same as in the whole model."""
         return weight_law_of(self.config, name)
 
     @property
@@ -110,11 +109,11 @@ class PipelineStageModule(nn.Module):
         return self.head
 
     def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Hidden states (rows, seq, dim), or logits (rows, seq, vocab) of the last stage.
+        """Compute hidden states (rows, seq, dim), or logits (rows, seq, vocab) on the last stage.
 
         Args:
             x: on the first stage token ids, (rows, seq) int64; else hidden states, (rows, seq, dim).
-            positions, document_ids: (rows, seq) int64, as of ``Decoder``; every stage is given them.
+            positions, document_ids: (rows, seq) int64, as in ``Decoder``; every stage takes them.
 
         Raises:
             ValueError: seq is longer than the config's ``max_seq_len``.
@@ -135,11 +134,11 @@ class PipelineStageModule(nn.Module):
 def build_stage_module(
     config: DecoderConfig | Any, pp_rank: int, pp_size: int, *, seed: int = 0
 ) -> PipelineStageModule:
-    """Return the stage of a rank, layers dealt evenly (see ``compute_layer_assignment``); ``seed``: of the initial
-    weights.
+    """Build the stage of a rank, with evenly dealt layers (see ``compute_layer_assignment``) and weights by ``seed``.
 
     Raises:
-        ValueError: fewer layers than stages. ConfigError: no such rank.
+        ValueError: fewer layers than stages.
+        ConfigError: no such rank.
     """
     config = decoder_config(config)
     layers = compute_layer_assignment(config.n_layers, pp_size)

@@ -1,4 +1,4 @@
-"""Plan the tensor axis of a stage module as that of the whole decoder."""
+"""Plan a decoder's stage module over the tensor axis, cut as the whole decoder is, between whole messages."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
 
 
 def plan_of_stage_module(plan: Plan, facts: ModelFacts) -> Plan:
-    """Reduce the whole decoder's plan to one stage module, which takes and gives whole sequences: torch's stages send
-    them so.
-    """
+    """Reduce the decoder's plan to one stage module, with whole sequences in and out, as torch's stages send them."""
     stage, tensor = facts.module, plan.tensor
     assert isinstance(stage, PipelineStageModule)
     if tensor is None:

@@ -1,8 +1,8 @@
-"""Define the styles of tensor-parallel plans as ParallelStyle objects, each for one module.
+"""Provide ParallelStyle objects for the styles of tensor-parallel plans: each makes one module compute on its part.
 
-One by one and without sequence parallelism: what goes in and what comes out of a module is whole or one rank's
-features, by its style. A whole model is better cut by regions (``apply_tensor_parallel``), which know what belongs
-together.
+They act on modules one by one and without sequence parallelism: a module's inputs and outputs are whole or one rank's
+features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``): these know what
+belongs together.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshwright.planning.tensor.styles import STYLES, unknown_style
 
 
 class Style(ParallelStyle):
-    """A style by its word.
+    """A style by its name.
 
     Attributes:
-        word: as plans write it.
+        word: name of the style in plans.
         kind: column, row, embedding, whole, sum, mla or experts.
-        parts: equal parts that lie side by side in the weight, each cut by itself.
+        parts: number of equal parts side by side in the weight, each cut by itself.
     """
 
     def __init__(self, word: str):
@@ -54,11 +54,11 @@ class Style(ParallelStyle):
         return module
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
-        """Wrap the module; return where its cut parameters lie (others stay whole; None: leave all as they are)."""
+        """Wrap the module, and return placements of its cut parameters (others stay whole; None: leave all)."""
         raise NotImplementedError
 
     def placements(self, module: nn.Module, dims: dict[str, int], ranks: int) -> dict[str, Placement]:
-        """Return placements of the parameters with these names, cut along these dims."""
+        """Place the parameters that have one of these names, cut along these dims."""
         return {
             name: placement_of_cut(dim, self._cut(module, name, dim, ranks), ranks)
             for name, dim in dims.items()
@@ -96,10 +96,9 @@ class LinearStyle(Style):
 
 
 class ColumnStyle(LinearStyle, ColwiseParallel):
-    """Each rank has some output features: the input is whole, and its gradient is summed.
+    """Column parallelism: each rank has some output features; the input is whole, and its gradient is summed.
 
-    The output is cut; gathered for colwise_gather_output and colwise_rep. local_*: nothing travels, the gradient
-    stays a summand.
+    The output is cut; gathered for colwise_gather_output and colwise_rep. local_*: no messages, a partial gradient.
     """
 
     def __init__(self, word: str):
@@ -128,10 +127,9 @@ class ColumnStyle(LinearStyle, ColwiseParallel):
 
 
 class RowStyle(LinearStyle, RowwiseParallel):
-    """Each rank has some input features: the output is summed, and the bias added once.
+    """Row parallelism: each rank has some input features; the output is summed, and the bias added once.
 
-    The input is cut already; rowwise_split_input and rowwise_rep take the whole one and cut it. local_*: the output
-    stays a summand.
+    The input is cut already; rowwise_split_input and rowwise_rep cut a whole one. local_*: a partial sum as output.
     """
 
     def __init__(self, word: str):
@@ -168,10 +166,7 @@ class RowStyle(LinearStyle, RowwiseParallel):
 
 
 class EmbeddingStyle(Style):
-    """embedding_rowwise: each rank has some ids, and vectors are summed.
-
-    Embedding_colwise: some features of all, which are gathered.
-    """
+    """Embeddings: _rowwise, each rank has some ids, and vectors are summed; _colwise, some features, gathered."""
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement]:
         if not isinstance(module, nn.Embedding):
@@ -189,11 +184,11 @@ class EmbeddingStyle(Style):
 
 
 class WholeStyle(Style):
-    """The module stays whole on every rank.
+    """The styles whose module stays whole on every rank.
 
     replicated_with_grad_allreduce and sequence_parallel: each rank uses it for its part (some heads, some tokens),
-    and the gradients of its own parameters are summed. local, local_params: parameters are left where they lie, and
-    the forward sees this rank's parts of them.
+    and the gradients of its own parameters are summed. local, local_params: parameters keep their placements, and the
+    forward sees this rank's parts of them.
     """
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement] | None:
@@ -204,7 +199,7 @@ class WholeStyle(Style):
 
 
 class SequenceStyle(WholeStyle, SequenceParallel):
-    """sequence_parallel: the module acts on this rank's tokens."""
+    """Sequence parallelism: the module acts on this rank's tokens."""
 
     def __init__(self, word: str):
         super().__init__(word)
@@ -212,7 +207,7 @@ class SequenceStyle(WholeStyle, SequenceParallel):
 
 
 class SumStyle(Style):
-    """all_reduce: what the module gives is a summand, and is summed."""
+    """The style all_reduce: the module's output is a partial sum, and is summed."""
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> None:
         def summed(output: Any) -> Any:
@@ -224,10 +219,9 @@ class SumStyle(Style):
 
 
 class MlaStyle(Style):
-    """mla_kv_a_proj: a whole layer whose last ``qk_rope_head_dim`` output features every rank uses for its own heads
-    only.
+    """The style mla_kv_a_proj: a whole layer with ``qk_rope_head_dim`` last features, which ranks use for own heads.
 
-    Their gradient is summed; the other features go through a column-parallel layer, which sums theirs.
+    The gradient of these features is summed; the others go through a column-parallel layer, which sums theirs.
     """
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> dict[str, Placement]:
@@ -266,7 +260,7 @@ def _change_output(module: nn.Module, change: Callable[[Any], Any], words: str) 
 
 
 class ExpertsStyle(Style):
-    """Styles of stacked experts; they say what is meant, and cannot be applied yet."""
+    """The styles of stacked experts, which plans may name but which cannot be applied yet."""
 
     def prepare(self, module: nn.Module, runtime: Runtime) -> None:
         raise UnsupportedError(
@@ -287,17 +281,13 @@ _CLASSES: dict[str, type[Style]] = {
 
 
 def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelStyle:
-    """Return the ParallelStyle that a word of a plan stands for, usable with torch's ``parallelize_module``.
+    """Return the ParallelStyle of a plan's style name, usable with torch's ``parallelize_module``, or a given style.
 
-    One given is given back.
-
-    Those of linear layers are also torch's ColwiseParallel and RowwiseParallel, and that of norms its
-    SequenceParallel, with their layouts.
-
-    The words are those of transformers (plans of the model, of 5.x and of 4.x).
+    Styles of linear layers are also torch's ColwiseParallel and RowwiseParallel, and that of norms its
+    SequenceParallel, with their layouts. Names are those of transformers (plans of the model, of 5.x and of 4.x).
 
     Raises:
-        ConfigError (a ValueError): no such word; the text lists all.
+        ConfigError (a ValueError): no such name; the text lists all.
     """
     if isinstance(style, ParallelStyle):
         return style
@@ -307,10 +297,7 @@ def translate_to_torch_parallel_style(style: str | ParallelStyle) -> ParallelSty
 
 
 def is_transposed(module: nn.Module) -> bool | None:
-    """Tell whether a linear layer's weight is stored (in, out), found by asking a copy of it.
-
-    None of what is no linear layer.
-    """
+    """Test on a copy whether a linear layer's weight is stored (in, out); None for any other module."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear) or weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
         return False if isinstance(module, nn.Linear) else None

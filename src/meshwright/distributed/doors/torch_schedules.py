@@ -1,4 +1,4 @@
-"""Build torch's own pipeline objects, for users with a loop of their own."""
+"""Build torch's own pipeline objects, for users with their own loop; ``parallelize`` runs meshwright's schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
     "zbv_zero_bubble": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",
 }
-"""Ours -> torch's."""
+"""Names of schedules: meshwright's -> torch's."""
 
 
 def build_pipeline_stage(
@@ -42,16 +42,15 @@ def build_pipeline_stage(
     seq_len: int,
     param_dtype: torch.dtype = torch.bfloat16,
 ) -> PipelineStage:
-    """torch's stage around a stage module, with static shapes: no inference pass before the first step.
+    """Build torch's stage around a stage module, with static shapes: no inference pass before the first step.
 
     Args:
         batch_size: rows of a microbatch.
         seq_len: tokens of a row.
-        param_dtype: of hidden states: the dtype that the stage computes in.
+        param_dtype: dtype of hidden states, in which the stage computes.
 
     Raises:
-        ConfigError: the mesh has no pp axis, or the stage computes in another dtype, or takes no sequences of that
-            length.
+        ConfigError: the mesh lacks a pp axis, or the stage computes in another dtype, or takes no such sequences.
     """
     if Axis.PP.value not in axis_sizes(device_mesh):
         raise ConfigError(f"a pipeline stage needs a mesh axis named pp; the mesh has {tuple(axis_sizes(device_mesh))}")
@@ -96,15 +95,14 @@ def build_pipeline_schedule(
     schedule: str = "1f1b",
     scale_grads: bool = True,
 ) -> Any:
-    """torch's schedule of that name (ours or torch's spelling), with ``step()`` and ``eval()``.
+    """Build torch's schedule by meshwright's or torch's name, with ``step()`` and ``eval()``.
 
     Args:
         stage: this rank's stage, or the list of its stages for schedules with several on a rank.
-        scale_grads: divide gradients by the number of microbatches, as torch does.
+        scale_grads: divide gradients by the number of microbatches, as in torch.
 
     Raises:
-        ConfigError: an unknown name, one stage where several are needed or the other way round, or too few
-            microbatches.
+        ConfigError: an unknown name, one stage where several are needed or vice versa, or too few microbatches.
     """
     kind = schedule_kind(schedule)
     made = get_schedule_class(NAMES[kind.name])

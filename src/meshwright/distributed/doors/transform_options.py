@@ -12,7 +12,7 @@ from meshwright.core.dtypes import canonical_dtype, torch_dtype
 
 
 class ModelTransformConfig:
-    """Base of the configs of transforms, under Optimus-DL's name; any dataclass will do as well."""
+    """Base class of transforms' configs, under Optimus-DL's name; any dataclass will do as well."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DDPTransformConfig(ModelTransformConfig):
 
 @dataclass
 class MixedPrecisionConfig:
-    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double; none: as torch's policy has it."""
+    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double; None: torch's default."""
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -52,7 +52,7 @@ class MixedPrecisionConfig:
 
 @dataclass
 class OffloadConfig:
-    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` where there is a GPU to copy to."""
+    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` if there is a GPU to copy to."""
 
     cpu_offload: bool = False
     pin_memory: bool = True
@@ -60,12 +60,11 @@ class OffloadConfig:
 
 @dataclass
 class FullyShardTransformConfig(ModelTransformConfig):
-    """FSDP2 / HSDP.
+    """Options of FSDP2 / HSDP.
 
-    ``use_hybrid_sharding`` shards inside a node and replicates across nodes where the layout left both sizes open;
-    false shards
-    over all. ``sync_grad_accum``: gradients travel with every microbatch; "shard" reduce-scatters each and postpones
-    only the all-reduce over replicas.
+    ``use_hybrid_sharding`` shards inside a node and replicates across nodes if the layout left both sizes open; false
+    shards over all ranks. ``sync_grad_accum``: communicate gradients with every microbatch; "shard" reduce-scatters
+    each and postpones only the all-reduce over replicas.
     """
 
     reshard_after_forward: bool | int = False
@@ -77,12 +76,10 @@ class FullyShardTransformConfig(ModelTransformConfig):
 
 @dataclass
 class Float8TransformConfig(ModelTransformConfig):
-    """Linear layers multiply in float8.
+    """Options of float8 multiplication in linear layers.
 
-    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of layers that do
-        not.
-    ``enable_fsdp_float8_all_gather``: the transform fully_shard, when it follows, gathers their weights in float8;
-        tensorwise alone.
+    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of other layers.
+    ``enable_fsdp_float8_all_gather``: a later fully_shard gathers their weights in float8; tensorwise alone.
     """
 
     recipe: str = "tensorwise"
@@ -92,11 +89,10 @@ class Float8TransformConfig(ModelTransformConfig):
 
 @dataclass
 class TensorParallelTransformConfig(ModelTransformConfig):
-    """Weights cut over the mesh's tp axis.
+    """Options of weights cut over the mesh's tp axis.
 
-    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: gathered activations
-        are gathered again in
-    backward, and not kept. ``plan``: module pattern -> style in the words of transformers; empty: as measured.
+    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: activations are
+    gathered again in backward, not saved. ``plan``: module pattern -> style by transformers' names; empty: measured.
     """
 
     sequence_parallel: bool = True
@@ -106,17 +102,15 @@ class TensorParallelTransformConfig(ModelTransformConfig):
 
 @dataclass
 class ExpertParallelTransformConfig(ModelTransformConfig):
-    """Nothing to choose: the mesh says how many ranks share experts out (``ep``)."""
+    """No options: the mesh fixes the number of ranks that share experts (``ep``)."""
 
 
 @dataclass
 class ActivationCheckpointTransformConfig(ModelTransformConfig):
-    """Recompute every module of the given classes ("package.module.Class", or "Class" alone).
+    """Recomputation of every module of the given classes ("package.module.Class", or "Class"); none: each block.
 
-    None given: every repeated block.
-
-    ``ops_to_save``: results that are kept: operators ("aten.mm.default", or "aten.mm" for all its forms), or the
-    words of ``techniques.checkpoint_keep``.
+    ``ops_to_save``: saved results, by operators ("aten.mm.default", or "aten.mm" for all its forms) or by names of
+    ``techniques.checkpoint_keep``.
     """
 
     layer_classes: tuple[str, ...] = ()
@@ -128,8 +122,7 @@ class ActivationCheckpointTransformConfig(ModelTransformConfig):
 class CompileTransformConfig(ModelTransformConfig):
     """Options of torch.compile, applied to each repeated block.
 
-    ``activation_memory_budget``: the share, above 0 and below 1, of what a block would keep for backward that it may
-        keep.
+    ``activation_memory_budget``: share, above 0 and below 1, of a block's activations for backward that it may save.
     """
 
     compile_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -138,10 +131,10 @@ class CompileTransformConfig(ModelTransformConfig):
 
 @dataclass
 class LoadWeightsTransformConfig(ModelTransformConfig):
-    """``checkpoint_path``: a folder of Hugging Face with safetensors, or a checkpoint of meshwright (of which the
-    model is read).
+    """Options of loading weights.
 
-    ``skip_on_restart``: do nothing where a run is taken up again, whose own checkpoint will be loaded instead.
+    ``checkpoint_path``: a Hugging Face folder with safetensors, or a checkpoint of meshwright (only its model is
+    read). ``skip_on_restart``: do nothing if a run resumes, whose own checkpoint will be loaded instead.
     """
 
     checkpoint_path: str

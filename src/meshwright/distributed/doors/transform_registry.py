@@ -25,16 +25,16 @@ class ModelTransform(ABC):
     """One step of the chain: a typed config, a context, and ``apply(model) -> model``.
 
     Attributes:
-        config: an instance of the config class that it was registered with.
-        context: where it is applied, by the keys of ``CONTEXT``.
+        config: an instance of the config class that the transform was registered with.
+        context: the surroundings of the transform, by the keys of ``CONTEXT``.
     """
 
     CONTEXT: ClassVar[tuple[str, ...]] = ("device_mesh", "layout", "seed", "is_restart", "collective", "device")
-    """The keys that ``build_model_transform`` takes beside the config: a mesh, or a ``Layout`` to make one of.
+    """The keys that ``build_model_transform`` takes beside the config.
 
-    The seed of initial weights; whether a run is taken up again; an object with a mesh (``.mesh`` or
-    ``.device_mesh``) instead of the mesh itself; the device to which a model with weights is moved first. A class of
-    one's own may name more.
+    A mesh, or a ``Layout`` to make one from; the seed of initial weights; whether a run resumes; an object with a
+    mesh (``.mesh`` or ``.device_mesh``) instead of the mesh itself; the device to which a model with weights is moved
+    first. A user's class may name more.
     """
 
     def __init__(self, config: Any, **context: Any):
@@ -52,7 +52,7 @@ class ModelTransform(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Change the model, usually in place, and return what takes its place."""
+        """Change the model, usually in place, and return it or its replacement."""
 
 
 class BaseDistributedTransform(ModelTransform):
@@ -64,9 +64,7 @@ class BaseDistributedTransform(ModelTransform):
 
 
 class DDPWrappedModel(DistributedDataParallel):
-    """torch's DDP with the methods that loops ask for; ``equip`` gives it ``accumulation_context`` and
-    ``make_parameter_groups``.
-    """
+    """torch's DDP with methods for loops; ``equip`` adds ``accumulation_context`` and ``make_parameter_groups``."""
 
     def fully_shard(self, **options: Any) -> Any:
         """Pass the call on to the wrapped model's own ``fully_shard``."""
@@ -97,17 +95,16 @@ _ELSEWHERE = {
     **dict.fromkeys(BUILT_IN, "meshwright.distributed.doors.builtin_transforms"),
     "load_weights": "meshwright.checkpoint.load_transform",
 }
-"""Transforms whose modules are imported when they are asked for, and register them: some need a floor above this one.
-"""
+"""Transforms whose modules are imported, and so registered, on request: some need a floor above this one."""
 
 
 def register_model_transform(
     name: str, config_class: type, *, before: Iterable[str] = (), after: Iterable[str] = ()
 ) -> Callable[[type[ModelTransform]], type[ModelTransform]]:
-    """Class decorator: make a transform known under ``name``, with its config dataclass.
+    """Return a class decorator that registers a transform under ``name``, with its config dataclass.
 
     Args:
-        before, after: names of transforms between which it belongs. Without either it comes before all built-in ones.
+        before, after: names of transforms between which it belongs. Without either it precedes all built-in ones.
 
     Raises:
         ConfigError: the name is taken by another class, the config class is no dataclass, or a neighbour is unknown.
@@ -134,8 +131,7 @@ def _path(kind: type) -> str:
 
 
 def build_model_transform(name: str, config: Any = None, **context: Any) -> ModelTransform:
-    """Return the transform of that name with its config (an instance of its config class, a plain dict of it, or None
-    for the defaults).
+    """Build the transform of that name with its config (its config class's instance, a dict, or None: defaults).
 
     Raises:
         ConfigError: an unknown name or key (with the nearest valid one), or a value of the wrong type.
@@ -155,16 +151,15 @@ def build_model_transform(name: str, config: Any = None, **context: Any) -> Mode
 def apply_model_transforms(
     model: nn.Module, configs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **context: Any
 ) -> nn.Module:
-    """Build and apply several transforms, in the one order, whatever the order of ``configs``.
+    """Build and apply several transforms, in the fixed order, whatever the order of ``configs``.
 
-    What comes back has ``accumulation_context`` and ``make_parameter_groups`` in any case.
+    The returned module has ``accumulation_context`` and ``make_parameter_groups`` in any case.
 
     Args:
-        configs: name -> config, or a list of configs that have their name under ``_name``.
+        configs: name -> config, or a list of configs with their name under ``_name``.
 
     Raises:
-        ConfigError: an unknown name or key, or a wish that cannot be met; all configs are read before the model is
-            touched.
+        ConfigError: an unknown name or key, or a request that cannot be met; the model is untouched then.
     """
     if not isinstance(configs, Mapping):
         configs = _by_name(configs)
@@ -190,10 +185,10 @@ def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the names as they will be applied.
+    """Sort the names by the order of application.
 
     Raises:
-        ConfigError: an unknown name, or ``before`` and ``after`` wishes that contradict each other.
+        ConfigError: an unknown name, or ``before`` and ``after`` requests that contradict each other.
     """
     wanted = list(names)
     follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> what must come earlier
@@ -240,7 +235,7 @@ EQUIPMENT = ("accumulation_context", "make_parameter_groups")
 
 
 def equip(model: nn.Module, plan: Plan | None) -> nn.Module:
-    """Give a module the two methods that loops ask for: ``accumulation_context`` and ``make_parameter_groups``."""
+    """Give a module the methods that loops call: ``accumulation_context`` and ``make_parameter_groups``."""
 
     def accumulation_context(is_last_microbatch: bool) -> AbstractContextManager[None]:
         return nullcontext() if plan is None else accumulation.context(model, plan, is_last_microbatch)

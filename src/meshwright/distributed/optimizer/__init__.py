@@ -1,1 +1,1 @@
-"""The optimizer step: gradient norm, loss scale, low-bit and offloaded state."""
+"""Take the optimizer step: gradient norm, loss scale, low-bit and offloaded state."""

@@ -1,4 +1,4 @@
-"""Compute one global gradient norm over tensors on any mixture of meshes, and clip by it."""
+"""Compute and clip one global gradient norm over plain tensors and DTensors on any mixture of meshes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.distributed.torch_private import knows_cpu, local_part
 from meshwright.distributed.weights.shards import SHARDS, pieces
 
 EPSILON = 1e-6
-"""Added to the norm before dividing, as torch.nn.utils does."""
+"""Added to the norm before division, as in torch.nn.utils."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class GradientPart:
 
     Attributes:
         tensor: the view.
-        groups: over which such parts are disjoint (sharded, not replicated).
-        copies: on how many ranks of those groups this one lies.
+        groups: groups over which such parts are disjoint (sharded, not replicated).
+        copies: number of ranks of those groups that hold this part.
     """
 
     tensor: Tensor
@@ -40,10 +40,9 @@ class GradientPart:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-    """Return this rank's part of every gradient; together they cover its gradients once.
+    """List this rank's parts of all gradients, which together cover its gradients once.
 
-    A gradient that is a summand on each rank (``Partial``: torch's SequenceParallel leaves norms such) is summed
-    first, in place of it.
+    A partial sum as a gradient (``Partial``: torch's SequenceParallel leaves norms' so) is first summed in place.
     """
     found = []
     for parameter in parameters:
@@ -71,7 +70,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
 
 
 def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()) -> Tensor:
-    """Return the 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
+    """Compute the 2-norm over all ranks' gradients as one vector: 0-dim, at least fp32, equal on every rank.
 
     Each part's sum of squares is reduced over exactly the groups that shard it, so replicas count once.
 
@@ -111,9 +110,7 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a scalar, on the accelerator where the group knows no CPU back end (offloaded gradients live on the
-    CPU).
-    """
+    """All-reduce a scalar, on the GPU if the group has no CPU backend (offloaded gradients live on the CPU)."""
     if value.device.type == "cpu" and not knows_cpu(group):
         moved = value.cuda()
         dist.all_reduce(moved, group=group)
@@ -131,7 +128,7 @@ def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:
 
 @contextmanager
 def gradients_times(factor: float, parameters: Callable[[], Iterable[nn.Parameter]]) -> Iterator[None]:
-    """Inside, gradients are so many times as large as they are outside; those that there are already too."""
+    """Scale gradients by ``factor`` inside, those that exist already too, and back on leaving."""
     if factor == 1.0:
         yield
         return
@@ -148,8 +145,8 @@ def clip_grad_norm_(
     """Scale the model's gradients in place so that their global 2-norm is at most ``max_norm``.
 
     Args:
-        model: of a pipeline this rank's stage module, or an ``nn.ModuleList`` of its stage modules: the norm is over
-            those of all ranks.
+        model: for a pipeline, this rank's stage module, or an ``nn.ModuleList`` of them: the norm is over all ranks'
+            stages.
         foreach: multiply all gradients in one call; False: one by one.
         device_mesh: has the pp axis of stage modules that ``build_pipeline_stage`` was not given yet.
 
@@ -157,7 +154,7 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, at least fp32, equal on every rank.
 
     Raises:
-        ConfigError: stage modules of which nobody said over which ranks they lie, or not all of this rank's.
+        ConfigError: stage modules with no ranks specified for them, or not all of this rank's.
     """
     parts = local_gradients(model.parameters())
     norm = total_norm(parts, _ranks_of_stages(model, device_mesh))
@@ -171,7 +168,7 @@ def clip_grad_norm_(
 
 
 def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the group whose ranks have the other stages of a pipeline; none where the model is no stage."""
+    """Return the group whose ranks have the other stages of a pipeline; none if the model is no stage."""
     stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
     if not stages or stages[0].num_stages == 1:
         return []

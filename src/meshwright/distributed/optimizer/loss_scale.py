@@ -1,4 +1,4 @@
-"""Scale the loss dynamically (arXiv 1710.03740, section 3.2): float16 has no small gradients."""
+"""Scale the loss dynamically (arXiv 1710.03740, section 3.2): float16 has no small gradients, so all are enlarged."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ INTERVAL = 2000
 
 @dataclass
 class LossScale:
-    """The factor on the loss of a step, by which whole gradients are divided.
+    """The factor of a step's loss, by which the gradients are divided when they are whole.
 
-    It is halved after a step whose gradients are not finite, and doubled after ``interval`` steps in a row whose are.
-    Whether they are follows from a sum over all ranks, so it is the same on all. It is a power of two, so scaling
-    rounds nothing.
+    The scale is halved after a step whose gradients are not finite, and doubled after ``interval`` finite steps in a
+    row. All ranks agree, since finiteness follows from a sum over them. A power of two as a scale rounds nothing.
 
     Attributes:
-        value: now.
-        interval: see above.
-        good_steps: in a row, since it was last changed.
+        value: the present scale.
+        interval: steps before the scale is doubled.
+        good_steps: finite steps in a row since the last change.
     """
 
     value: float
@@ -29,7 +28,7 @@ class LossScale:
     good_steps: int = 0
 
     def follow(self, *, is_finite: bool) -> None:
-        """A step's gradients were finite, or not."""
+        """Adjust the scale after a step whose gradients were finite, or not."""
         if not is_finite:
             self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
             return
@@ -42,6 +41,6 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """What ``state`` gave; of a checkpoint that was written without a scale nothing is taken."""
+        """Restore ``state``; an empty one, from a checkpoint without a scale, changes nothing."""
         if state:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

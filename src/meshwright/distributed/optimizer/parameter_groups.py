@@ -1,4 +1,4 @@
-"""Group parameters by name: which of them decay, and what is special."""
+"""Group parameters for an optimizer by name: those that decay, and those with options of their own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def make_parameter_groups(
     overrides: Sequence[tuple[str, dict[str, Any]]] = (),
     decayed_dims: int = 2,
 ) -> list[dict[str, Any]]:
-    """Group parameters for an optimizer: matrices decay.
-
-    Vectors and scalars (norms, biases) do not; overrides come first.
+    """Group parameters for an optimizer: matrices decay, vectors and scalars (norms, biases) do not; overrides win.
 
     Args:
         named_parameters: (name, parameter) pairs; frozen ones are left out, wrapper prefixes ignored.

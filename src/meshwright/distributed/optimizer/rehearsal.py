@@ -1,4 +1,4 @@
-"""Try an unknown optimizer on small parameters, placed as the model's are, before its first step."""
+"""Try an unknown optimizer on small parameters with the placements of the model's, before it changes a weight."""
 
 from __future__ import annotations
 
@@ -28,22 +28,19 @@ ELEMENT_BY_ELEMENT = frozenset(
         optim.SGD,
     )
 )
-"""torch's optimizers whose update of an element depends on its own gradients alone."""
+"""torch's optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""
 
 STEPS, ROWS, COLUMNS = 2, 4, 6
 LARGEST_ERROR = 0.05
-"""Of the update, in norm: Muon (of torch) iterates in bfloat16, and one that takes a share for the whole is off by
-its own size.
-"""
+"""Relative to the update's norm: torch's Muon iterates in bfloat16; taking a shard for the whole errs by about 1."""
 
 _KNOWN: WeakSet[optim.Optimizer] = WeakSet()
 
 
 def refuse_unequal(optimizer: optim.Optimizer) -> None:
-    """Raise UnsupportedError where an optimizer fails on parameters that are cut over ranks, or updates them
-    otherwise than whole ones.
+    """Raise UnsupportedError if an optimizer fails on sharded parameters, or updates them unlike whole ones.
 
-    Each way in which its parameters lie is tried on a small one: a few collectives, once for each optimizer. One
+    Each of its parameters' placements is tried on a small one: a few collectives, once per optimizer. An optimizer
     whose class does not take its own settings as arguments cannot be tried, and passes.
     """
     if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
@@ -80,7 +77,7 @@ def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placem
 
 
 def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
-    """Return the relative error of a cut parameter's update against a whole one's."""
+    """Return the relative error of a sharded parameter's update against that of a whole one."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
     values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]
@@ -93,7 +90,7 @@ def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Place
 
 
 def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Tensor | None:
-    """Return a parameter after some steps of another optimizer of this kind; None where none can be made."""
+    """Return a parameter after some steps of another optimizer of this kind; None if none can be made."""
     parameter = nn.Parameter(laid(values[0].clone()))
     takes = inspect.signature(type(optimizer)).parameters
     try:

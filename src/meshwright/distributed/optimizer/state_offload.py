@@ -1,10 +1,7 @@
-"""Keep optimizer state alone in host memory (as in ZeRO-Offload, arXiv 2101.06840).
+"""Keep optimizer state in host memory (ZeRO-Offload, arXiv 2101.06840), but compute the step on the device.
 
-For the step, which the device computes, the state comes to the device by portions, so the arithmetic is that of state
-that stays there.
-
-On CUDA host memory is pinned, and copies follow on the stream that computes. On the CPU the same is done by plain
-copies.
+The state comes to the device by portions, so the arithmetic is the same as for state that stays there. On CUDA, host
+memory is pinned, and copies run on the computing stream. On the CPU the same is done by plain copies.
 """
 
 from __future__ import annotations
@@ -23,19 +20,17 @@ from meshwright.planning.optimizer.plan import ROOM
 from .torchao_adamw import TorchaoAdamW
 
 STATES = 2
-"""Number of state tensors like the parameter that a portion allows for."""
+"""Number of parameter-sized state tensors that a portion allows for."""
 COUPLED = ("LBFGS",)
 """torch's optimizers that look at all parameters together."""
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
-    """One step, some parameters after the others.
-
-    The state of each is on ``device`` while its own are stepped, else in host memory.
+    """Step portions of the parameters in turn, each with its state on ``device`` meanwhile, else in host memory.
 
     Args:
         device: where the step is computed.
-        room: bytes of state that may be there at a time; a single parameter may have more.
+        room: bytes of state on the device at a time; a single parameter may have more.
 
     Raises:
         UnsupportedError: an optimizer whose step cannot be taken by portions.
@@ -84,7 +79,7 @@ def _step_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], device:
 
 
 def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """Parameters whose state, two tensors like each, takes at most ``room`` bytes together; at least one."""
+    """Cut parameters into portions with at most ``room`` bytes of state, two tensors like each, or one parameter."""
     portion: list[Tensor] = []
     taken = 0
     for parameter in parameters:
@@ -99,7 +94,7 @@ def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
 
 
 def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Bring a parameter's state; what it was in host memory."""
+    """Fetch a parameter's state to the device, and return its tensors in host memory."""
     rested = {key: value for key, value in state.items() if _moves(value) and value.device.type == "cpu"}
     for key, host in rested.items():
         state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
@@ -107,7 +102,7 @@ def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
 
 
 def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.device) -> None:
-    """Leave a parameter's state where it rested, or, where it is new, in host memory that is its own from now on."""
+    """Copy a parameter's state back to host memory; new state gets host memory of its own."""
     for key, value in state.items():
         if not _moves(value):
             continue
@@ -120,7 +115,7 @@ def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.de
 
 
 def _moves(value: Any) -> bool:
-    """Tensors like the parameter do; counts of steps stay where the optimizer wants them."""
+    """Tell tensors like the parameter, which move, from step counts, which stay where the optimizer wants them."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -131,7 +126,7 @@ def _copied(plain: Tensor, device: torch.device) -> Tensor:
 
 
 def at_rest(state: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in host memory, pinned where it will travel to a GPU."""
+    """Copy state to host memory, pinned where it will travel to a GPU."""
     return in_memory(state, [_to_host(plain, pinned=device.type == "cuda") for plain in memory_of(state)])
 
 

@@ -1,4 +1,4 @@
-"""Step an optimizer as the plan has it, with its state where the plan keeps it."""
+"""Step an optimizer by its plan: of the requested kind, with its state in the requested memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
     """Step an optimizer whose gradients are ready.
 
     Raises:
-        ConfigError: it is not what the plan says.
-        UnsupportedError: its state cannot come by portions, or it does not update parameters that are cut as it does
-            whole ones.
+        ConfigError: the optimizer differs from the plan.
+        UnsupportedError: its state cannot come by portions, or it updates sharded parameters unlike whole ones.
     """
     check(optimizer, plan)
     if not isinstance(optimizer, TorchaoAdamW):
@@ -30,7 +29,7 @@ def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.de
 
 
 def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
-    """Tell whether an optimizer holds and rounds what the plan says. Raises ConfigError."""
+    """Raise ConfigError if an optimizer stores its state or rounds otherwise than planned."""
     kind = type(optimizer).__name__
     have = (optimizer.state_word, optimizer.stochastic) if isinstance(optimizer, TorchaoAdamW) else ("full", False)
     if have != (plan.state, plan.stochastic_rounding):

@@ -1,6 +1,6 @@
-"""Step AdamW by torchao: low-bit moments (arXiv 2110.02861, 2309.01507), stochastic rounding of bfloat16.
+"""Run torchao's AdamW: moments in 8 or 4 bits (arXiv 2110.02861, 2309.01507), and stochastic rounding to bfloat16.
 
-States and arithmetic are torchao's. What is ours: each rank steps its own part of a parameter, of whatever placement;
+States and arithmetic are torchao's. Two things differ: each rank steps its own part of a parameter, of any placement;
 and random numbers are a function of (seed, step, name, position), so that copies of a weight are rounded alike,
 wherever they lie, and after a resume.
 """
@@ -26,25 +26,25 @@ from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.planning.optimizer.plan import BLOCKS, OptimizerPlan
 
 SIGNED = {tensor.name: tensor.signed for tensor in KINDS["adamw"].state}
-"""AdamW's moments, and whether they can be negative."""
+"""AdamW's moments, and whether each can be negative."""
 
 
 class TorchaoAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are kept in few bits, or whose new bfloat16 weights are rounded stochastically, or both.
+    """AdamW with low-bit moments, or stochastic rounding of new bfloat16 weights, or both.
 
-    A moment is kept in 8 or 4 bits where a rank has 4096 elements of its parameter or more, a multiple of the block
-    (256 or 128); else in the parameter's dtype. The step is computed in float32 by torchao's compiled function, one
-    graph for each shape that a rank has.
+    A moment has 8 or 4 bits if a rank holds 4096 elements of its parameter or more, a multiple of the block (256 or
+    128); else the parameter's dtype. torchao's compiled function computes the step in float32, one graph per local
+    shape.
 
     Args:
         groups: parameter groups with plain tensors or DTensors, float32 or bfloat16.
-        plan: what is kept in how many bits, and how weights are rounded.
+        plan: bits of the moments, and rounding of the weights.
         named_parameters: (global name, parameter) of all of them, where weights are rounded stochastically.
-        seed: of the rounding.
+        seed: seed of the rounding.
 
     Raises:
         MissingExtraError: torchao is not installed.
-        ConfigError: weights are to be rounded stochastically that have no name or are not in bfloat16.
+        ConfigError: stochastic rounding is requested for weights without a name or not in bfloat16.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Further parameters. Raises ConfigError as the constructor does."""
+        """Add a group of parameters; raise ConfigError as the constructor does."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"] if self.stochastic else ():
             if parameter not in self._names or parameter.dtype is not torch.bfloat16:
@@ -119,7 +119,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
             )
 
     def new_moment(self, parameter: Tensor, key: str, device: torch.device | None = None) -> Tensor:
-        """Zeros for a moment of a parameter, as it is kept."""
+        """Create zeros for a moment of a parameter, in its storage format."""
         local = _local(parameter.detach())
         device = device or local.device
         if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
@@ -131,7 +131,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
 
     def _noise(self, parameter: Tensor, step: int) -> Tensor:
-        """Return (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter wherever they lie."""
+        """Draw (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter on any rank."""
         local = _local(parameter.detach())
         noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
         for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
@@ -158,7 +158,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory is codes and scales of torchao's."""
+    """Tell whether a tensor's memory is torchao's codes and scales."""
     return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
 
 
@@ -167,9 +167,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _mixes_copies(parameter: Tensor) -> bool:
-    """Blocks would lie across what is a rank's own and what it has copies of, which would be rounded otherwise on
-    each rank.
-    """
+    """Tell whether blocks would span a rank's own elements and copies, which each rank would round differently."""
     if not isinstance(parameter, DTensor):
         return False
     places = [
@@ -197,10 +195,7 @@ def _stepped(
     decay: float,
     eps: float,
 ) -> None:
-    """torchao's step of one parameter, in place.
-
-    Its own random numbers would be drawn from a stream that differs by rank.
-    """
+    """Run torchao's step of one parameter in place, without its own random numbers, whose stream differs by rank."""
     wide = weight if noise is None else weight.float()
     step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
     if noise is not None:
@@ -208,8 +203,9 @@ def _stepped(
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
-    """float32 → bfloat16, away from zero where ``noise`` is less than what lies beyond bfloat16's last bit, else
-    towards zero: by uniform noise the mean is the value itself.
+    """Round float32 to bfloat16 so that uniform noise makes the mean the value itself.
+
+    Rounds away from zero where ``noise`` is less than the bits beyond bfloat16's last, else towards zero.
 
     Args:
         noise: int32 of the same shape, each 0 to 2¹⁶ − 1.

@@ -1,1 +1,1 @@
-"""Find processes, start them, let them agree, and watch them."""
+"""Identify, start, coordinate and watch processes."""

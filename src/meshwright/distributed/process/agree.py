@@ -1,7 +1,4 @@
-"""Let ranks agree: every decision that changes control flow passes through here.
-
-Without a process group every function returns its argument.
-"""
+"""Let ranks agree on every decision that changes control flow; without a process group, each decides alone."""
 
 from __future__ import annotations
 
@@ -20,21 +17,19 @@ Result = TypeVar("Result")
 
 
 def word_device() -> torch.device:
-    """Tell where small agreed values live: the CPU where a CPU back end exists (no device synchronisation), else the
-    accelerator.
-    """
+    """Return the device of small agreed values: the CPU where it has a backend (no device sync), else the GPU."""
     if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def alone() -> bool:
-    """Tell whether there is nobody to agree with."""
+    """Tell whether there are no other ranks to agree with."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank when it is on one."""
+    """Tell every rank whether the flag is set on any."""
     return largest(int(flag)) > 0
 
 
@@ -48,7 +43,7 @@ def largest(value: int) -> int:
 
 
 def largest_each(values: torch.Tensor) -> torch.Tensor:
-    """Elementwise, the largest of all ranks' float64 values; on the CPU."""
+    """Return the elementwise maximum of all ranks' float64 values, on the CPU."""
     if alone():
         return values.cpu()
     words = values.to(word_device())
@@ -57,7 +52,7 @@ def largest_each(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank_zero(value: Any) -> Any:
-    """Return rank 0's value, on every rank (small Python values)."""
+    """Return rank 0's value on every rank (small Python values)."""
     if alone():
         return value
     box = [value]
@@ -66,7 +61,7 @@ def from_rank_zero(value: Any) -> Any:
 
 
 def everybody_says(value: Any) -> list[Any]:
-    """Return all ranks' values, in rank order (small Python values)."""
+    """Gather all ranks' values in rank order (small Python values)."""
     if alone():
         return [value]
     said: list[Any] = [None] * dist.get_world_size()
@@ -75,16 +70,13 @@ def everybody_says(value: Any) -> list[Any]:
 
 
 def wait_for_all() -> None:
-    """A barrier."""
+    """Wait until every rank has reached this call."""
     if not alone():
         largest(0)
 
 
 def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Elementwise, whether all ranks of every group hold the same int64 value. words: (n,) int64.
-
-    Returns (n,) bool on CPU.
-    """
+    """Compare (n,) int64 values over all ranks of every group, and return (n,) bool on the CPU, true where equal."""
     same = torch.ones(words.shape[0], dtype=torch.bool)
     for group in groups:
         low, high = words.clone(), words.clone()
@@ -95,14 +87,14 @@ def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Te
 
 
 def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
-    """Let collectives of these groups (and of the default one) fail after ``seconds``."""
+    """Set the time limit of collectives of these groups, and of the default group, to ``seconds``."""
     for group in [dist.group.WORLD, *groups]:
         if group is not None:
             set_group_timeout(group, seconds)
 
 
 def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
-    """Return the largest norm of the ranks of some groups; NaN where one is not finite."""
+    """Return the largest norm over the ranks of some groups; NaN if one is not finite."""
     if not groups:
         return norm
     word = torch.tensor(norm if math.isfinite(norm) else math.inf, dtype=torch.float64, device=word_device())
@@ -113,10 +105,7 @@ def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
 
 
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Elementwise sum of numbers over the ranks of all groups (one small all-reduce per group).
-
-    Returns them on the CPU.
-    """
+    """Sum numbers elementwise over all groups (one small all-reduce per group), and return them on the CPU."""
     if groups:
         words = words.to(word_device())
         for group in groups:
@@ -125,9 +114,9 @@ def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
 
 
 def together(action: Callable[[], Result], *, here: bool = True) -> Result | None:
-    """Do something on the ranks where ``here`` is true; when it raises on one rank, that error is raised on all.
+    """Run an action on the ranks where ``here`` is true, and raise the error of one rank on all.
 
-    Without it the others would wait in their next collective until its time limit.
+    If only that rank raised, the others would wait in their next collective until its time limit.
     """
     result, problem = None, None
     if here:
@@ -143,9 +132,7 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
-    """Return what ``decide`` gives on rank 0, on every rank (a value that can be pickled).
-
-    What it raises there is raised on all.
+    """Return rank 0's result of ``decide`` (a value that can be pickled) on every rank, or raise its error on all.
 
     ``decide`` runs as if there were no process group: a model that sends messages in its forward would wait for ranks
     that do not run it.
@@ -169,9 +156,7 @@ def is_agreed(error: BaseException) -> bool:
 
 
 def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> None:
-    """Raise, on all ranks of the groups, the problem of the first rank that has one (collective; nothing where none
-    has).
-    """
+    """Raise, on all ranks of the groups, the problem of the first rank that has one, if any (collective)."""
     said: list[Any] = [problem and portable(problem)]
     for group in groups:
         mine = next((p for p in said if p is not None), None)
@@ -184,9 +169,7 @@ def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> N
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error itself where it survives pickling, else one of ours with its words: the other ranks must be
-    able to raise it.
-    """
+    """Return the error if it survives pickling, else a MeshwrightError with its text, for all ranks to raise."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -1,4 +1,4 @@
-"""Keep a few values over an elastic restart, in the store of torchrun's agent."""
+"""Store short texts across elastic restarts, in torchrun's agent, which stays up while workers come and go."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import torch.distributed as dist
 
 
 def remember(key: str, text: str) -> None:
-    """Keep a text for the next attempts of this job. Does nothing without torchrun."""
+    """Store a text for the next attempts of this job; do nothing without torchrun."""
     store = _agent_store()
     if store is not None:
         store.set(key, text)
 
 
 def recall(key: str) -> str:
-    """Return what an earlier attempt of this job remembered, "" where there is nothing."""
+    """Return a text that an earlier attempt of this job stored, or ""."""
     store = _agent_store()
     return store.get(key).decode() if store is not None and store.check([key]) else ""
 
 
 def _agent_store() -> dist.Store | None:
-    """Return the agent's store without the prefix of one attempt, under the name of the job: several may share a
-    rendezvous.
-    """
+    """Open the agent's store without the attempt's prefix, under the job's name: jobs may share a rendezvous."""
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -1,4 +1,4 @@
-"""Read from torch's flight recorder which collective this rank waits in, from any thread."""
+"""Read the collective that this rank waits in from torch's flight recorder (on by ``setup``), in any thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class PendingCollective:
     """A collective that has begun on this rank and has not ended."""
 
     name: str
-    """torch's name of the collective: all_gather, reduce_scatter, all_reduce, …"""
+    """The name of the collective in torch: all_gather, reduce_scatter, all_reduce, and so on."""
     group: str
     """The mesh axis, or "world"."""
     number: int
-    """It is the group's so many-th collective on this rank."""
+    """Count of the group's collectives on this rank, up to this one."""
     ranks: tuple[int, ...]
     """Members of the group."""
     since: float
@@ -26,10 +26,10 @@ class PendingCollective:
 
 
 class Flight:
-    """Looks for a collective that does not end.
+    """A detector of collectives that do not end.
 
-    Asking where the groups are costs microseconds, but a whole record some tens of milliseconds: it is read only once
-    a group has stood at the same collective for two looks.
+    Asking for the groups' progress costs microseconds, but a whole record some tens of milliseconds: it is read only
+    once two looks find a group at the same collective.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Flight:
         self._known: tuple[dict[str, int], PendingCollective | None] = ({}, None)
 
     def look(self) -> PendingCollective | None:
-        """Return the collective that was under way at the look before and still is; the oldest of several."""
+        """Return the collective that was under way at the previous look and still is; the oldest of several."""
         try:
             open_now = _open_collectives()
             stuck = {group: number for group, number in open_now.items() if self._before.get(group) == number}
@@ -52,7 +52,7 @@ class Flight:
 
 
 def _dump(**options: bool) -> list[dict[str, Any]]:
-    """Return what each recorder of this torch says; nothing before torch.distributed was imported."""
+    """Read each recorder of this torch; nothing before torch.distributed is imported."""
     if "torch.distributed" not in sys.modules:
         return []
     from meshwright.distributed.torch_private import recorder_dumps
@@ -61,7 +61,7 @@ def _dump(**options: bool) -> list[dict[str, Any]]:
 
 
 def _open_collectives() -> dict[str, int]:
-    """Recorder's id of a group -> number of its last collective, of groups that have not completed theirs."""
+    """Map the recorder's id of each group with open collectives to the number of its last one."""
     said = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
     return {
         f"{recorder}/{group}": int(at["last_enqueued_collective"])
@@ -84,7 +84,7 @@ def _oldest_open() -> PendingCollective | None:
 
 
 def axis_of(description: str) -> str:
-    """Return the name of a group as our messages have it: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
+    """Translate a group's description to its name in messages: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
     return "world" if description == "default_pg" else description.removeprefix("mesh_") or "unnamed"
 
 
@@ -108,10 +108,7 @@ class Issued:
 
 
 def issued(since_ns: int) -> list[Issued]:
-    """Return the collectives since a moment, as far back as the recorder remembers, in order.
-
-    Costs some 10 µs for each that it remembers.
-    """
+    """List the collectives since a moment, in order, as far as the recorder reaches; costs some 10 µs per record."""
     collects = gc.isenabled()
     # a record is thousands of small objects: the collector would wake, and look through all of torch for 0.2 s
     gc.disable()

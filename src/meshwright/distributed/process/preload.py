@@ -1,10 +1,8 @@
-"""Import once, in the fork server, what each worker starts with.
-
-Starts no threads.
+"""Import torch and meshwright.distributed once in the fork server for all workers, and start no threads.
 
 The server ignores signals that are often sent to every process of a command (by ``timeout``, systemd, PBS, a terminal
-that closes): it tells the launcher of the workers' ends, and without it they all count as dead. Its workers answer
-them as it did before; a signal that comes while a worker is being forked waits until then.
+that closes): it reports the workers' ends to the launcher, and without the server they all count as dead. Its workers
+answer these signals as before; a signal that comes while a worker is being forked waits until then.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Count messages below our code: every c10d operation that torch dispatches, with its bytes."""
+"""Count every c10d operation that torch dispatches, below meshwright's code, with its bytes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ KINDS = {
     "alltoall_base_": "all_to_all",
     "send": "send",
 }
-"""torch's operation names -> ours; any other c10d operation keeps torch's name, so that nothing goes uncounted."""
+"""torch's operation names -> meshwright's; any other c10d operation keeps torch's name, so that each is counted."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks; ``kept``: how much
-    of it goes to this rank itself, where ranks are given unequal parts.
+    """One collective as it was issued: ``tensor_bytes`` of its larger side, over ``ranks`` ranks.
+
+    ``kept``: bytes that go to this rank itself, where ranks get unequal parts.
     """
 
     op: str
@@ -41,16 +42,14 @@ class Sent:
 
     @property
     def bytes(self) -> float:
-        """Bytes that this rank sends (see ``planning.collectives``)."""
+        """The bytes that this rank sends (see ``planning.collectives``)."""
         if self.kept is not None:
             return self.tensor_bytes - self.kept
         return wire_bytes(self.op, self.tensor_bytes, self.ranks)
 
 
 class WireCounter(TorchDispatchMode):
-    """``with WireCounter() as wire: …`` then ``wire.sent`` (in order) and ``wire.operations`` (dispatched operations
-    in all).
-    """
+    """A counter: ``with WireCounter() as wire``; ``wire.sent`` (in order), ``wire.operations`` (all dispatched)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class WireCounter(TorchDispatchMode):
         self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
 
     def totals(self) -> dict[tuple[str, int], float]:
-        """Return bytes by (operation, ranks of the group)."""
+        """Sum the bytes by (operation, ranks of the group)."""
         found: dict[tuple[str, int], float] = {}
         for item in self.sent:
             found[item.op, item.ranks] = found.get((item.op, item.ranks), 0.0) + item.bytes

@@ -1,6 +1,4 @@
-"""Keep worker processes of one host alive between jobs.
-
-Torch-free in the parent.
+"""Keep worker processes of one host alive between jobs, with a parent free of torch.
 
 Workers are forked from a server that has imported torch already (so four start in a fraction of a second), and from a
 parent that never ran a multi-threaded kernel (so OpenMP survives the fork). Each job is a function that every rank
@@ -50,7 +48,7 @@ class WorkerDied(MeshwrightError):
 
 
 class WorkerFailed(MeshwrightError):
-    """A worker raised; the text is its traceback. ``error`` is the exception where it could travel.
+    """A worker raised; the text is its traceback, and ``error`` is the exception if it could be pickled.
 
     ``is_echo``: a collective that broke because another rank was in trouble first.
     """
@@ -65,15 +63,13 @@ class WorkerTimeout(MeshwrightError):
 
 
 class WorkerPool:
-    """``size`` worker processes.
-
-    ``run`` gives them a job; after a death or a timeout they are replaced at the next job.
+    """A pool of ``size`` worker processes for jobs; after a death or a timeout, the next job replaces them.
 
     Args:
-        threads: intra-op threads per worker; 0: the cores shared out evenly.
+        threads: intra-op threads per worker; 0: an even share of the cores.
 
     Attributes:
-        folder: a temporary folder that goes with the pool; workers find it by ``meeting_place``.
+        folder: a temporary folder that is removed with the pool; workers find it by ``meeting_place``.
     """
 
     def __init__(self, size: int, *, threads: int = 0):
@@ -88,7 +84,7 @@ class WorkerPool:
         self.folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
 
     def start(self) -> None:
-        """Start the workers that are not there yet (``run`` does it too)."""
+        """Start the workers that are missing (``run`` does so too)."""
         if self._processes and all(p.is_alive() for p in self._processes):
             return
         self._stop_workers()
@@ -109,9 +105,8 @@ class WorkerPool:
         """Run ``function(*args)`` on ranks 0 … world-1 at once and return their results in rank order.
 
         Raises:
-            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job took more than ``timeout``
-                seconds. Of several ranks' troubles it is the cause that is raised, not what followed from it on the
-                others.
+            WorkerFailed, WorkerDied, WorkerTimeout: a rank raised, ended, or the job exceeded ``timeout`` seconds.
+                Among several ranks' errors the cause is raised, not its consequences on the others.
         """
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
@@ -158,7 +153,7 @@ class WorkerPool:
         return [results[rank] for rank in range(world)]
 
     def _take(self, rank: int, results: dict[int, Any], problems: dict[int, WorkerDied | WorkerFailed]) -> None:
-        """Read what a rank has to say; silence means that it is dead."""
+        """Read a rank's reply; without one, it is dead."""
         if self._pipes[rank].poll():
             with suppress(EOFError, ConnectionError):
                 fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
@@ -178,7 +173,7 @@ class WorkerPool:
                 os.kill(process.pid, number)
 
     def close(self) -> None:
-        """Stop the workers and remove what they left."""
+        """Stop the workers and remove their files."""
         self._stop_workers()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -201,9 +196,7 @@ class WorkerPool:
 
 
 def _keep_socket_paths_short() -> None:
-    """Let the fork server listen under /tmp where TMPDIR is deep: the path of a Unix socket has about 100 characters
-    at most.
-    """
+    """Make the fork server listen in /tmp if TMPDIR is deep: a Unix socket path has about 100 characters at most."""
     config = mp.current_process()._config  # type: ignore[attr-defined]
     if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
         config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
@@ -212,9 +205,7 @@ def _keep_socket_paths_short() -> None:
 
 @contextmanager
 def _not_from_the_current_folder() -> Iterator[None]:
-    """Let the fork server, which Python starts by ``python -c``, import nothing from the current folder: it may be
-    anybody's.
-    """
+    """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -234,20 +225,18 @@ def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> Work
 
 
 PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
-"""Seconds to wait for other ranks' troubles, by the distance of the nearest known cause."""
+"""Seconds to wait for errors of other ranks, by the distance of the nearest known cause."""
 
 
 def _distance(problem: WorkerDied | WorkerFailed) -> int:
-    """Tell how far a rank's trouble may be from its cause: a death is one (but gloo aborts a process whose peer
-    went), an echo is none.
-    """
+    """Rate an error's distance from its cause: a death is one (but gloo aborts if a peer died), an echo is none."""
     if isinstance(problem, WorkerDied):
         return 2 if problem.exit_code == -signal.SIGABRT else 0
     return 3 if problem.is_echo else 1
 
 
 def _serve(pipe: Connection, rank: int, threads: int) -> None:
-    """A worker's life: wait for a job, run it, report; end when the parent is gone."""
+    """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone."""
     import torch
 
     torch.set_num_threads(threads)
@@ -264,7 +253,7 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed stops nobody: without this its workers would stay, in a collective perhaps for ever."""
+    """End with the parent: workers of a killed parent would otherwise stay, perhaps forever in a collective."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -272,10 +261,7 @@ def _end_with_parent() -> None:
 
 
 def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
-    """Run a job and report.
-
-    A failure is told before the group is closed, which takes a moment and makes the peers fail too.
-    """
+    """Run a job and report; report failures before the group closes, which takes a moment and fails peers too."""
     from meshwright.distributed.setup import destroy_distributed
 
     try:
@@ -299,7 +285,7 @@ def _told(error: BaseException) -> bytes:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Tell whether it says that a collective or a message failed, which another rank is the cause of."""
+    """Tell whether an error reports a failed collective or message, whose cause lies on another rank."""
     if getattr(error, "is_echo", False):
         return True
     words = str(error).lower()
@@ -319,6 +305,6 @@ def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
 
 
 def meeting_place() -> Path | None:
-    """Return the temporary folder of the pool that this process is a worker of; None outside a pool."""
+    """Return the temporary folder of the pool that this process works for; None outside a pool."""
     store = os.environ.get(STORE)
     return Path(store).parent if store else None

@@ -1,7 +1,4 @@
-"""Find this process's rank and the world size: from torchrun, else Slurm, else alone.
-
-Torch-free.
-"""
+"""Find this process's rank from torchrun's variables, else Slurm's, else alone; import no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +9,9 @@ from collections.abc import Mapping
 from meshwright.core.errors import ConfigError
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""From here up Slurm numbers what is no step of srun: the batch script, the shell of salloc, the step that watches a
-node.
-"""
+"""Slurm's lowest number of a step not from srun: batch script, shell of salloc, or the step that watches a node."""
 STORE = "MESHWRIGHT_FILE_STORE"
-"""Path of the file through which the workers of one job on one host find each other (set by the pool, read by setup).
-"""
+"""Variable with the path of the file in which a job's workers on one host meet (set by the pool, read by setup)."""
 FIRST_PORT, PORTS = 20_000, 12_000
 """MASTER_PORT lies below 32768, where Linux begins to take ports for outgoing connections."""
 
@@ -49,12 +43,12 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """Tell whether this process is the one that speaks."""
+    """Tell whether this process is rank 0, the one that reports."""
     return get_world_info()[0] == 0
 
 
 def ranks_per_node() -> int:
-    """Processes on each host as the launcher says; 0 where it does not, or where the hosts hold different numbers."""
+    """Return the launcher's number of processes on each host; 0 if it gives none, or differs between hosts."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _number(os.environ, "LOCAL_WORLD_SIZE")
     for name in (
@@ -68,10 +62,7 @@ def ranks_per_node() -> int:
 
 
 def check_nodes_in_use() -> None:
-    """Refuse to leave nodes of a Slurm job idle.
-
-    Raises ConfigError where this process was not started by srun and there are several.
-    """
+    """Raise ConfigError if this process, not started by srun, would leave nodes of a Slurm job idle."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if "RANK" not in os.environ and _is_script_of_slurm(os.environ) and nodes not in ("", "1"):
         raise ConfigError(
@@ -82,9 +73,7 @@ def check_nodes_in_use() -> None:
 
 
 def _is_script_of_slurm(env: Mapping[str, str]) -> bool:
-    """Tell whether this is a batch script or the shell of ``salloc``: they see a rank and the number of tasks too,
-    but are no task.
-    """
+    """Tell a batch script or a shell of ``salloc`` from a task: they see a rank and the number of tasks, too."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not step.isdigit():
         return env.get("ENVIRONMENT") == "BATCH"
@@ -118,10 +107,10 @@ def _export_torch_names(rank: int, local: int, world: int) -> None:
 
 
 def first_host(nodelist: str) -> str:
-    """First name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``.
+    """Return the first name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: ``nodelist`` is not such a list.
     """
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)", nodelist)  # up to the first comma outside brackets
     name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group(1)) if first else ""

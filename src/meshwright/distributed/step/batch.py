@@ -1,4 +1,4 @@
-"""Check and count a rank's batch of an optimizer step, and cut it into microbatches."""
+"""Check, count and cut one rank's batch of an optimizer step into microbatches."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from meshwright.introspection.signature import SPELLINGS, Signature
 
 Batch = Mapping[str, Tensor]
 Brought = Batch | Sequence[Batch] | Exception
-"""A rank's contribution to a step: its batch, its microbatches, or why it has none."""
+"""Input of a rank to a step: its batch, its microbatches, or the error why it has none."""
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """Return (rows, seq) int64 labels; where ``loss_mask`` is 0 they are ignored."""
+    """Return (rows, seq) int64 labels, ignored where ``loss_mask`` is 0."""
     mask = batch.get("loss_mask")
     return batch["labels"] if mask is None else batch["labels"].masked_fill(~mask.bool(), IGNORED)
 
 
 def weights_of(batch: Batch) -> Tensor | None:
-    """Return (rows, seq) floating-point weights of the tokens' losses; None where each counts as one, or not at all."""
+    """Return (rows, seq) floating-point weights of the tokens' losses; None if all are 0 or 1."""
     mask = batch.get("loss_mask")
     return mask if mask is not None and mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any()) else None
 
 
 def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Labels and weights, on the device of the computation."""
+    """Return labels and weights on the device of the computation."""
     weights = weights_of(batch)
     return labels_of(batch).to(device, non_blocking=True), None if weights is None else weights.to(
         device, non_blocking=True
@@ -40,7 +40,7 @@ def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
 def check(
     batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None, *, own_loss: bool = False
 ) -> None:
-    """Refuse what the model or the loss (``own_loss``: a user's) cannot take. Raises ConfigError."""
+    """Raise ConfigError for a batch that the model or the loss (``own_loss``: a user's) cannot take."""
     missing = {"tokens", "labels"} - set(batch)
     if missing:
         raise ConfigError(
@@ -110,9 +110,7 @@ def _check_ids(key: str, ids: Any, vocab_size: int, hint: str) -> None:
 
 
 def _view(tensor: Tensor) -> Any:
-    """Return the tensor, as a numpy array where it is on the CPU: looking at it should cost no dispatched operation
-    there.
-    """
+    """View a CPU tensor as a numpy array, to look at it without dispatched operations; return others as they are."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
@@ -123,7 +121,7 @@ def real_labels(batch: Batch) -> Any:
 
 
 def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
-    """Return the step cut along rows, ``rows`` per microbatch (0: in one piece); a list is taken as cut already."""
+    """Cut the step along rows, ``rows`` per microbatch (0: in one piece); a list counts as cut already."""
     if not isinstance(batch, Mapping):
         if not isinstance(batch, Sequence) or not batch or not all(isinstance(piece, Mapping) for piece in batch):
             raise ConfigError(
@@ -146,12 +144,12 @@ def _words(batch: object) -> str:
 
 
 def count(pieces: list[Batch]) -> int:
-    """Tokens that have a loss."""
+    """Count the tokens that have a loss."""
     return sum(len(real_labels(piece)) for piece in pieces)
 
 
 def weight(pieces: list[Batch]) -> float:
-    """Return what their losses weigh together: their number, where no weights are given."""
+    """Return the total weight of the microbatches' losses: their number, if no weights are given."""
     return sum(_weight(piece) for piece in pieces)
 
 

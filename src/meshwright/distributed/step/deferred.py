@@ -1,8 +1,8 @@
-"""Defer weight gradients to a split backward's second half (zero bubble pipelines, arXiv 2401.10241).
+"""Defer weight gradients to the second half of a split backward (zero bubble pipelines, arXiv 2401.10241).
 
-The first half is an ordinary backward in which linear layers pass on their input's gradient, and note input and
-output gradient for later. So a recomputed block is recomputed once, and what the second half needs is all that is
-kept. Other parameters (norms, biases, embeddings) get their gradients in the first half: they cost little.
+The first half is an ordinary backward in which linear layers pass on their input's gradient, and record input and
+output gradient for later. So a recomputed block is recomputed once, and only the inputs of the second half are saved.
+Other parameters (norms, biases, embeddings) get their gradients in the first half: they cost little.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshwright.distributed.float8.products import Products, products_of
 
 
 class DeferredGradients:
-    """The work that one stage has put off.
+    """The deferred gradients of one stage.
 
     Attributes:
-        waiting: by microbatch.
+        waiting: deferred work by microbatch.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class DeferredGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether weight gradients are deferred now."""
+        """Whether gradients are deferred at present."""
         return self._open is not None
 
     def begin(self, microbatch: int) -> None:
-        """Begin to defer weight gradients of a microbatch."""
+        """Begin to defer gradients."""
         self._open = self.waiting.setdefault(microbatch, [])
 
     def end(self) -> None:
@@ -47,7 +47,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def do(self, microbatch: int) -> None:
-        """Compute the deferred gradients of a microbatch, without recording anything for autograd."""
+        """Compute the gradients deferred in the backward of a microbatch, without recording, as in any backward."""
         work = self.waiting.pop(microbatch, [])
         work.reverse()
         while work:  # what each keeps is freed as soon as it is done
@@ -59,10 +59,10 @@ class DeferredGradients:
 
 
 def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradients) -> None:
-    """Let a linear layer put off its weight's gradient where ``deferred`` is open in backward.
+    """Let a linear layer defer its weight's gradient where ``deferred`` is open in backward.
 
     Args:
-        transposed: its weight is stored (in, out).
+        transposed: whether the layer's weight is stored (in, out).
     """
     way = products_of(module, transposed)
 

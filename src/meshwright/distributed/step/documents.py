@@ -1,7 +1,6 @@
-"""Ask a model whether positions alone keep packed documents apart.
+"""Ask a model itself whether it keeps packed documents apart if it gets positions only.
 
-transformers sees from positions that begin again where a document begins, and masks; but not in every model, and not
-in every version.
+transformers masks by positions that restart at each document, but not in every model, and not in every version.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 HALF = 4
-"""Tokens of each of two documents in a row."""
+"""Tokens of each of a row's two documents."""
 LEAKS = 1e-3
-"""The part of an earlier document's influence above which it counts as seen; rounding is far below."""
+"""The share of an earlier document's influence above which a later one sees it; rounding is far below."""
 
 
 def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
-    """Tell whether a row's second document is computed as if the first were not there.
+    """Tell whether a row's second document is computed independently of the first.
 
     Args:
         logits: batch (tokens, positions: (2, seq) int64) -> (2, seq, vocab), without gradients.
@@ -32,6 +31,6 @@ def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
 
 
 def _influence(logits: Tensor) -> float:
-    """Tell how far the second halves of two rows are apart whose first halves differ."""
+    """Return the distance between the second halves of two rows whose first halves differ."""
     one, other = logits[:, HALF:].double().unbind()
     return float((one - other).norm())

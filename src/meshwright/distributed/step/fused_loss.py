@@ -1,4 +1,4 @@
-"""Let a head compute the loss in chunks, so that whole logits never exist."""
+"""Let the head compute the loss itself, in chunks, on request, so that whole logits never exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planning.plan import Plan
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Make the planned head able to. A head that is cut is already."""
+    """Enable the planned head to compute the loss; a head that is cut can do so already."""
     assert plan.loss is not None
     runtime = runtime_of(model)
     if runtime is None or (plan.tensor is not None and not plan.tensor.head):
@@ -22,5 +22,5 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def site_of(model: nn.Module) -> LossSite | None:
-    """Tell where the model's head is asked for a loss; None of one whose head computes logits only."""
+    """Return the place of loss requests to the model's head; None for a head that computes logits only."""
     return runtime_of(model) or recall(model, LossSite)

@@ -1,4 +1,4 @@
-"""Sample from a model token by token, running the whole window each time (for short samples)."""
+"""Sample from a model, token by token, by running the whole window each time (right for short samples)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
 ) -> list[int]:
-    """Return the ids that follow ``prompt``, at most ``tokens`` of them.
+    """Generate the ids that follow ``prompt``, at most ``tokens`` of them.
 
     Args:
         next_logits: (1, seq) ids -> (vocab,) logits of the next one.
         window: longest sequence that the model takes; older ids are dropped.
-        temperature: 0 takes the likeliest id; above, samples from softmax(logits / temperature) with a generator of
-            ``seed``.
+        temperature: 0 takes the likeliest id; above, samples softmax(logits / temperature) with ``seed``'s generator.
         stop: an id that ends the text (it is not returned).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compute the loss of a microbatch as the plan has it: from logits, from a rank's part, or in the head."""
+"""Compute a microbatch's loss by the plan: from logits, from this rank's part of them, or in the head itself."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Objective:
-    """Computes the summed loss of a microbatch.
+    """A function for the summed loss of a microbatch.
 
     Args:
-        model: as it was laid out (without a wrapper).
-        loss_fn: the user's; None: the cross entropy, which alone can be computed from parts of the logits.
-        starts_backward: told of a loss that does not follow from the model's output, for those who start a backward
-            from it.
+        model: the model as it was laid out (without a wrapper).
+        loss_fn: the user's loss; None: the cross entropy, which alone can be computed from parts of the logits.
+        starts_backward: called with a loss that does not derive from the model's output, to start a backward from it.
     """
 
     def __init__(
@@ -44,11 +43,7 @@ class Objective:
         self._fused = loss_fn is None and plan.loss is not None and self._site is not None
 
     def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Args:
-        forward: calls the model.
-        labels: (rows, seq).
-        weights: (rows, seq), of the tokens' losses; not with a loss of the user's.
-        """
+        """Compute the loss, with (rows, seq) labels and weights of tokens' losses (none with a user's loss)."""
         if self._fused and self.plan.loss is not None and self._site is not None:
             request = LossRequest(labels, self._of_chunk(self.plan.loss.tail), self.plan.loss.chunks, weights)
             with _asking(self._site, request):

@@ -1,4 +1,4 @@
-"""Check that a user's loss is a sum that layouts can share out; and find a model's own losses."""
+"""Check before the first step that a user's loss is a sum that layouts can share, and refuse losses in the output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from meshwright.introspection.facts import ModelFacts
 
 ROWS, SEQ, SOME_IDS = 2, 3, 11
 CLOSE = 1e-3
-"""Relative; a loss in bfloat16 does not come nearer."""
+"""Relative tolerance; a loss in bfloat16 is no more exact."""
 
 
 def refuse_dropped(facts: ModelFacts) -> None:
-    """Raise UnsupportedError for a model whose output carries a loss of its own, which a step that takes the logits
-    would drop.
-    """
+    """Raise UnsupportedError for a model with its own loss in the output, which a step on the logits would drop."""
     if losses := facts.measurements.premises().losses:
         raise UnsupportedError(
             f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step"
@@ -32,10 +30,10 @@ def refuse_dropped(facts: ModelFacts) -> None:
 
 
 def check(loss_fn: Callable[[Tensor, Tensor], Tensor], vocab_size: int | None, device: torch.device) -> None:
-    """Call it with a few made-up logits, and with the same rows twice. One that cannot be called so is believed.
+    """Call a loss with a few made-up logits, and with the same rows twice; trust one that cannot be called so.
 
     Raises:
-        ConfigError: it is a mean, or does not add up over rows, or has parameters that are trained.
+        ConfigError: the loss is a mean, or does not add up over rows, or has parameters that are trained.
     """
     for module in _modules_in(loss_fn):
         if trained := [name for name, parameter in module.named_parameters() if parameter.requires_grad]:

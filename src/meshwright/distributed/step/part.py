@@ -1,4 +1,4 @@
-"""Define the part of a model that one process runs: one for each of its pipeline stages."""
+"""Define the parts of a model that one process runs: one per pipeline stage; without a pipeline, the model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from meshwright.planning.plan import Plan
 
 Batch = Mapping[str, Tensor]
 Inputs = Callable[[Batch], dict[str, Any]]
-"""A function from a batch to the arguments of the model's forward."""
+"""Map a batch to the arguments of the model's forward."""
 
 
 @dataclass
 class ModelPart:
-    """Attributes:
-    module: what is called: the model with this stage's parameters alone, or a wrapper of it.
-    plan: what of the model's plan is about it.
-    facts: what it was before the plan was applied.
-    stage: its number.
+    """A part of a model, as one process runs it.
+
+    Attributes:
+        module: the module to call: the model with this stage's parameters alone, or a wrapper of it.
+        plan: this part's share of the model's plan.
+        facts: facts about the part before the plan was applied.
+        stage: number of the stage.
     """
 
     module: nn.Module
@@ -34,22 +36,22 @@ class ModelPart:
 
     @property
     def model(self) -> nn.Module:
-        """Without a wrapper."""
+        """The module without a wrapper."""
         return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
 
 
 class Runner(Protocol):
-    """A runner of the parts of a process."""
+    """A way in which the parts of a process compute together."""
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
-        """Return what this process finds of the sum of all losses, divided by ``weight``: 0-dim float64.
+        """Return this process's share of the sum of all losses, divided by ``weight``: 0-dim float64.
 
-        Gradients add up in ``.grad``, ``scale`` times as large, and whole over all axes when it ends.
+        Gradients accumulate in ``.grad``, ``scale`` times as large, and are whole over all axes at the end.
         """
         ...
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
-        """Return what this process finds of the sum of all losses, without gradients: 0-dim float64."""
+        """Return this process's share of the sum of all losses, without gradients: 0-dim float64."""
         ...
 
     def logits(self, batch: Batch) -> Tensor:
@@ -57,11 +59,9 @@ class Runner(Protocol):
         ...
 
     def action_times(self) -> list[tuple[Action, float, float]]:
-        """Return what a pipeline's rank did in the last step, and when it began and ended, in seconds since the
-        epoch.
-        """
+        """List a pipeline rank's actions in the last step, with begin and end in seconds since the epoch."""
         ...
 
     def copy_shared(self) -> None:
-        """Parameters that parts in several places share get the values of the first."""
+        """Copy each shared parameter's values from the first part to the others that hold it."""
         ...

@@ -1,4 +1,4 @@
-"""Report what an optimizer step computed."""
+"""Report the results of an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepLoss:
-    """``loss``: (weighted) mean over all real tokens of the step on all ranks, nats, 0-dim float64, equal on all;
-    ``tokens``: how many.
-    """
+    """The (weighted) mean loss of all ranks' real ``tokens``, in nats, 0-dim float64, equal on all ranks."""
 
     loss: Tensor
     tokens: int
@@ -22,9 +20,7 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm``: global 2-norm before clipping; ``skipped``: the weights were left alone (non-finite loss or
-    gradient).
-    """
+    """The global gradient 2-norm before clipping; ``skipped``: weights unchanged (non-finite loss or gradient)."""
 
     grad_norm: float
     skipped: bool

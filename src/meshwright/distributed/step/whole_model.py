@@ -1,4 +1,4 @@
-"""Run the microbatches of a model that is one part, one behind the other."""
+"""Run a step of a model that is one part, microbatch after microbatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .part import Batch, Inputs, ModelPart
 
 
 class WholeModel:
-    """A ``Runner``."""
+    """A ``Runner`` for a model without a pipeline."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WholeModel:
         return []
 
     def copy_shared(self) -> None:
-        """Nothing is shared with other processes."""
+        """Do nothing: nothing is shared with other processes."""
 
     def _loss_sum(self, piece: Batch) -> Tensor:
         return self._objective(
@@ -71,6 +71,6 @@ class WholeModel:
         )
 
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
-        """Gradients that the plan says to be sums over the tensor axis are summed when it ends, in one message."""
+        """Sum gradients that the plan marks as partial sums over the tensor axis, at the end, in one message."""
         runtime = runtime_of(self.part.model)
         return nullcontext() if runtime is None else summing(sums_of(self.part.model, self.part.plan), runtime.group)

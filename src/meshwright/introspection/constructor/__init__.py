@@ -1,1 +1,1 @@
-"""Record how a model's constructor fills its tensors, and repeat it on each rank."""
+"""Record what a model's constructor does to its tensors, and repeat it where they are needed."""

@@ -1,4 +1,4 @@
-"""Build modules on the meta device without drawing numbers that nobody could read."""
+"""Build modules on the meta device without drawing random numbers, which have no values there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ DRAWING = {
     ),
     *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
 }
-"""Functions that fill their first argument.
-
-On meta, torch plays each of them in Python, behind an import of its compiler.
-"""
+"""Functions that fill their first argument. On meta, torch decomposes them in Python and imports its compiler."""
 
 
 class _WithoutDraws(TorchFunctionMode):
@@ -42,6 +39,6 @@ class _WithoutDraws(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Create tensors on the meta device, where they have no memory; filling them with random numbers does nothing."""
+    """Create tensors on the meta device, without memory; filling them with random numbers does nothing."""
     with torch.device("meta"), _WithoutDraws():
         yield

@@ -1,12 +1,12 @@
-"""Record what a constructor does to its tensors, without memory, to repeat it elsewhere.
+"""Record what a model's constructor does to its tensors, without memory, to repeat it where the tensors are needed.
 
 The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates
-or writes a tensor is noted as a step (``steps``). Carried out in order from one seed on real tensors, they give to
-the last bit what the constructor gives in one process.
+or writes a tensor is recorded as a step (``steps``). Carried out in order from one seed on real tensors, the steps
+give bitwise the same tensors as the constructor in one process.
 
-Rejection sampling looks at what it drew: ``trunc_normal_`` of torch is noted as one step. A number that the
-constructor reads (``.item()``) is computed at once, where no random number is in it. A constructor that seeds, brings
-generators of its own, or decides by what it drew is not recorded.
+Rejection sampling looks at its own draws: torch's ``trunc_normal_`` is recorded as one step. A number that the
+constructor reads (``.item()``) is computed at once, unless it depends on a random number. A constructor that seeds,
+brings generators of its own, or decides by its draws is not recorded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OVERWRITING = (
     ),
     "geometric_",
 )
-"""Operators that write every element of their first argument, whatever it was."""
+"""Operators that write every element of their first argument, whatever its old values."""
 RESHAPING = ("resize_", "set_", "resize_as_")
 """Operators that give a tensor other memory."""
 READING = ("_local_scalar_dense", "equal")
@@ -60,12 +60,12 @@ READING = ("_local_scalar_dense", "equal")
 
 
 class NotRecordedError(Exception):
-    """A constructor does what cannot be carried out later; the text says what."""
+    """A constructor does something that cannot be repeated later; the text names it."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Begin torch's stream on the CPU, numpy's and Python's at a seed; they go on afterwards where they were."""
+    """Seed torch's CPU stream, numpy's and Python's, and restore all three afterwards."""
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -87,19 +87,20 @@ def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 STREAM_ELEMENTS = 2**30
-"""Elements of all parameters and buffers up to which every layout has the very weights of ``built``: a rank draws
-those of others too, to reach its own, and this takes some ten seconds.
+"""Elements of all parameters and buffers up to which every layout has exactly the weights of ``built``.
+
+A rank draws the numbers of the others too, to reach its own; at this size that takes some ten seconds.
 """
 
 
 def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, ConstructorSteps]:
-    """Call ``build`` on tensors without values; returns its model, on meta, and the steps by which it makes it.
+    """Call ``build`` on tensors without values, and return its model, on meta, with the steps by which it is made.
 
     Args:
-        seed: of numpy's and Python's random numbers, which are noted as constants.
+        seed: seeds numpy's and Python's random numbers, which are recorded as constants.
 
     Raises:
-        NotRecordedError: it does what cannot be carried out later, or fails on tensors without values.
+        NotRecordedError: ``build`` does something that cannot be repeated later, or fails on tensors without values.
     """
     fake = FakeTensorMode(
         allow_non_fake_inputs=True
@@ -123,7 +124,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
 
 
 def _to_meta(model: nn.Module, inner: set[str]) -> None:
-    """``inner``: attributes that fake tensors have for themselves; others are people's."""
+    """Move a model's fake tensors to meta, with all attributes but ``inner``, those of fake tensors themselves."""
     made: dict[int, Any] = {}
 
     def of(tensor: Tensor) -> Any:
@@ -249,7 +250,7 @@ class _ConstructorRecorder(EagerDispatchMode):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """torch's own draws again until all are within bounds: one step."""
+        """Record torch's rejection sampling, which draws again until all values are within bounds, as one step."""
         init: Any = nn.init
         sample = getattr(init, SAMPLES_NORMAL)
 
@@ -288,9 +289,10 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 @contextmanager
 def _without_seeds_and_swaps() -> Iterator[None]:
-    """A constructor that seeds, and puts the stream back afterwards, would leave no trace.
+    """Refuse seeding, and replace the swapping of tensors, while a constructor is recorded.
 
-    And fake parameters cannot be swapped, which ``module.to(dtype)`` would do.
+    A constructor that seeds and then restores the stream would leave no trace. ``module.to(dtype)`` would swap
+    parameters, which fake ones do not allow.
     """
     with ExitStack() as stack:
         for place in (torch, torch.random):
@@ -310,7 +312,7 @@ def _swap(parameter: Tensor, other: Tensor) -> None:
 
 @contextmanager
 def _in_this_thread(place: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """``place.name`` is another function, for this thread alone."""
+    """Replace ``place.name`` by another function, for this thread alone."""
     original, thread = getattr(place, name), threading.get_ident()
 
     @functools.wraps(original)

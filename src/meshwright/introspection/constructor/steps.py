@@ -1,6 +1,6 @@
-"""Define the steps by which a constructor fills tensors, and carry them out on real ones.
+"""Define the steps by which a model's constructor makes its tensors, and carry them out on real tensors.
 
-A tensor is named by its storage and how it lies there, so views, ``.data`` and parameters made of tensors need no care.
+A tensor is named by its storage and its layout in it, so views, ``.data`` and parameters of tensors need no care.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from meshwright.core.torch_private import address_of, schema_of, tree_leaves, tree_map_only
 
 BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-"""Operators whose result holds whatever memory held."""
+"""Operators whose result is uninitialised memory."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The place of a tensor in a storage.
+    """The geometry of a tensor in a storage.
 
     Attributes:
-        storage: its number in the recording.
+        storage: number of the storage in the recording.
         offset, stride: in elements.
     """
 
@@ -40,13 +40,13 @@ class View:
 
 @dataclass(frozen=True)
 class Step:
-    """One operator. In its arguments and results views stand for tensors.
+    """One operator, with views in place of the tensors among its arguments and results.
 
     Attributes:
-        reads: storages whose values it needs.
-        creates, writes: storages that it makes, and changes in place.
-        overwrites: those of them that hold nothing from before afterwards.
-        draws: whether it takes numbers from the random stream.
+        reads: storages whose values the operator needs.
+        creates, writes: storages that the operator makes, and those that it changes in place.
+        overwrites: storages among these that hold none of their old values afterwards.
+        draws: whether the operator takes numbers from the random stream.
     """
 
     operator: Callable[..., Any]
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def fills(self) -> View | None:
-        """The view that it fills, if it does so by numbers alone: then it can be done to any part."""
+        """The view that the step fills by numbers alone, so that it can be done to any part; else None."""
         return (
             self.args[0] if self.writes and self.overwrites == self.writes and not self.reads | self.creates else None
         )
@@ -71,21 +71,21 @@ class Step:
         return self.reads | self.writes | self.creates
 
     def onto(self, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Do to another tensor what it does to the one that it ``fills``; a generator where it draws."""
+        """Do to another tensor what the step does to the view that it ``fills``; pass a generator if it draws."""
         more = {"generator": generator} if self.draws else {}
         self.operator(tensor, *self.args[1:], **{**self.kwargs, **more})
 
 
 @dataclass
 class ConstructorSteps:
-    """A constructor's steps.
+    """The steps of a constructor.
 
     Attributes:
-        bytes_of: storage -> its size.
-        constants: storage -> a tensor that the steps did not make, as a table from a file.
-        modules: their paths.
+        bytes_of: storage -> its size in bytes.
+        constants: storage -> a tensor that the steps did not make, such as a table from a file.
+        modules: paths of the model's modules.
         tensors: name -> each parameter and buffer; a tied one under all of its names.
-        plain: (path of a module, attribute) -> tensors that are kept as attributes.
+        plain: (path of a module, attribute) -> tensors that are plain attributes.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -97,14 +97,14 @@ class ConstructorSteps:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all parameters and buffers, tied ones once."""
+        """The number of elements of all parameters and buffers, tied ones once."""
         return sum({view.storage: view.elements for view in self.tensors.values()}.values())
 
     def needed(self, storages: Collection[int], *, with_stream: bool) -> list[tuple[Step, bool]]:
-        """Return the steps that some storages' values follow from, in order.
+        """List the steps on which some storages' values depend, in order.
 
         Args:
-            with_stream: other steps that draw too, with False beside them, so that the random stream goes on as it did.
+            with_stream: include other steps that draw, paired with False, so that the random stream stays the same.
         """
         live, found = set(storages), []
         for step in reversed(self.steps):
@@ -117,11 +117,10 @@ class ConstructorSteps:
 
 
 class Values:
-    """Real tensors, in which steps are carried out; on the CPU.
+    """Real tensors on the CPU, on which steps are carried out.
 
     Attributes:
-        blank: storages that began as whatever memory held: elements that nothing wrote yet are nan, or the largest
-            integer.
+        blank: storages that began uninitialised: elements that no step wrote yet are nan, or the largest integer.
     """
 
     def __init__(self, recording: ConstructorSteps) -> None:
@@ -147,7 +146,7 @@ class Values:
                     self.blank.add(view.storage)
 
     def has_unwritten(self, view: View) -> bool:
-        """Tell whether elements are left that nothing wrote."""
+        """Tell whether a view has elements that no step wrote."""
         if view.storage not in self.blank:
             return False
         value, mark = self.get(view), _unwritten(view.dtype)
@@ -173,7 +172,7 @@ def _unwritten(dtype: torch.dtype) -> float | int:
 
 
 def pass_over(step: Step) -> None:
-    """Take from the random stream what a step draws, and keep nothing."""
+    """Advance the random stream by a step's draws, and discard the result."""
     args, kwargs = tree_map_only(
         View, lambda view: torch.empty_strided(view.size, view.stride, dtype=view.dtype), (step.args, step.kwargs)
     )
@@ -181,5 +180,5 @@ def pass_over(step: Step) -> None:
 
 
 def name_of(operator: Any) -> str:
-    """Without its namespace and overload."""
+    """Return an operator's name without its namespace and overload."""
     return schema.name.partition("::")[2] if (schema := schema_of(operator)) is not None else operator.__name__

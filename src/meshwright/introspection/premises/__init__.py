@@ -1,1 +1,1 @@
-"""Test on a small copy what layouts assume: rows add up, and a forward changes no state."""
+"""Check on a small copy what a layout assumes of a model: rows that add up, a forward that changes no state."""

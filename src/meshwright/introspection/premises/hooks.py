@@ -1,7 +1,4 @@
-"""Find the user's hooks on parameters.
-
-A layout may call such a hook with a part of the gradient, or not at all.
-"""
+"""Find users' hooks on parameters: a layout may call them with a part of the gradient, or not at all."""
 
 from __future__ import annotations
 
@@ -28,8 +25,9 @@ def lies_on_mesh(model: nn.Module) -> bool:
 class HookFact:
     """A hook on a parameter.
 
-    ``kind``: "gradient", or "accumulated" where it is called with the parameter once its gradient is there.
-    ``adds_up``: on random numbers, the hook of a sum was the sum of the hooks."""
+    ``kind``: "gradient", or "accumulated" for a hook that is called with the parameter once its gradient is there.
+    ``adds_up``: on random numbers, the hook of a sum was the sum of the hooks.
+    """
 
     parameter: str
     kind: str
@@ -37,10 +35,7 @@ class HookFact:
 
 
 def hooks_of(model: nn.Module) -> tuple[HookFact, ...]:
-    """Return the user's hooks on the model's parameters.
-
-    None are known of a model that is laid out in part (ours are among them).
-    """
+    """List the user's hooks on parameters; none if the model is laid out in part, with meshwright's among them."""
     if lies_on_mesh(model):
         return ()
     found = []

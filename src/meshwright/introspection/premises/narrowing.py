@@ -1,4 +1,4 @@
-"""Detect whether a model computes in less than its own dtype somewhere."""
+"""Tell whether a model computes anywhere in a narrower dtype than its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
-    """Tell whether a forward turns what follows from its parameters into a narrower dtype: then sums in another order
-    are not exact to more.
-    """
+    """Tell whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
     with _Narrowing() as watch:
         forward()
     return watch.found

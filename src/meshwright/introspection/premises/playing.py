@@ -1,7 +1,4 @@
-"""Run one forward and backward of a copy of a model under observation.
-
-Random draws are held still, and numbers that Python reads off the data are noted.
-"""
+"""Run forward and backward on a copy of a model with random draws fixed, and record numbers that Python reads."""
 
 from __future__ import annotations
 
@@ -23,14 +20,12 @@ from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
 ROWS = 4
-"""Number of rows of a batch."""
+"""Rows of a batch."""
 
 
 @dataclass
 class Play:
-    """The results of one batch: outputs by name (rows first), gradients of those parameters that have one, what modules
-    took and gave.
-    """
+    """The outputs (rows first) and existing gradients of one batch by name, and the modules' inputs and outputs."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -45,12 +40,12 @@ class Play:
 
 
 def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turned: Any = None) -> Play:
-    """Run a fresh copy of the model.
+    """Run one batch through a fresh copy of the model.
 
     Args:
         tokens: (rows, seq).
-        offset: number of the first of the rows among all; None: they are all.
-        turned: the place in the code whose numbers are turned round.
+        offset: index of the first row in the whole batch; None: ``tokens`` is the whole batch.
+        turned: the place in the code whose number is inverted.
     """
     made = copy_of(model)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
@@ -83,7 +78,7 @@ def called(model: nn.Module, tokens: Tensor) -> Any:
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Tensors with a value for each row, and the names of numbers that a backward could start from."""
+    """Collect the tensors with a value for each row, and the names of numbers that a backward could start from."""
     found: dict[str, Tensor] = {}
     losses = []
     for name, value in _fields(output):
@@ -127,17 +122,17 @@ def _watched(
 
 
 class HeldRandomness(EagerDispatchMode):
-    """Random draws are held still, and it is seen where Python reads numbers that depend on the tokens or on a draw.
+    """A mode that fixes random draws and records where Python reads numbers that depend on tokens or draws.
 
     Args:
-        tokens: what the numbers depend on.
-        turned: which of the numbers that are read is turned round: true to false, an integer to 0, and 0 to 1.
-        stacks: modules of stacked experts, which share one gradient: what they read decides over none.
+        tokens: the input on which the numbers depend.
+        turned: which of the read numbers is inverted: true becomes false, an integer becomes 0, and 0 becomes 1.
+        stacks: modules of stacked experts, which share one gradient: reads in them decide over none.
 
     Attributes:
         decides: a number was read, or an operator gave a tensor whose size depends on the data.
         within: paths of the modules whose forwards run, the innermost last.
-        reads: which numbers were read: file and line, the module, and for how many times it was that.
+        reads: numbers that were read: file and line, the module, and the count of reads there so far.
     """
 
     def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = ()):
@@ -195,7 +190,7 @@ def _site() -> tuple[str, int]:
 
 
 def _still(func: Any, args: tuple, out: Any) -> Any:
-    """Values that are the same whatever was drawn before; integers and permutations stay as the seed gave them."""
+    """Fill results with values that ignore earlier draws; integers and permutations stay as the seed gave them."""
     name = func.overloadpacket.__name__
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

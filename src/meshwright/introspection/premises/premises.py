@@ -1,12 +1,9 @@
-"""Test what a model's forward does besides giving each row's tokens their logits.
-
-The test runs on a small copy, before the model is first laid out.
+"""Observe on a small copy, before first use, what a forward does beyond giving each row's tokens their logits.
 
 Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process
-does. All of that is without consequence for a forward that is a function of weights and rows. So the small copy is
-played, in training mode and with every
-random draw held still: rows together and in halves, two batches, several calls, and again with each number that
-Python reads off the data turned round (a condition on a rare token is then taken the other way).
+does. None of this matters to a forward that is a function of weights and rows. So the small copy runs in training
+mode with every random draw fixed: rows together and in halves, two batches, several calls, and again with each number
+that Python reads off the data inverted (a condition on a rare token then takes its other branch).
 """
 
 from __future__ import annotations
@@ -27,27 +24,24 @@ from meshwright.introspection.small.sample import ids_of, random_like, samples_o
 from .playing import ROWS, HeldRandomness, Play, called, parts, played
 
 LENGTHS = (32, 6, 2)
-"""Tokens per row that are tried, longest first: together rows should have every id of a small vocabulary."""
+"""Tokens per row to try, longest first: together, rows should have every id of a small vocabulary."""
 LARGEST_COST = 500_000_000
-"""Parameters times tokens of a forward; a larger copy is played with shorter rows."""
+"""Largest product of parameters and tokens of a forward; a larger copy runs with shorter rows."""
 SAME = 1e-12
-"""Relative, of the same rows under the same weights."""
+"""Relative tolerance for the same rows under the same weights."""
 DIFFERENT = 1e-5
-"""Relative, in fp64 with random weights; models that compute in fp32 inside are equal to about 1e-7."""
+"""Relative tolerance in fp64 with random weights; models that compute in fp32 inside agree to about 1e-7."""
 READS = 24
-"""Numbers that are turned round, one at a time, at most."""
+"""The largest number of inverted numbers, one at a time."""
 GRADIENT = "the gradient of"
-"""Begins where rows mix in a gradient alone."""
+"""Prefix of the place where rows mix in a gradient alone."""
 FAR = 1_000_000
-"""Calls by which counters are set ahead, to see a behaviour that begins late."""
+"""Increment of a counter of calls, to see a behaviour that begins late."""
 
 
 @dataclass(frozen=True)
 class WrittenState:
-    """A parameter or buffer that a forward writes.
-
-    ``by_data``: what is written depends on the rows; ``again``: each call writes anew.
-    """
+    """A parameter or buffer that a forward writes; ``by_data``: by its rows; ``again``: anew in each call."""
 
     name: str
     by_data: bool
@@ -56,21 +50,19 @@ class WrittenState:
 
 @dataclass(frozen=True)
 class Premises:
-    """Findings about a model's forward. Names are global.
+    """The observations of a model's forward, under global names.
 
     Attributes:
-        mixes_rows: a row's logits or gradients depend on the other rows: the module where that begins, and its class;
-            else "".
-        parameters: those that a forward writes.
-        buffers: those that a forward writes.
-        changes: attributes (or "outputs") by which a later call gives something else than the first, other than by
-            buffers.
-        remembers: what an earlier batch was changes what a later one gives, other than by buffers.
-        conditional: parameters that some rows give a gradient, and others leave without any.
-        unused: parameters that all rows that were tried leave without any.
+        mixes_rows: where a row's logits or gradients begin to depend on other rows (module and class), or "".
+        parameters: parameters that a forward writes.
+        buffers: buffers that a forward writes.
+        changes: attributes (or "outputs") by which a later call differs from the first, other than by buffers.
+        remembers: whether an earlier batch changes a later one's results, other than by buffers.
+        conditional: parameters to which some rows give a gradient and others give none.
+        unused: parameters to which no row that was tried gives a gradient.
         sparse: parameters whose gradients are sparse tensors.
-        losses: where in the model's output a loss of its own lies.
-        unknown: why nothing could be seen; else "".
+        losses: places of the model's own losses in its output.
+        unknown: why the observation failed; else "".
     """
 
     mixes_rows: str = ""
@@ -86,14 +78,12 @@ class Premises:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Parameters that may be left without a gradient: a condition that no batch tried met may use the unused ones
-        too.
-        """
+        """Parameters that may get no gradient: a condition that no tried batch met may use the unused ones too."""
         return (*self.conditional, *self.unused)
 
 
 def play(model: nn.Module) -> Premises:
-    """See what a model's forward does, on a small copy of it. No communication; the model itself is not called."""
+    """Observe a model's forward on a small copy, without communication or calls of the model itself."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in kept:
         parameter.grad = None
@@ -133,10 +123,7 @@ def _on_copies(model: nn.Module) -> Premises:
 
 
 def _set_modes(copied: nn.Module, model: nn.Module) -> None:
-    """Those of the model's modules.
-
-    Of one that is in evaluation mode as a whole, those of training, which will come.
-    """
+    """Copy the modules' modes; a model in evaluation mode as a whole gets training mode, which will come."""
     evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
     copied.train()
     for path, module in copied.named_modules():
@@ -163,10 +150,10 @@ def _seen(model: nn.Module, length: int) -> Premises:
 
 
 def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
-    """Two of (ROWS, length).
+    """Make two batches of (ROWS, seq).
 
-    The first has as many ids as it can; its halves begin with another one, even and odd, and one id stands in all
-    rows. The second has one row, over and over.
+    The first has as many ids as it can; its halves begin with different ids, even and odd, and one id stands in all
+    rows. The second repeats one row.
     """
     spread = torch.randperm(ids, generator=torch.Generator().manual_seed(0))[: ROWS * length]
     tokens = spread.repeat(-(-ROWS * length // len(spread)))[: ROWS * length].view(ROWS, length).clone()
@@ -179,10 +166,7 @@ def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float = DIFFERENT) -> bool:
-    """Beyond rounding of the largest element, or of ``floor`` where that is more.
-
-    What is not finite on made-up weights says nothing.
-    """
+    """Tell whether finite values differ beyond rounding of the largest element, or of ``floor`` if larger."""
     if found.shape != wanted.shape:
         return True
     if not found.numel():
@@ -193,7 +177,7 @@ def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float
 
 
 def _mixing(together: Play, halves: list[Play]) -> str:
-    """Tell where rows begin to depend on each other; "" where they do not."""
+    """Return the place where rows begin to depend on each other; "" if they do not."""
     depends = any(
         _differ(half.outputs[name], _half(value, number, ROWS) if half.outputs[name].shape != value.shape else value)
         for number, half in enumerate(halves)
@@ -219,7 +203,7 @@ def _half(value: Tensor, number: int, rows: int) -> Tensor:
 
 
 def _begins(together: Play, halves: list[Play]) -> str:
-    """Return the first module that was given equal rows and gave others."""
+    """Name the first module whose inputs are equal with and without the other rows, and whose outputs differ."""
 
     def equal(path: str, place: int) -> bool:
         for number, half in enumerate(halves):
@@ -236,8 +220,9 @@ def _begins(together: Play, halves: list[Play]) -> str:
 
 
 def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Play]:
-    """Run a model that decides by its data otherwise: few tokens, other weights, which route tokens otherwise, and
-    every condition the other way. What the code cannot take says nothing.
+    """Run a model that branches on its data on few tokens, with other weights (other routes), and inverted reads.
+
+    A run that the model's code cannot take is skipped.
     """
     if not together.decides:
         return
@@ -308,7 +293,7 @@ def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    """Of one batch and one model: nothing is added up in another order, so almost nothing may differ."""
+    """Compare runs of one batch and model: no sum changes its order, so almost nothing may differ."""
     return any(_differ(found[name], wanted[name], least=SAME) for name in found.keys() & wanted.keys())
 
 

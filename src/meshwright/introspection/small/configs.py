@@ -1,8 +1,7 @@
-"""Derive configs of the same structure that are small enough to be measured in a moment.
+"""Shrink configs to models of the same structure, small enough to be measured in a moment.
 
-Keys are the usual ones of transformers' configs and of ours. Whether a small model really has the structure of the
-large one is not taken
-on trust: its blocks must have the same modules and parameters.
+The keys are the usual ones of transformers' configs and of ``DecoderConfig``. Whether a small model has the structure
+of the large is not taken on trust: its blocks must have the same modules and parameters.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ ROTATED = "qk_rope_head_dim"
 LINEAR_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 LINEAR_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")
 HEAD_PARTS = ("qk_nope_head_dim", ROTATED, "v_head_dim")
-"""Of latent attention: features of a head's query and key, those of them that are rotated, and of its value."""
+"""Latent attention's features of a head: query and key without rotation, with rotation, and value."""
 CHUNKS = ("chunk_size", "mamba_chunk_size")
-"""Tokens that linear recurrences take at once: shorter sequences are filled up to as many."""
+"""Tokens that linear recurrences process at once: shorter sequences are padded to that length."""
 FEW_TOKENS = 8
 VOCABULARY = 307
 HEAD_SIZES = (8, 64)
-"""Features of a head that are tried; then the model's own."""
+"""Features of a head to try before the model's own."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A config with changes, and how many times more heads than its model the large one has."""
+    """A config with changes; the large model has ``heads`` times the heads of the small one."""
 
     source: Any
     changes: dict[str, Any]
@@ -47,17 +46,16 @@ class Small:
 
     @property
     def config(self) -> Any:
-        """Made anew; raises whatever the config's class raises of values that do not go together."""
+        """A fresh config; raises whatever the config's class raises for values that do not go together."""
         return _replaced(self.source, self.changes)
 
 
 def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) -> Iterator[Small]:
-    """Smaller ones, smallest first, then the config itself with no more blocks than ``blocks``.
+    """Yield smaller configs, smallest first, then the config itself with at most ``blocks`` blocks.
 
     Args:
-        ranks: of the tensor axis; the heads that are kept can be shared out among them wherever those of the config
-            can.
-        few_experts: of many experts in a layer a few do.
+        ranks: size of the tensor axis; it divides the reduced number of heads wherever it divides the config's.
+        few_experts: reduce large numbers of experts in a layer.
     """
     layers = _fewer_layers(config, blocks) | {
         name: FEW_TOKENS for name in CHUNKS if (_get(config, (name,)) or 0) > FEW_TOKENS
@@ -82,7 +80,7 @@ def _narrow_configs(config: Any, layers: dict[str, Any], ranks: int) -> Iterator
 
 
 def _kept(key_heads: int, ranks: int) -> int | None:
-    """Return the fewest key heads that ``ranks`` share as they share all; where they cannot, as few as show groups."""
+    """Return the fewest key heads that ``ranks`` share as they share all, or else the fewest that show groups."""
     if ranks % key_heads == 0:
         return key_heads
     kept = math.lcm(2, ranks)
@@ -115,7 +113,7 @@ def _narrow(config: Any, heads: int, key_heads: int, size: int, ranks: int) -> d
 
 
 def _narrow_parts(config: Any, size: int) -> dict[str, int]:
-    """Heads that are made of parts of several sizes, in the same proportions."""
+    """Shrink heads that consist of parts of several sizes, in proportion."""
     parts = {name: found for name in HEAD_PARTS if isinstance(found := _own(config, name), int)}
     unit = math.gcd(*parts.values())
     if ROTATED not in parts or unit <= size // 2:
@@ -128,9 +126,7 @@ def _narrow_parts(config: Any, size: int) -> dict[str, int]:
 
 
 def _narrow_others(config: Any, heads: int, size: int) -> dict[str, int]:
-    """Heads of further kinds of attention, in the same proportions: ``swa_num_attention_heads`` and the like, and
-    linear attention's.
-    """
+    """Shrink other attention in proportion: ``swa_num_attention_heads`` and the like, and linear attention."""
     of_all, found = _get(config, HEADS) or heads, {}
     of_head = _head_size(config, of_all, _get(config, WIDTH) or size)
     for prefix in [name.removesuffix(HEADS[0]) for name in vars(config) if name.endswith(f"_{HEADS[0]}")]:
@@ -142,7 +138,7 @@ def _narrow_others(config: Any, heads: int, size: int) -> dict[str, int]:
 
 
 def _scaled(config: Any, names: tuple[str, ...], small: int, large: int) -> dict[str, int]:
-    """Return those of the values that ``small / large`` times are whole numbers."""
+    """Scale by ``small / large`` the values that stay whole numbers."""
     values = {name: value for name in names if isinstance(value := _own(config, name), int)}
     return {
         name: value * small // large
@@ -156,7 +152,7 @@ def _head_size(config: Any, heads: int, width: int) -> int:
 
 
 def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
-    """Fewer, and as many entries of lists that have one for each layer (their kinds, under whatever name)."""
+    """Reduce the number of layers, and shorten lists with one entry per layer (kinds of layers, by any name)."""
     for name in LAYERS:
         if isinstance(found := _own(config, name), int) and blocks < found:
             lists = {
@@ -169,7 +165,7 @@ def _fewer_layers(config: Any, blocks: int) -> dict[str, Any]:
 
 
 def _fewer_experts(config: Any) -> dict[str, Any]:
-    """Return numbers of experts that let tokens choose: all groups, at least two experts in each."""
+    """Reduce experts to a number that leaves tokens a choice, in the same number of groups, at least two in each."""
     top_k, groups = _get(config, TOP_K), _get(config, ("n_group",)) or 1
     if top_k is None:
         return {}
@@ -182,7 +178,7 @@ def _get(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _value(config: Any, name: str) -> Any:
-    """None also where the config refuses to say: layers may have values of their own."""
+    """Return a config's value; None also where the config refuses to give it, as layers may have their own values."""
     try:
         return getattr(config, name, None)
     except Exception:  # noqa: BLE001  (whatever a config's class raises)
@@ -190,13 +186,13 @@ def _value(config: Any, name: str) -> Any:
 
 
 def stated_width(model: Any) -> int | None:
-    """Features of the residual stream, where the model's config says so."""
+    """Return the number of features of the residual stream, where the model's config states it."""
     config = getattr(model, "config", None)
     return None if config is None else _get(config, WIDTH)
 
 
 def _own(config: Any, name: str) -> Any:
-    """Return a value that can be set: a property cannot."""
+    """Return a value that can be set; None for a property, which cannot."""
     is_property = isinstance(getattr(type(config), name, None), property)
     return None if is_property else _value(config, name)
 

@@ -1,4 +1,4 @@
-"""Copy models deeply, those too whose forward was replaced by a closure over the model."""
+"""Copy models, also those whose forward was replaced by a function that refers to the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from meshwright.core.torch_private import forward_hooks
 
 CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
-"""Kinds of objects in closures that are copied with the model."""
+"""Types of objects referenced by a function that are copied with the model."""
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """Copy a model deeply; functions that stand in for a module's forward, and hooks, hold on to the copy.
+    """Copy a model deeply, together with the functions that replace modules' forwards, and hooks.
 
-    ``copy.deepcopy`` leaves functions as they are: a copy of a model whose forward is a closure would go through the
-    original.
+    ``copy.deepcopy`` leaves functions as they are: a copied model whose forward is a closure would run the original.
     """
     memo: dict[int, Any] = {}
     made = copy.deepcopy(model, memo)

@@ -1,8 +1,7 @@
-"""Put a small model into the wrappers of a large one.
+"""Put a small model that a config builds into a large one's wrappers, around the model and around single layers.
 
-A wrapper is a module around one of the same class as the small model has in its place. It is copied without its
-weights, in sizes that follow from the layer inside; what it has of its own (a rank, a scale, a rate of dropout)
-stays.
+A wrapper is a module around one of the same class as the small model has in its place. Wrappers are copied without
+weights, in sizes that follow from the layer inside; their own settings (a rank, a scale, a rate of dropout) stay.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from meshwright.introspection.module_kinds import config_at
 
 
 class UnlikeError(Exception):
-    """The small model is not made as the large one is."""
+    """The small model differs in construction from the large one."""
 
 
 def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
-    """``small`` with the wrappers of ``large``; itself where there are none. ``large`` is left as it is.
+    """Put ``small`` into copies of the wrappers of ``large``, if it has any; ``large`` is unchanged.
 
     Raises:
-        UnlikeError: the sizes of a wrapper do not follow from what is inside.
+        UnlikeError: the sizes of a wrapper do not follow from the module inside.
     """
     return _graft(large, small, {})
 
@@ -59,7 +58,7 @@ def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Modul
 
 
 def _sizes(inner: nn.Module, small: nn.Module) -> dict[int, int]:
-    """Map sizes of a layer's weight in the large model to those in the small one; empty for whole models."""
+    """Map the sizes of a layer's weight in the large model to those in the small one; empty for whole models."""
     large_weight, small_weight = inner._parameters.get("weight"), small._parameters.get("weight")
     if large_weight is None or small_weight is None:
         return {}

@@ -1,4 +1,4 @@
-"""Make a small copy of a model to measure: fp64, on the CPU, random weights, few blocks."""
+"""Make a small copy of a model to measure: fp64, on the CPU, random weights, few blocks, but all kinds of them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .grafted import grafted
 
 ROWS, SEQ = 2, 6
 REPEATED = 16
-"""How often the rows of a sample are repeated where many features are pushed in one run, each in rows of its own."""
+"""Number of repetitions of a sample's rows where many features are pushed in one run, each in rows of its own."""
 LARGEST = 20_000_000
-"""Parameters beyond which a model is not measured."""
+"""Number of parameters beyond which a model is not measured."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Sample:
 
     Attributes:
         model: in fp64 on the CPU, in evaluation mode.
-        blocks: paths of its repeated blocks.
+        blocks: paths of the sample's repeated blocks.
         inputs: keyword arguments of forwards to watch: plain, and (where the model takes one) with a padding mask.
-        heads: how many times more heads the model has.
+        heads: ratio of the original model's number of heads to the sample's.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Sample:
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """The plain inputs, each row many times."""
+        """The plain inputs, with each row repeated many times."""
         return {
             key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value
             for key, value in self.inputs[0].items()
@@ -61,16 +61,16 @@ class Sample:
 def samples_of(
     model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False
 ) -> Iterator[Sample]:
-    """Copies of ``model`` that can be measured, small ones first.
+    """Yield copies of ``model`` that can be measured, small ones first.
 
     Args:
-        model: on meta or not; it is left as it is.
-        arguments: "tokens" -> what the forward calls them.
-        ranks: of the tensor axis.
-        few_experts: a few of a layer's experts do.
+        model: a model on meta or not; it is left unchanged.
+        arguments: "tokens" -> the name of that argument of the forward.
+        ranks: size of the tensor axis.
+        few_experts: reduce large numbers of experts in a layer.
 
     Raises:
-        UnsupportedError: after the last one, if the model itself is too large, or its weights cannot be made up here.
+        UnsupportedError: after the last copy, if the model itself is too large, or its weights cannot be initialised.
     """
     failed: list[Exception] = []
     for made, heads in _constructed(model, ranks, few_experts, failed):
@@ -93,16 +93,14 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
 
 
 def ids_of(model: nn.Module) -> int:
-    """Tell how many token ids the smallest of its tables of that kind takes."""
+    """Return the number of token ids that the config states, or that the smallest embedding takes."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     stated = getattr(getattr(model, "config", None), "vocab_size", None)
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
 def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Values of an order at which nothing saturates: matrices keep the size of what they multiply, vectors are around
-    one.
-    """
+    """Draw values at which nothing saturates: matrices preserve their inputs' size, vectors are around one."""
     drawn = torch.randn(like.shape, dtype=like.dtype, generator=generator)
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
 
@@ -110,12 +108,10 @@ def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
 def _constructed(
     model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]
 ) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the same class from small copies of its config, and how many times more heads the model has.
+    """Yield the same class built from small copies of its config, and the ratio of the model's heads to the copy's.
 
-    None where it is not built from one.
-
-    What is wrapped around the model and around its layers is put around those of the copy. What a copy fails with is
-    added to ``failed``.
+    A model without a config yields nothing. The wrappers of the model and its layers are put around the copy's.
+    Errors from copies are added to ``failed``.
     """
     core = core_of(model)
     kind, config = type(core), getattr(core, "config", None)
@@ -150,9 +146,7 @@ def _built_like(model: nn.Module, kind: type[nn.Module], config: Any) -> nn.Modu
 
 
 def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
-    """Raises UnsupportedError where a forward put other modules in the place of some: they would be measured, and
-    others cut.
-    """
+    """Raise UnsupportedError if a forward replaced modules: the new ones would be measured, and the old ones cut."""
     path = next((path for path, module in model.named_modules() if before.get(path) is not type(module)), None)
     if path is not None:
         was = before[path].__name__ if path in before else "nothing"
@@ -165,7 +159,7 @@ def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], 
 
 
 def _names(model: nn.Module) -> set[tuple]:
-    """Return what its kinds of blocks are made of, whatever their sizes."""
+    """Return the classes and parameter names of the model's kinds of blocks, without their sizes."""
     return {(kind, tuple(name for name, _ in shapes)) for kind, shapes in kinds_of(model)}
 
 
@@ -175,7 +169,7 @@ def _is_small(kind: type[nn.Module], config: Any) -> bool:
 
 
 def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Blocks by what they are made of: -> (index of the first, all their paths)."""
+    """Group blocks by their class and parameters' shapes: -> (index of the first, all their paths)."""
     found: dict[tuple, tuple[int, list[str]]] = {}
     for index, path in enumerate(repeated_blocks(model)):
         block = model.get_submodule(path)
@@ -185,10 +179,7 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
-    """Return a copy of the module itself.
-
-    One on meta is built once more with weights, or given memory and its modules' own initial values.
-    """
+    """Copy the module itself; rebuild one on meta with weights, or give it memory and its modules' initial values."""
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
         name = type(model).__name__
         if failed:

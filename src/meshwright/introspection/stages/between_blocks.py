@@ -1,7 +1,4 @@
-"""Find what a forward reads while none of its blocks runs.
-
-A pipeline's stages cut the way from one block to the next.
-"""
+"""Find reads of a forward between its blocks: a pipeline's stages cut the way from one block to the next."""
 
 from __future__ import annotations
 
@@ -19,15 +16,14 @@ EARLIER = "a tensor made before the first block"
 
 
 def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
-    """Name, in words, the first things besides a block's output that the forward reads behind it; "" where there are
-    none.
+    """Describe the first things besides a block's output that the forward reads after it; "" where there are none.
 
-    A model whose own parameter is read outside of the modules that it calls is told too.
+    A model's own parameter that the forward reads outside of the modules that it calls is reported too.
 
     Args:
-        model: small, with weights; its forward runs once.
+        model: a small model, with weights; its forward runs once.
         blocks: paths of the repeated blocks, in forward order.
-        inputs: of its forward.
+        inputs: keyword arguments of the model's forward.
     """
     watch = _ReadsBetweenBlocks(
         {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}

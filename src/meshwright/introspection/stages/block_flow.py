@@ -1,4 +1,4 @@
-"""Find how activations flow from block to block, and what lies before and behind the blocks."""
+"""Find how activations flow from block to block, and the modules before and after, on the measured small copy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshwright.introspection.structure.region import shapes_of
 
 @dataclass(frozen=True)
 class BlockFlow:
-    """The way in which blocks of one kind hand on what they are given.
+    """The way in which blocks of one kind pass on their input.
 
     Attributes:
-        blocks: their paths.
-        hidden: which argument is what the block before gave.
-        returns_tuple: it is given on as the first of a tuple.
+        blocks: paths of the blocks.
+        hidden: position or name of the argument that is the previous block's output.
+        returns_tuple: whether the output is the first item of a tuple.
         linears: (path within the block, whether its weight is stored (in, out)) of the linear layers.
     """
 
@@ -35,11 +35,13 @@ class BlockFlow:
 
 @dataclass(frozen=True)
 class Flow:
-    """Attributes:
-    kinds: of blocks.
-    before, behind: modules with parameters of their own, by where they lie.
-    width: features of what flows.
-    counts_tokens_behind: what lies behind the blocks cannot be given fewer tokens than there are.
+    """The flow of activations through a model.
+
+    Attributes:
+        kinds: kinds of blocks.
+        before, behind: modules with parameters of their own, before and after the blocks.
+        width: number of features that blocks pass on.
+        counts_tokens_behind: the modules after the blocks cannot take fewer tokens than there are.
     """
 
     kinds: tuple[BlockFlow, ...]
@@ -50,7 +52,7 @@ class Flow:
 
 
 def flow_of(model: nn.Module, measured: Measured) -> Flow:
-    """Raises UnsupportedError where blocks do not simply hand one tensor on; the text says which."""
+    """Find a model's flow; raise UnsupportedError, naming the block, where blocks do not pass on a single tensor."""
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
     handles = [
@@ -98,10 +100,7 @@ def _ends(
 
 
 def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
-    """Return the model's own width: the small one's, if its blocks are as large.
-
-    Else by the key of its config that says the small one's.
-    """
+    """Return the model's width: the small copy's if its blocks are as large, else the one that the config states."""
     block = sample.blocks[0]
     if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
         return width

@@ -1,7 +1,4 @@
-"""Measure how a transformer can be cut among tensor-parallel ranks, on a small copy of it.
-
-No family of models is known by name.
-"""
+"""Measure on a small copy how tensor-parallel ranks can share a transformer: no names, no list of families."""
 
 from __future__ import annotations
 
@@ -26,14 +23,13 @@ class Measured:
     """The measured structure of a model.
 
     Attributes:
-        structure: how it can be cut.
+        structure: possible cuts of the model.
         ranks: size of the tensor axis.
         forms: how each region runs on one of ``ranks``, by (first block of its kind, consumer); None where it cannot.
         sample: the small copy that was measured.
-        probes: of the sample's first block of each kind, by its path.
-        parameter_bytes: what each parameter of the model itself takes, by its names.
-        shapes: of the parameters and buffers of the model's first block of each kind, by the block's path and the
-            name within it.
+        probes: probes of the sample's first block of each kind, by its path.
+        parameter_bytes: bytes of each parameter of the model itself, by its names.
+        shapes: shapes of parameters and buffers in the model's first block of each kind, by block and local name.
     """
 
     structure: Structure
@@ -45,7 +41,7 @@ class Measured:
     shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
 
     def form_of(self, block: str, region: Region) -> LocalForm | None:
-        """Tell how a region that was not measured runs on one rank; None where no way was found."""
+        """Find how a region that was not measured runs on one rank; None if no way is found."""
         probes = self.probes.get(block, [])
         known = {path for probe in probes for path in probe.calls}
         if not probes or not known.issuperset((region.container, *region.linears)):
@@ -55,13 +51,13 @@ class Measured:
 
 
 def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
-    """Measure a small copy of ``model``. Takes tenths of a second.
+    """Measure a small copy of ``model``, which takes tenths of a second.
 
     Args:
-        arguments: "tokens" -> what the model's forward calls them.
+        arguments: "tokens" -> the name of that argument of the model's forward.
 
     Raises:
-        UnsupportedError: the model cannot be measured; the text says why.
+        UnsupportedError: the model cannot be measured; the text names the reason.
     """
     trouble: UnsupportedError | None = None
     try:

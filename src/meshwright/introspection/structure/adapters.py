@@ -1,8 +1,8 @@
-"""Find adapters: pairs of linear layers whose output is added to that of a host layer.
+"""Find linear layers with adapters: pairs of consecutive linear layers, whose output is added to that of a host.
 
-Found by what is computed. A module takes one tensor and gives the host's output and multiples of what the pairs make
-of the same tensor. So it is itself linear, and is measured in the host's place: what it gives is held and pushed, and
-not what one of its layers gives.
+The computation identifies them: a module takes one tensor and returns the host's output plus multiples of the pairs'
+outputs for the same tensor. So the module is itself linear, and is measured in the host's place: its output, not that
+of one of its layers, is held and pushed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from .call import Call
 
 TOLERANCE = 1e-8
-"""Relative, in fp64: of what a module gives against the sum of what its layers give."""
+"""Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A linear layer with adapters. Paths are those within the block.
+    """A linear layer with adapters, by paths within the block.
 
     Attributes:
         host: the linear layer.
-        around: the module that adds up.
-        pairs: (first, second) linear layer of each adapter that takes part.
+        around: the module that adds the adapters' outputs to the host's.
+        pairs: (first, second) linear layer of each active adapter.
         idle: modules with parameters inside that were not called: adapters that are switched off.
     """
 
@@ -45,11 +45,11 @@ class Adapted:
 
 
 def find_adapted(block: nn.Module, calls: dict[str, list[Call]], linears: dict[str, bool]) -> tuple[Adapted, ...]:
-    """Find the adapters of a block, or of what lies outside the blocks.
+    """Find adapted linear layers in a block, or outside the blocks.
 
     Args:
-        calls: of the modules inside, by path.
-        linears: those that are linear layers; path -> whether the weight is stored (in, out).
+        calls: calls of the modules inside, by path.
+        linears: linear layers; path -> whether the weight is stored (in, out).
     """
     found: list[Adapted] = []
     for around in calls:
@@ -95,7 +95,7 @@ def _equal(tensor: Tensor | None, other: Tensor) -> bool:
 
 
 def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
-    """Tell whether what is given is the host's output and a multiple of each of the others."""
+    """Tell whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
     if host is None or host.shape != given.shape:
         return False
     others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]
@@ -108,11 +108,10 @@ def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> 
 
 
 def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
-    """Describe modules around a linear layer that give another thing than it gives, by what they have beside it, and
-    are not adapted.
+    """Describe the modules that wrap a linear layer, own other parameters, change its output, and are not adapters.
 
     Args:
-        linears: those that have no adapters.
+        linears: linear layers without adapters.
     """
     for host in linears:
         around = owner(host)

@@ -1,4 +1,4 @@
-"""Keep what a module was given and what it returned."""
+"""Record a module's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module, as it was recorded. The tensors are kept, so that their identity can be asked for."""
+    """One recorded call of a module, which holds the tensors themselves for identity checks."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -1,8 +1,8 @@
-"""Find stacks of experts: modules whose tensors hold all experts of a layer, a row for each.
+"""Find stacks of experts: modules that hold a layer's experts in tensors with one row each, and take expert numbers.
 
-Such a module can compute with a part of its stack: given local numbers, and weights of one, its own forward gives
-what each row's expert makes of it. So experts are shared out without knowing what they compute. Whether that holds is
-tried on a small copy, in fp64.
+Such a module can compute with a part of its stack: for local numbers, and weights of one, its own forward returns
+each row's expert output. So experts can be sharded without knowledge of their computation. A small copy in fp64
+verifies this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.sample import Sample, samples_of
 
 LARGEST_ERROR = 1e-6
-"""Relative, in fp64; models that compute in fp32 inside are not exact to more."""
+"""Relative, in fp64; models that compute in fp32 inside are not more exact."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class Stack:
     """A module of stacked experts.
 
     Attributes:
-        path: of the module.
-        experts: how many there are.
-        parameters: names of its own parameters; the first dim of each is the experts.
-        counts: names of its attributes that say how many experts there are.
-        rows, index, weights: names of its forward's arguments: the tokens; for each token the numbers of its experts;
-            and their weights.
-        top_k: experts of each token.
-        width: features of a token.
+        path: path of the module.
+        experts: number of experts.
+        parameters: names of the module's own parameters; the first dim of each is the experts.
+        counts: names of the module's attributes that hold the number of experts.
+        rows, index, weights: its forward's arguments: tokens, each token's expert numbers, and their weights.
+        top_k: number of experts of each token.
+        width: number of features of a token.
     """
 
     path: str
@@ -54,29 +53,28 @@ class Stack:
     width: int = 0
 
     def arguments(self, said: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (n, dim) tokens, (n, k) int64 numbers of experts and (n, k) weights of a call, by its arguments'
-        names.
-        """
+        """Return a call's (n, dim) tokens, (n, k) int64 expert numbers and (n, k) weights, by argument name."""
         rows, weights = said[self.rows].flatten(0, -2), said[self.weights]
         index = said[self.index].reshape(len(rows), -1)
         weights = weights.reshape(len(rows), -1)
         return rows, index, weights if weights.shape == index.shape else weights.gather(1, index)
 
     def compute(self, forward: Callable[[dict[str, Tensor]], Any], rows: Tensor, index: Tensor) -> Tensor:
-        """Return (m, dim): what its expert makes of each row, with the module's own forward.
+        """Compute with the module's own forward each row's expert output, (m, dim).
 
         Args:
-            forward: of the module, which has its part of the stack only; it is given its arguments as a dict.
+            forward: forward of the module, which holds a part of the stack; it takes its arguments as a dict.
             rows: (m, dim), at least one.
-            index: (m,) int64 experts, counted in that part.
+            index: (m,) int64 experts, counted within that part.
         """
         given = {self.rows: rows, self.index: index.unsqueeze(1), self.weights: rows.new_ones(len(rows), 1)}
         return _first(forward(given))
 
 
 def asked_for(stack: Stack, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the numbers of experts among the arguments of a call, where it is called as a stack is: with tokens,
-    numbers, and weights for each number or each expert. None where it only looks like one.
+    """Return the expert numbers of a call with tokens, numbers, and weights for each number or each expert.
+
+    Any other call returns None: its module only looks like a stack.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     numbers = [tensor for tensor in tensors if not tensor.is_floating_point()]
@@ -90,7 +88,7 @@ def asked_for(stack: Stack, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | 
 
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
-    """Return, by path, the modules inside repeated blocks that look like stacks; nothing is called."""
+    """Find by path the modules inside repeated blocks that look like stacks, without calling any."""
     blocks = repeated_blocks(model)
     found: dict[str, Stack] = {}
     for raw, module in model.named_modules():
@@ -101,7 +99,7 @@ def find_stacks(model: nn.Module) -> dict[str, Stack]:
 
 
 def stack_paths(*models: nn.Module) -> set[str]:
-    """Return the paths of the stacks of some models."""
+    """Return the paths of some models' stacks, whose inner modules see tokens by the placement of experts."""
     return {path for model in models for path in find_stacks(model)}
 
 
@@ -125,12 +123,10 @@ def _stack(module: nn.Module, path: str) -> Stack | None:
 
 
 def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
-    """Return the stacks of a model, with the roles of their arguments.
-
-    Proven to give the same when ``ranks`` share each out.
+    """Measure a model's stacks and the roles of their arguments, and prove that ``ranks`` shares compute the same.
 
     Raises:
-        UnsupportedError: there are none, or they do not; the text names the module.
+        UnsupportedError: there are no stacks, or shares compute something else; the text names the module.
     """
     known = find_stacks(model)
     trouble = UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
@@ -151,15 +147,13 @@ def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: in
 
 
 def _width(model: nn.Module, small: nn.Module, here: int) -> int:
-    """Of a token in the model, which in its small copy has ``here`` features: those of the residual stream, or as
-    many.
-    """
+    """Return a token's features in the model: the residual stream's if its copy's are ``here``, else ``here``."""
     stated = [stated_width(m) for m in (model, small)]
     return stated[0] if stated[0] is not None and stated[1] == here else here
 
 
 def _kinds(model: nn.Module) -> dict[str, tuple[type, str]]:
-    """Path of each stack -> (class, path within its block)."""
+    """Map the path of each stack to its class and its path within its block."""
     blocks = repeated_blocks(model)
     paths = find_stacks(model)
     inside = {path: next(block for block in blocks if is_within(path, block)) for path in paths}
@@ -174,7 +168,7 @@ def _first_of_each(model: nn.Module) -> dict[tuple[type, str], str]:
 
 
 def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
-    """Return the roles of a stack's arguments, its top_k and its width."""
+    """Return the roles of a stack's arguments, its top_k and its width, after a proof."""
     module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
     args, kwargs = _call_of(sample, module, path)
     said = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -210,7 +204,7 @@ def _call_of(sample: Sample, module: nn.Module, path: str) -> tuple[tuple, dict[
 
 
 def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) -> None:
-    """Compare what the whole stack gives, and its gradients, with what its shares give, one behind the other."""
+    """Compare the whole stack's output and gradients with the sum over its shares."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     x = said[stack.rows].detach().clone().requires_grad_()
     w = said[stack.weights].detach().clone().requires_grad_()
@@ -250,7 +244,7 @@ def _first(output: Any) -> Any:
 
 @contextmanager
 def _counting(module: nn.Module, stack: Stack, experts: int) -> Iterator[None]:
-    """Inside, the module believes that it has so many experts."""
+    """Make the module count only ``experts`` experts inside the context."""
     before = {name: getattr(module, name) for name in stack.counts}
     for name in stack.counts:
         setattr(module, name, experts)

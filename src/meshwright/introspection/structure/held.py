@@ -1,4 +1,4 @@
-"""Hold the outputs of a block's modules at recorded values, and push features of one of them."""
+"""Hold outputs of a block's modules at recorded values, while features of one of them are pushed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from .probe import Probe
 
 PUSHED = 1
-"""The token that is pushed. Not the first: it attends to nothing but itself, whatever its query."""
+"""The token that is pushed: not the first, which attends to nothing but itself, whatever its query."""
 ROUNDING = 1e-9
-"""Relative; in fp64.
-
-What is less is no influence: experts add up their tokens in another order when one is routed elsewhere.
-"""
+"""Relative, in fp64; less is no influence: a token routed elsewhere changes the order in which experts add theirs."""
 
 
 class HeldOutputs:
-    """Modules of a block whose outputs are kept; one feature of one of them may be pushed."""
+    """The modules of a block whose outputs are held; features of one of them may be pushed."""
 
     def __init__(self, probe: Probe, held: list[str]):
         self.probe = probe
@@ -34,12 +31,12 @@ class HeldOutputs:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of rows."""
+        """The number of pairs of rows."""
         assert self.probe.call.entered is not None
         return len(self.probe.call.entered) // 2
 
     def push(self, path: str, *features: int, times: float = 1.0) -> None:
-        """Push features: the first in the first pair of rows (alone: in all rows), and so on, until the next push."""
+        """Push features until the next push, each in a pair of rows of its own; a single feature in all rows."""
         self._pushed = (path, features if len(features) > 1 else features * self.pairs, times)
 
     def keeps_pairs_apart(self, path: str) -> bool:
@@ -50,7 +47,7 @@ class HeldOutputs:
         return not any(places[2:].any() for places in self.moved().values())
 
     def inputs(self) -> dict[str, Tensor]:
-        """Run the block: what each of the modules is given."""
+        """Run the block, and return the input of each module."""
         self._seen.clear()
         self.probe.rerun()
         return dict(self._seen)

@@ -1,4 +1,4 @@
-"""Check that nothing else flows into the layers that heads are made from."""
+"""Check that heads are made from latent layers alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from .probe import Probe
 
 
 def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> bool:
-    """Tell whether what layers take is the same for another input of the block, as long as those that begin a region
-    give what they gave.
-    """
+    """Tell whether ``fed`` layers' inputs ignore the block's input while outputs of ``begins`` are held."""
     entered: dict[str, Tensor] = {}
 
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:

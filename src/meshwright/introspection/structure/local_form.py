@@ -1,8 +1,8 @@
-"""Find what else a region must be told on a rank: numbers its modules keep, arguments with a dim of heads.
+"""Find the counts and arguments of a region that change when a rank holds only some of its groups.
 
-Found by trying. The region's modules run as one of several ranks would run them, on slices of what was recorded; the
-input of the layer that ends the region must then be that rank's slice of the recorded one. Numbers that matter are
-changed, fewest first, until it is so.
+The search tries changes: the region's modules run as on one of several ranks, on slices of the recorded tensors, and
+the input of the layer that ends the region must be that rank's slice of the recorded one. Numbers that matter are
+changed, fewest first, until it is.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MOST_CHANGES = 4
 
 @dataclass(frozen=True)
 class LocalNumber:
-    """An attribute of a module that counts something that is shared out: ``whole`` in all, ``local`` on a rank.
+    """An attribute of a module that counts something sharded: ``whole`` in all, ``local`` on a rank.
 
-    ``name`` may have two parts, such as config.n_heads: then it is an attribute of an object that the module keeps.
+    ``name`` may have two parts, such as config.n_heads: an attribute of an object that the module holds.
     """
 
     module: str
@@ -42,7 +42,7 @@ class LocalNumber:
     local: int
 
     def of(self, whole: int) -> int:
-        """Tell how many are on a rank of a model that counts ``whole`` (the measured one may be a small copy)."""
+        """Return a rank's count in a model that counts ``whole`` (the measured one may be a small copy)."""
         return whole * self.local // self.whole
 
 
@@ -60,12 +60,11 @@ class LocalArgument:
 
 @dataclass(frozen=True)
 class LocalForm:
-    """The form in which a region runs on one of several ranks.
+    """The changes with which a region runs on one of several ranks.
 
     Attributes:
-        hidden: the container's arguments that its producers take, where they take them as they are and nothing else
-            does; else none.
-        numbers, arguments: what is changed while it runs.
+        hidden: the container's arguments that its producers take as they are and no other module reads; else none.
+        numbers, arguments: what changes while the region runs.
     """
 
     hidden: tuple[int | str, ...] = ()
@@ -74,10 +73,10 @@ class LocalForm:
 
 
 def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
-    """Tell how ``region`` runs on one of ``ranks``; None where no way was found.
+    """Find how ``region`` runs on one of ``ranks``; None if no way is found.
 
     Args:
-        probes: of one block, called in different ways (with a padding mask, without); the way must do for all.
+        probes: probes of one block, called in different ways (with a padding mask, without); the form must fit all.
     """
     if region.container == "":
         return LocalForm()
@@ -103,9 +102,7 @@ def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[
 
 
 class _Rehearsal:
-    """Copies of a region's container, one for each rank, in which the producers give slices of what they gave, latent
-    layers all of it.
-    """
+    """A region's container, copied by rank: producers return slices of recorded outputs, latent layers the whole."""
 
     def __init__(self, probe: Probe, region: Region, ranks: int):
         self.probe, self.region, self.ranks = probe, region, ranks
@@ -144,7 +141,7 @@ class _Rehearsal:
     def succeeds(
         self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False
     ) -> bool:
-        """Tell whether every rank's copy brings its slice of the recorded input before the consumer."""
+        """Tell whether on every rank's copy the consumer's input is that rank's slice of the recorded one."""
         if without_hidden and not self.hidden:
             return False
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
@@ -190,9 +187,7 @@ class _Rehearsal:
         return len(self.probe.call.entered)
 
     def numbers_that_matter(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
-        """Return (module, attribute) -> the (whole, local) values to try, of those without which the container
-        computes something else.
-        """
+        """Map (module, attribute) to (whole, local) values to try, for numbers that change the computation."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         module, container = self.probe.module(self.region.container), self.region.container
         layers = [self.probe.place_of(path) for path in (*self.region.linears, *self.region.spanning)]
@@ -206,9 +201,7 @@ class _Rehearsal:
         return found
 
     def _scaled(self, value: int) -> Iterator[int]:
-        """Yield what a count may be on one rank: all groups, the joint ones, or how many of the former use one of the
-        latter.
-        """
+        """Yield possible counts on a rank: its share of all groups, or of joint ones, or the ratio of both."""
         ranks, joint = self.ranks, min(self.region.joint, self.ranks)
         for numerator, denominator in ((1, ranks), (1, joint), (joint, ranks)):
             if value * numerator % denominator == 0:
@@ -224,7 +217,7 @@ class _Rehearsal:
         return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
 
     def arguments(self) -> Iterator[LocalArgument]:
-        """Tensor arguments with a dim that the ranks could share out."""
+        """Yield tensor arguments with a dim that the ranks could share."""
         rows = self._rows()
         for key, value in self.call.tensors.items():
             if key in self.hidden:
@@ -257,7 +250,7 @@ class _Takes(nn.Module):
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the counts that a module keeps, by attribute; those of its config too."""
+    """Yield the counts that a module holds, by attribute, and those of its config."""
     for name, value in vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield name, value
@@ -268,10 +261,7 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> Iterator[None]:
-    """Attributes of ``module`` (at ``path``) and its submodules have other values inside.
-
-    A config is replaced and never written to.
-    """
+    """Set attributes of ``module`` (at ``path``) and its submodules; a config is replaced, never written to."""
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for number in numbers:
@@ -290,7 +280,7 @@ def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> I
 
 
 def share_of(tensor: Tensor, argument: LocalArgument, rows: int, rank: int, ranks: int) -> Tensor:
-    """One rank's share of a tensor argument along its dim."""
+    """Return one rank's share of a tensor argument along its dim."""
     if not argument.by_row:
         return tensor.chunk(ranks, dim=argument.dim)[rank]
     split = tensor.unflatten(argument.dim, (rows, -1))

@@ -1,4 +1,4 @@
-"""Find norms of the same tensor, side by side, and the layers that take only what those give."""
+"""Find parallel norms of one tensor, each of which alone feeds some of a block's layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from .probe import Probe
 
 
 def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int | str) -> tuple[str, ...]:
-    """Return the module behind which each group of ``gathers`` comes, where all take the block's input itself.
+    """Return the module before each group of ``gathers`` if all take the block's input itself; else nothing.
 
-    Empty where they do not.
-
-    Each acts on every token by itself, in the same way in training, and nothing else reads what it gives: so it may
-    as well be computed by each rank from the gathered input, once all the layers behind it are.
+    Each module acts on every token by itself, in the same way in training, and its output goes only to its group. So
+    each rank may compute it from the gathered input, if all the layers after it are.
     """
     if len(gathers) < 2:
         return ()
@@ -28,7 +26,7 @@ def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int
 
 
 def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None:
-    """Return the module that is given the block's input and gives what the layers of these paths take."""
+    """Return the module that takes the block's input and whose output the layers of these paths take."""
     taken = next(iter(probe.calls[paths[0]][0].tensors.values()))
     for path, (call, *others) in probe.calls.items():
         if path and not others and call.output is taken and taken is not entered:
@@ -38,7 +36,7 @@ def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None
 
 
 def _acts_by_token(probe: Probe, path: str) -> bool:
-    """Tell whether, in training mode, some of the tokens alone give what they gave among all."""
+    """Tell whether, in training mode, some of the tokens alone give the same outputs as among all."""
     call = probe.calls[path][0]
     assert call.entered is not None and call.left is not None
     half = call.entered.shape[1] // 2
@@ -48,9 +46,7 @@ def _acts_by_token(probe: Probe, path: str) -> bool:
 
 
 def _read_by_nobody_else(probe: Probe, norms: tuple[str, ...], gathers: tuple[tuple[str, ...], ...]) -> bool:
-    """Tell whether the block gives the same when the norms give no numbers, and the layers behind them what they
-    gave.
-    """
+    """Tell whether the block's output stays the same if norms return nan, and layers after them recorded values."""
     rest = probe.call.left
     given = {path: probe.output_of(path) for paths in gathers for path in paths}
     given |= {path: torch.full_like(probe.output_of(path), torch.nan) for path in norms}

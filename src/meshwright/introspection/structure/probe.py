@@ -1,8 +1,8 @@
 """Measure in one block which features of which layers move which others.
 
 All linear layers' outputs are held at recorded values, one output feature of one of them is pushed at one token, and
-the inputs of all of them are watched. What moves is *directly* influenced. The direct influence is block-sparse
-exactly where a block can be cut: features of one head move together, features of an MLP alone.
+the inputs of all of them are watched. Features that move are *directly* influenced. The direct influence is
+block-sparse exactly where a block can be cut: features of one head move together, features of an MLP alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .call import Call
 from .held import PUSHED, HeldOutputs
 
 MOST_EFFORT = 4e8
-"""Pushed times watched features: one to two minutes on a core."""
+"""Largest product of pushed and watched features: one to two minutes on a core."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Reach:
 
     Attributes:
         places: (features of the producer, features of the consumer) bool.
-        later: (features of the producer,) bool: whether it moves them at later tokens too.
+        later: (features of the producer,) bool: whether the feature moves them at later tokens too.
     """
 
     places: Tensor
@@ -50,11 +50,11 @@ class Probe:
     Attributes:
         block: the module.
         calls: path within the block -> its calls, in order of first call; "" is the block itself.
-        linears: path -> whether its weight is stored (in, out); those of adapters are not among them.
+        linears: path -> whether the layer's weight is stored (in, out); adapters' layers are not among them.
         adapted: linear layers with adapters, by path. Their calls are those of the modules around them.
-        beside: those of adapters, as ``linears``.
-        residual: argument of the block that is the residual stream, by name or position; None: it is looked for.
-        wide: of the same block, called with the same rows many times over, so that many features are pushed in one run.
+        beside: the adapters' layers, as ``linears``.
+        residual: argument of the block that is the residual stream, by name or position; None: found by its shape.
+        wide: a probe of the same block, called with the rows repeated many times, to push many features in one run.
     """
 
     block: nn.Module
@@ -78,10 +78,10 @@ class Probe:
 
     @property
     def hidden(self) -> int | str:
-        """Argument of the block that is the residual stream.
+        """The argument of the block that is the residual stream.
 
         Raises:
-            UnsupportedError: it is given none.
+            UnsupportedError: the block has no such argument.
         """
         if self.residual is not None:
             return self._hinted(self.residual)
@@ -110,8 +110,9 @@ class Probe:
         return found
 
     def refuse_slow(self) -> None:
-        """Raise UnsupportedError where measuring would take minutes: each feature is pushed, and each input watched.
-        Counted and not timed, since all ranks must come to the same.
+        """Raise UnsupportedError where measuring takes minutes, since each feature is pushed and each input watched.
+
+        The effort is counted and not timed, since all ranks must decide alike.
         """
         given, watched = {path: self.output_of(path).shape[-1] for path in self.linears}, 0
         for path in self.linears:
@@ -134,9 +135,7 @@ class Probe:
         return self.block.get_submodule(path)
 
     def place_of(self, path: str) -> str:
-        """Return the module that gives what counts as a linear layer's output: it adds what adapters give, where
-        there are any.
-        """
+        """Return the module with a linear layer's full output: the one that adds the adapters', if there are any."""
         return self.adapted[path].around if path in self.adapted else path
 
     def output_of(self, path: str) -> Tensor:
@@ -145,9 +144,7 @@ class Probe:
         return result
 
     def _orientation(self, path: str, calls: list[Call]) -> bool | None:
-        """Tell a module that is y = x Wᵀ + b (False) from one that is y = x W + b (True) on the last dim, called once
-        with all tokens; else None.
-        """
+        """Classify a module called once with all tokens: y = x Wᵀ + b (False), y = x W + b (True), else None."""
         module = self.module(path)
         weight = module._parameters.get("weight")
         x, result, bias = calls[0].entered, calls[0].left, module._parameters.get("bias")
@@ -174,7 +171,7 @@ class Probe:
         return None
 
     def rerun(self, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the block's output for its recorded arguments; the hidden states among them changed."""
+        """Compute the block's output for its recorded arguments, with changed hidden states."""
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         if change is not None:
             (args if isinstance(self.hidden, int) else kwargs)[self.hidden] = change(self.call.tensors[self.hidden])  # type: ignore[index]
@@ -206,11 +203,9 @@ class Probe:
         return {path for path in held if path not in before}
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
-        """Measure the influence of a tensor's slices, along each dim, on the inputs of ``held``.
+        """Find, for each dim of a parameter or buffer, how its slices move the inputs of ``held``.
 
-        The producer is called ``name``.
-
-        Nothing where the tensor as a whole moves nothing.
+        ``name`` is the producer. The list is empty where the tensor as a whole moves nothing.
         """
         values = tensor.detach() if tensor.dim() else tensor.detach().view(1)
         drawn = torch.rand(values.shape, generator=torch.Generator().manual_seed(0), dtype=values.dtype)
@@ -235,11 +230,11 @@ class Probe:
             values.copy_(before)
 
     def _note(self, found: Influence, producer: str, features: int, pushed: range, moved: dict[str, Tensor]) -> None:
-        """Note what one run moved.
+        """Record what one run moved.
 
         Args:
-            features: number of the producer's.
-            pushed: the features that were pushed: one in all rows, or each in a pair of rows of its own.
+            features: number of the producer's features.
+            pushed: the pushed features: one in all rows, or each in a pair of rows of its own.
             moved: (rows, seq, features) of each consumer's input.
         """
         for consumer, places in moved.items():
@@ -267,16 +262,13 @@ class Probe:
         return torch.allclose(far[1], 2 * far[0], rtol=1e-4, atol=1e-6)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """Return (rows, seq, features) of a tensor whose leading dims are the tokens, be they flattened or not.
-
-        A view.
-        """
+        """View a tensor as (rows, seq, features), whether or not its leading token dims are flattened."""
         assert self.call.entered is not None
         return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
 
     @contextmanager
     def giving(self, outputs: dict[str, Tensor]) -> Iterator[None]:
-        """Modules give these outputs, whatever they compute."""
+        """Replace modules' outputs, whatever they compute."""
         places = {self.place_of(path): kept for path, kept in outputs.items()}
         handles = [
             self.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone())
@@ -313,9 +305,7 @@ def record(
     wide: dict[str, Probe] | None = None,
     residual: int | str | None = None,
 ) -> tuple[dict[str, Probe], dict[str, list[Call]]]:
-    """Run the model once: a Probe for each block (with its wide one), and the calls of the modules outside them, in
-    order.
-    """
+    """Run the model once for a Probe of each block (with its wide one) and the calls outside the blocks, in order."""
     inside: dict[str, dict[str, list[Call]]] = {block: {} for block in blocks}
     outside: dict[str, list[Call]] = {}
     handles = []
@@ -349,7 +339,7 @@ def record(
 
 @contextmanager
 def _idle(module: nn.Module, output: Tensor) -> Iterator[None]:
-    """The module computes nothing and gives this, which a hook replaces anyway."""
+    """Skip the module's computation, whose output a hook replaces anyway."""
     own = vars(module).get("forward")
     module.forward = lambda *args, **kwargs: output
     try:

@@ -18,12 +18,12 @@ from .adapters import Adapted
 
 @dataclass(frozen=True)
 class Cut:
-    """The way in which a tensor falls into groups.
+    """The division of a tensor into groups.
 
     Attributes:
         name: parameter or buffer, by its path within the block.
         dim: the dim that is cut.
-        parts: what lies along it, in order (queries, keys and values that are blocked in one weight are three).
+        parts: the parts along it, in order (queries, keys and values that are blocked in one weight are three).
     """
 
     name: str
@@ -33,24 +33,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class Region:
-    """Column-parallel layers, what lies between, and the row-parallel layer that ends it.
+    """Column-parallel layers, the modules between, and the row-parallel layer that ends the region.
 
     Attributes:
         kind: attention mixes tokens, a feed-forward does not.
-        container: path of the smallest module around it ("" is the block itself).
+        container: path of the smallest module around the region ("" is the block itself).
         producers: linear layers that are cut by their output features.
-        consumer: the linear layer that ends it.
-        groups: groups of the consumer's input features (query heads; hidden features).
-        cuts: of the weights and biases of the producers, the consumer's weight, and what else belongs to single groups.
+        consumer: the linear layer that ends the region.
+        groups: number of groups of the consumer's input features (query heads; hidden features).
+        cuts: cuts of the producers' weights and biases, the consumer's weight, and other tensors of single groups.
         shared: other parameters inside, which all groups use.
         spanning: norms between a producer and the rest that run over all its features.
-        roles: (linear layer, what it is) of each: query, key, value, gate, up, several joined by +, and output or down.
-        adapted: those of its linear layers that have adapters. Before a region ends, an adapter's first layer is
-            whole and its second is cut as its host; where it ends, the first is cut and the second is whole, and the
-            host's bias is one rank's summand.
-        latent: linear layers before producers that every rank computes whole, since all groups use what they give:
+        roles: (linear layer, role) of each: query, key, value, gate, up, several joined by +, and output or down.
+        adapted: linear layers with adapters. Before the region's end, an adapter's first layer is whole, its second
+            cut as its host; at the end, the first is cut, the second whole, and one partial sum has the bias.
+        latent: linear layers before producers that every rank computes whole, since all groups use their outputs:
             the compressed queries, keys and values of multi-head latent attention (arXiv 2405.04434).
-        fed: producers that take what follows from latent layers, and nothing from outside.
+        fed: producers whose inputs derive from latent layers alone, not from outside.
     """
 
     kind: Literal["attention", "feed_forward"]
@@ -68,12 +67,12 @@ class Region:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Linear layers that take something from outside."""
+        """Linear layers that take input from outside the region."""
         return (*(path for path in self.producers if path not in self.fed), *self.latent)
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """All of its linear layers but those of adapters."""
+        """All linear layers of the region but those of adapters."""
         return (*self.latent, *self.producers, self.consumer)
 
     def adapters_of(self, host: str) -> Adapted | None:
@@ -85,17 +84,17 @@ class Region:
         return host if found is None else found.around
 
     def linears_of(self, host: str) -> tuple[str, ...]:
-        """Return a linear layer, and those of its adapters."""
+        """Return a linear layer and those of its adapters."""
         found = self.adapters_of(host)
         return (host, *found.linears) if found is not None else (host,)
 
     @property
     def joint(self) -> int:
-        """Groups of the part that has the fewest: up to so many ranks, nothing is held twice."""
+        """Groups of the part with the fewest: for up to that number of ranks, nothing is held twice."""
         return min(part.groups for cut in self.cuts for part in cut.parts)
 
     def fits(self, ranks: int) -> bool:
-        """Tell whether that many ranks can share it out."""
+        """Tell whether ``ranks`` ranks can share the region."""
         return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
 
     def cut_of(self, name: str) -> Cut | None:
@@ -108,14 +107,14 @@ def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
 
 
 def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Region:
-    """Return the region in a block of the same structure and other sizes.
+    """Transfer a region to a block of the same structure and other sizes.
 
     Args:
-        before, after: shapes in the block that it was found in, and in the other.
-        heads: how many times more heads that one has.
+        before, after: shapes in the region's own block, and in the other.
+        heads: ratio of the other block's number of heads to this one's.
 
     Raises:
-        UnsupportedError: its sizes do not follow.
+        UnsupportedError: the region's sizes do not follow.
     """
     cuts = tuple(_resized(cut, region.kind, before, after, heads) for cut in region.cuts)
     found = replace(region, cuts=cuts)
@@ -142,7 +141,7 @@ def _end(region: Region) -> FusedPart:
 
 
 def _width(part: FusedPart) -> Fraction:
-    """Slices in a group."""
+    """Return the number of slices in a group."""
     return Fraction(part.size, part.groups)
 
 

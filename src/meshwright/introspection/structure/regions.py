@@ -1,4 +1,4 @@
-"""Find regions in measured influence: parts of a block whose groups do not touch each other."""
+"""Derive regions from measured influence: the parts of a block in groups that do not touch each other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .probe import Influence, Probe, Reach
 from .region import Cut, Region, labels_of, parts_of
 
 SAMPLED = 8
-"""Features of a layer that are asked for their role."""
+"""Number of a layer's features that are tested for their role."""
 
 
 def find_regions(probe: Probe) -> tuple[Region, ...]:
-    """Return the regions of a block, in the order of their consumers."""
+    """Find the regions of a block, in the order of their consumers."""
     linears = list(probe.linears)
     influence = probe.influence(linears, linears)
     found = []
@@ -40,9 +40,7 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
 
 
 def _apart(probe: Probe, regions: list[Region]) -> tuple[Region, ...]:
-    """Return those of which none begins with a layer that ends another: attention first, then those with more
-    weights.
-    """
+    """Keep regions that do not begin with another's last layer: attention first, then those with more weights."""
 
     def rank(region: Region) -> tuple[bool, int]:
         paths = (*region.producers, region.consumer)
@@ -60,7 +58,7 @@ def _producers(influence: Influence, consumer: str) -> list[str]:
 
 
 def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | None:
-    """Look again with norms held that run over all features of a producer: they hide its groups."""
+    """Find a region with norms over all features of a producer held, since they hide its groups."""
     norms = [path for path in probe.calls if _spans(probe, path, producers)]
     if not norms:
         return None
@@ -74,9 +72,7 @@ def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | N
 
 
 def _with_latent(probe: Probe, influence: Influence, producers: list[str], consumer: str) -> Region | None:
-    """Look again with the layers before producers held whole, where these take the block's input and reach no other
-    layers.
-    """
+    """Find a region after whole layers, where these take the block's input and reach no other layers."""
     latent = tuple(dict.fromkeys(path for path, other in influence if other in producers))
     begin = not any(other in latent for _, other in influence)
     stay = all(other in (*producers, consumer) for path, other in influence if path in latent)
@@ -91,9 +87,7 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
 
 
 def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
-    """Tell whether it is a module with parameters of its own that takes the very output of a producer and returns as
-    much.
-    """
+    """Tell whether a module with own parameters takes the very output of a producer and preserves its shape."""
     calls = probe.calls[path]
     if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
         return False
@@ -174,9 +168,7 @@ def _region(
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
-    """Return what a producer's features do: queries act at their own token only, keys and values at later ones,
-    values linearly.
-    """
+    """Name a producer's role: queries act at their own token only, keys and values at later ones, values linearly."""
     later = reach.later.nonzero().flatten().tolist() if kind == "attention" else list(range(len(reach.later)))
     sampled = later[:: max(1, len(later) // SAMPLED)]
     linear = {probe.is_linear(producer, feature, consumer, held) for feature in sampled}
@@ -186,15 +178,12 @@ def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[s
 
 
 def _named_by_each_other(roles: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """There is no gate where nothing is gated."""
+    """Turn gates into up projections where nothing is gated."""
     return roles if any("up" in role for _, role in roles) else [(path, "up") for path, _ in roles]
 
 
 def _components(influences: list[Tensor]) -> list[list[int]]:
-    """Groups of columns that the rows of (rows, columns) tie together, by first column.
-
-    Columns that no row reaches are left out.
-    """
+    """Group columns that the rows of (rows, columns) tie together, by first column, without unreached columns."""
     influence = torch.cat(influences)
     parent = list(range(influence.shape[1]))
 
@@ -216,7 +205,7 @@ def _components(influences: list[Tensor]) -> list[list[int]]:
 def _all_rows(
     reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]
 ) -> dict[str, tuple[FusedPart, ...]] | None:
-    """Return the parts that each producer's rows come in; None where some come in no order that can be dealt out."""
+    """Divide each producer's rows into parts; None if some rows come in no order that ranks can share."""
     found = {producer: _rows(r, joint, fine) for producer, r in reach.items()}
     return None if any(rows is None for rows in found.values()) else found  # type: ignore[return-value]
 
@@ -250,7 +239,7 @@ def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
 
 
 def _cuts_of_producer(probe: Probe, path: str, parts: tuple[FusedPart, ...]) -> Iterator[Cut]:
-    """Yield the cuts of a producer's tensors, whose output features come in ``parts``."""
+    """Yield the cuts of the tensors of a producer, whose output features come in ``parts``."""
     for name, tensor in probe.module(path)._parameters.items():
         if tensor is not None:
             yield Cut(f"{path}.{name}", 1 if probe.linears.get(path) and tensor.dim() == 2 else 0, parts)
@@ -262,10 +251,7 @@ def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]
 
 
 def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut], consumer: str) -> list[Cut]:
-    """Return an adapter's second layer gives the features that its host gives, and is cut as that is.
-
-    Its first one where a region ends.
-    """
+    """Cut an adapter's second layer as its host, whose features it adds to; its first one where a region ends."""
     of_host = {cut.name: cut.parts for cut in cuts}
     found = []
     for host, (first, second) in _pairs(adapted):
@@ -293,12 +279,10 @@ def _other_tensors(
     partitions: tuple[list[list[int]], ...],
     held: list[str],
 ) -> tuple[list[Cut], tuple[str, ...]]:
-    """Cuts of the other parameters and buffers in the container that belong to single groups.
-
-    Names of the parameters that all use.
+    """Cut other parameters and buffers in the container that belong to single groups, and name those that all use.
 
     Args:
-        readers: the layer that ends the region, and those inside it that take what follows from whole layers.
+        readers: the layer that ends the region, and those inside that take input derived from whole layers.
     """
     consumer, *fed = readers
     cuts: list[Cut] = []

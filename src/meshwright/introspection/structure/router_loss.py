@@ -1,10 +1,8 @@
-"""Measure the loss by which a model of transformers balances its routers (arXiv 2101.03961, eq. 4 to 6).
+"""Measure the load-balancing loss of transformers models: E · Σₑ Fₑ · Pₑ (arXiv 2101.03961, eq. 4 to 6).
 
-It is E · Σₑ Fₑ · Pₑ over the tokens of all layers, with F the share of tokens that chose an expert, and P its mean
-probability.
-
-It is part of a loss that such a model computes itself, of the tokens that one process has. What it is made of is
-tried on a small copy, so that it can be computed of the tokens of many processes.
+It runs over the tokens of all layers, with F the share of tokens that chose an expert, and P its mean probability.
+Such a model computes this loss as a part of its own, over the tokens of one process. A small copy confirms it, so
+that the loss can be computed over the tokens of many processes.
 """
 
 from __future__ import annotations
@@ -29,17 +27,19 @@ from meshwright.models.moe import is_recomputing, tokens_per_expert
 SWITCH = "output_router_logits"
 COEFFICIENT = "router_aux_loss_coef"
 LARGEST_ERROR = 1e-5
-"""Relative: transformers computes its losses in float32, and the one is found as a difference of two others."""
+"""Relative: transformers computes its losses in float32, and this one is the difference of two others."""
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Attributes:
-    coefficient: what it counts for beside the mean cross entropy.
-    experts: of a layer.
-    top_k: experts of each token.
-    routers: paths of the modules that give a layer's logits, in the order of layers.
-    place: of the logits in what these give, where that is a tuple.
+    """The routers' loss of a model.
+
+    Attributes:
+        coefficient: factor of the loss beside the mean cross entropy.
+        experts: number of experts of a layer.
+        top_k: number of experts of each token.
+        routers: paths of the modules that return a layer's logits, in the order of layers.
+        place: index of the logits in these modules' outputs, where those are tuples.
     """
 
     coefficient: float
@@ -49,11 +49,10 @@ class RouterLoss:
     place: int = 0
 
     def terms(self, logits: Sequence[Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tell how often each expert was chosen, (experts,) int64, and its probabilities added up, (experts,)
-        float64: of all layers' tokens.
+        """Sum experts' choices, (experts,) int64, and probabilities, (experts,) float64, over all layers' tokens.
 
         Args:
-            logits: of each layer's router: (tokens, experts), or with more dims in front.
+            logits: each layer's router logits: (tokens, experts), or with more dims in front.
             real: (tokens,) bool, False for those that do not count.
         """
         chosen: list[Tensor] = []
@@ -72,10 +71,7 @@ class RouterLoss:
 
 
 class RouterLogits:
-    """Notes the logits that the routers of a model give, from ``begin`` to ``take``.
-
-    What a backward computes once more is not noted.
-    """
+    """A recorder of the logits that a model's routers return, from ``begin`` to ``take``, without recomputation."""
 
     def __init__(self, model: nn.Module, loss: RouterLoss):
         self._found: list[Tensor] = []
@@ -93,25 +89,25 @@ class RouterLogits:
         return note
 
     def begin(self) -> None:
-        """A forward begins; what was noted and not taken is forgotten."""
+        """Begin a forward, and drop logits that were recorded and not taken."""
         self._found, self._is_on = [], True
 
     def take(self) -> list[Tensor]:
-        """Return the logits of each layer's router."""
+        """Return the recorded logits by layer, and stop recording."""
         found, self._found, self._is_on = self._found, [], False
         return found
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Tell whether the config of a model of transformers says that its loss has that of its routers in it."""
+    """Tell whether the config of a transformers model includes its routers' loss in its loss."""
     return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
 
 
 def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
-    """Return what a model adds to its loss for its routers; None where nothing is added, whatever its config says.
+    """Measure a model's loss for its routers; None if nothing is added, whatever its config states.
 
     Raises:
-        UnsupportedError: it is another loss, or it could not be tried out.
+        UnsupportedError: the loss is another, or could not be tried out.
     """
     sample = next(samples_of(model, arguments, 1))
     core = core_of(sample.model)
@@ -135,7 +131,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
 
 @torch.no_grad()
 def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
-    """Return the loss with a coefficient of one; None where the switch changes no loss."""
+    """Measure the loss with a coefficient of one; None where the switch changes no loss."""
     legal: set[RouterLoss] | None = None
     for inputs in sample.inputs:
         asked = {**inputs, "labels": inputs[tokens], "return_dict": True}
@@ -176,7 +172,7 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[tuple[str, tuple]]]:
-    """Inside, what modules in the blocks of a model give is noted, by path."""
+    """Record inside the outputs of modules in the blocks of a model, by path."""
     given: list[tuple[str, tuple]] = []
 
     def note(path: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -193,7 +189,7 @@ def _parts(output: Any) -> tuple:
 
 
 def _kinds(model: nn.Module) -> dict[str, tuple[type[nn.Module], str]]:
-    """Path of each module in a block → (class, path within the block)."""
+    """Map the path of each module in a block to (class, path within the block)."""
     found = {clean(raw): module for raw, module in model.named_modules()}
     blocks = repeated_blocks(model)
     return {

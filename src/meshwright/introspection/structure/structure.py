@@ -1,4 +1,4 @@
-"""Define the structure of a model: kinds of blocks, their regions, both ends; and measure it."""
+"""Measure a model's structure: its kinds of blocks with their regions, and the modules before and after them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from .tail import Tail, find_tail
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks that are made of the same.
+    """Blocks of the same construction.
 
     Attributes:
-        blocks: their paths.
-        hidden: which argument of a block is the residual stream.
-        regions: what can be cut.
-        gathers: linear layers that take the very same tensor, together; paths within the block.
-        norms: of each group of ``gathers``, the module of the block's input behind which it comes; empty: not all
-            have one of their own.
+        blocks: paths of the blocks.
+        hidden: position or name of a block's argument that is the residual stream.
+        regions: regions that can be cut.
+        gathers: groups of linear layers that take the very same tensor; paths within the block.
+        norms: for each group of ``gathers``, the module between it and the block's input; empty: some lack one.
         summed: consumers whose outputs only meet in a sum, so that they may be reduced together; empty: none.
         mixes_outside: whether tokens meet outside the regions.
-        strange: what stands beside linear layers and is no adapter that could be cut with them, in words.
+        strange: descriptions of modules beside linear layers that are no adapters to be cut with them.
     """
 
     blocks: tuple[str, ...]
@@ -56,18 +55,17 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure by which a model can be cut. Paths are those of the model.
+    """The possible cuts of a model, by the model's paths.
 
     Attributes:
-        blocks: paths of all, in forward order.
-        kinds: of blocks.
+        blocks: paths of all blocks, in forward order.
+        kinds: kinds of blocks.
         embedding: module that turns token ids into vectors, by rows of a weight; None where none was found.
-        embedding_is_hidden: its output is the first block's input as it is.
-        counts_tokens_behind: what lies between the last block and the head does not take a part of the sequence for a
-            whole one.
-        before: parameters outside the blocks that the first block's input follows from.
-        head: linear layer that gives the logits; None where none was found.
-        tail: what is done to the logits behind it.
+        embedding_is_hidden: whether the embedding's output is the first block's input, unchanged.
+        counts_tokens_behind: whether modules between last block and head cannot take a part of the sequence as whole.
+        before: parameters outside the blocks on which the first block's input depends.
+        head: linear layer that returns the logits; None where none was found.
+        tail: operations on the logits after the head.
     """
 
     blocks: tuple[str, ...]
@@ -84,13 +82,11 @@ class Structure:
 
 
 Tried = list[tuple[list[Probe], tuple[Region, ...]]]
-"""Of each kind: probes of the sample's first block of it, called in different ways, and its regions in the sample's
-sizes.
-"""
+"""Each kind's probes of the sample's first block, called in different ways, and regions in the sample's sizes."""
 
 
 def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
-    """Return the structure of ``model``, measured on a sample of it; and what was measured."""
+    """Measure the structure of ``model`` on a sample of it, and return it with the probes."""
     wide, _ = record(sample.model, sample.repeated, list(sample.blocks))
     residual = hints_of(model).residual
     runs = [record(sample.model, inputs, list(sample.blocks), wide, residual) for inputs in sample.inputs]
@@ -134,7 +130,7 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
 
 
 def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Kinds by class and names of parameters: a sample may have other widths."""
+    """Group kinds of blocks by class and parameter names, since a sample may have other widths."""
     found: dict[tuple, tuple[int, list[str]]] = {}
     for (kind, shapes), (index, paths) in kinds_of(model).items():
         found.setdefault((kind, tuple(name for name, _ in shapes)), (index, []))[1].extend(paths)
@@ -161,7 +157,7 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
 
 
 def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the layers that begin regions, grouped by the identity of what they take."""
+    """Group the layers that begin regions by the identity of their input."""
     found: dict[int, list[str]] = {}
     for region in regions:
         for path in region.begins:
@@ -170,9 +166,7 @@ def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...]
 
 
 def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
-    """Tell whether the outputs of all consumers may be moved into the last one's without changing what the block
-    gives.
-    """
+    """List the consumers if the last one may output the sum of all with the same result; else nothing."""
     consumers = [region.consumer for region in regions]
     order = [path for path in probe.calls if path in consumers]  # of completion
     if len(order) < 2 or any(producer in order for producer, _ in probe.influence(order, list(probe.linears))):
@@ -206,7 +200,7 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
 
 
 def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """Return a module that is called once, with token ids, and gives rows of its weight, each times the same factor."""
+    """Find a module that is called once, with token ids, and returns rows of its weight times one factor."""
     tokens = next(iter(sample.inputs[0].values()))
     for path, calls in outside.items():
         weight = sample.model.get_submodule(path)._parameters.get("weight")
@@ -221,7 +215,7 @@ def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
 
 
 def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """Return the last linear layer outside the blocks, if the logits have as many features as it gives."""
+    """Find the last linear layer outside the blocks, if its output has the shape of the logits."""
     with torch.no_grad():
         output = sample.model(**sample.inputs[0])
     logits = logits_of(output)
@@ -235,7 +229,7 @@ def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
 
 
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:
-    """Tell whether the head is given something else than half the tokens when the last block gives half of them."""
+    """Tell whether the head's input for the first half of the tokens changes if the last block returns only it."""
     entered: list[Tensor] = []
     half = SEQ // 2
 
@@ -269,7 +263,7 @@ class _Handles:
 
 
 def _before(sample: Sample, hidden: int | str) -> list[str]:
-    """Parameters outside the blocks that move the first block's input."""
+    """List the parameters outside the blocks that move the first block's input."""
     first = sample.model.get_submodule(sample.blocks[0])
     entered: list[Tensor] = []
 
@@ -304,10 +298,7 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
 
 
 def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str], LocalForm | None]:
-    """Tell how each region runs on one of ``ranks``, by (first block of its kind, consumer).
-
-    None where no way was found.
-    """
+    """Find each region's form on one of ``ranks``, by (first block of its kind, consumer); None if there is none."""
     found: dict[tuple[str, str], LocalForm | None] = {}
     for (probes, regions), kind in zip(tried, structure.kinds, strict=True):
         for small, region in zip(regions, kind.regions, strict=True):
@@ -317,6 +308,6 @@ def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str
 
 
 def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
-    """Return the sizes of the tensor axis that every region can be shared out to."""
+    """List the sizes of the tensor axis by which every region can be sharded."""
     regions = [region for kind in structure.kinds for region in kind.regions]
     return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]

@@ -1,4 +1,4 @@
-"""Find what a model does between its head and its logits (a soft cap, a scale), and replay it on any piece."""
+"""Observe a model's operations between its head and the logits (a soft cap, a scale), to replay them on any piece."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ SHAPELESS = (
     "aten.clone.default",
     "aten.view.default",
 )
-"""Operations that may stand in a tail as long as they leave the shape as it is: then they do nothing that a piece
-would miss.
-"""
+"""Operations that do nothing in a tail as long as they preserve the shape."""
 
 
 @dataclass(frozen=True)
 class TailStep:
-    """One pointwise operation on the logits: aten's name, and its other arguments; ``place``: which argument the
-    logits are.
-    """
+    """One pointwise operation on the logits, argument ``place``: aten's name, and the other arguments."""
 
     operation: str
     place: int
@@ -40,7 +36,7 @@ class TailStep:
 
 @dataclass(frozen=True)
 class Tail:
-    """The steps in order; or ``obstacle``: the operation that can not be done piece by piece."""
+    """The steps in order; or ``obstacle``: the operation that cannot be applied piece by piece."""
 
     steps: tuple[TailStep, ...] = ()
     obstacle: str = ""
@@ -53,7 +49,7 @@ class Tail:
 
 
 def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
-    """Watch one forward from the head's output to the logits."""
+    """Observe one forward from the head's output to the logits."""
     watch = _LogitOperations()
 
     def begin(module: nn.Module, args: tuple, output: Any) -> None:

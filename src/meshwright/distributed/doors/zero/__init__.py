@@ -1,1 +1,1 @@
-"""Offer nvFSDP's call as a door into the engine."""
+"""Accept nvFSDP's call as a door into the engine."""

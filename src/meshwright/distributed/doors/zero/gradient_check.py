@@ -1,4 +1,4 @@
-"""Check gradients when a backward ends, and tell all ranks."""
+"""Check gradients when a backward ends, and report on all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from meshwright.distributed.torch_private import local_part
 
 
 class GradientCheck:
-    """Raises behind every backward whose gradients are summed over the ranks, on all of them, where one is not finite
-    on any.
+    """A check that raises on all ranks after a backward if a gradient that it reduces is not finite on any.
 
-    Behind a microbatch whose gradients wait for the next one nothing is looked at: what is wrong there is in the sum.
+    Gradients of a microbatch that wait for the next one are not checked: an error in them is in the sum.
 
     Args:
-        groups: of all ranks that go through the same backward.
+        groups: groups of all ranks that run the same backward.
     """
 
     def __init__(self, model: nn.Module, groups: list[dist.ProcessGroup]):
@@ -31,7 +30,7 @@ class GradientCheck:
         model.register_forward_hook(self._begin)
 
     def _begin(self, model: nn.Module, inputs: tuple, output: Any) -> None:
-        """Register the check behind FSDP2's own hooks, so that it sees reduced gradients."""
+        """Hook the output after FSDP2's own hooks, so that gradients are reduced before the check."""
         self._waits = False
         if not torch.is_grad_enabled():
             return
@@ -66,7 +65,7 @@ class GradientCheck:
 
 
 def _is_wrong(parameter: Tensor) -> Tensor:
-    """1 or 0, of this rank's part of its gradient; 0-dim int64, where the parameter is."""
+    """Return 1 if this rank's part of a gradient is not finite, else 0: 0-dim int64, on the parameter's device."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), dtype=torch.int64, device=parameter.device)

@@ -1,7 +1,6 @@
-"""Call megatron-fsdp (once nvFSDP) as the back end of the door: CUDA only, and never run here.
+"""Use megatron-fsdp (once nvFSDP) as a backend of ``nvfsdp_strategy_parallelize``: CUDA only, not run so far.
 
-Its arguments have had several names and some come and go, so each is bound by the signature of what is installed, or
-refused by name.
+Its arguments come, go and change names, so each is bound by the installed version's signature, or refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwright.distributed.torch_private import flattened
 from .options import ZeroOptions
 
 HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None and torch.cuda.is_available()
-"""Whether megatron-fsdp (once nvFSDP) can be used here: it is installed, and there is a CUDA device."""
+"""Whether megatron-fsdp (once nvFSDP) can be used: it is installed, and there is a CUDA device."""
 
 SPELLINGS = {
     "data_parallel_sharding_strategy": ("zero_dp_strategy", "data_parallel_sharding_strategy"),
@@ -36,7 +35,7 @@ SPELLINGS = {
         "keep_fp8_transpose_cache_when_using_custom_fsdp",
     ),
 }
-"""Our argument -> what versions call it; the others are called what they are called here."""
+"""meshwright's argument -> its names in versions; the other arguments have the same names."""
 POLICY, POLICY_MEMBERS = "mixed_precision_policy", ("grad_reduce_in_fp32", "preserve_fp32_weights")
 """Since 0.5 one object says these two."""
 
@@ -49,14 +48,14 @@ def lay_out(
     units: list[type],
     package: Any = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Hand model and optimizer to megatron-fsdp's ``fully_shard`` (without an optimizer: ``fully_shard_model``).
+    """Pass model and optimizer to megatron-fsdp's ``fully_shard`` (without an optimizer: ``fully_shard_model``).
 
     Args:
         units: classes of the modules that travel together.
-        package: what stands for megatron_fsdp (tests).
+        package: replacement of megatron_fsdp (tests).
 
     Raises:
-        UnsupportedError: the installed version has no name for something that was asked for.
+        UnsupportedError: the installed version has no name for a requested option.
     """
     package = package or import_module("megatron_fsdp")
     function: Callable[..., Any] = package.fully_shard_model if optimizer is None else package.fully_shard
@@ -70,13 +69,13 @@ def lay_out(
 
 
 def said(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
-    """Return the options, the strategy by its name of today."""
+    """Return the options, with the strategy by its current name."""
     found = {key: getattr(options, key) for key in options.__dataclass_fields__}
     return {**found, "data_parallel_sharding_strategy": options.strategy, "nvfsdp_unit_modules": units}
 
 
 def places(device_mesh: DeviceMesh) -> dict[str, Any]:
-    """Tell where it shards, replicates and cuts, by the names of our axes."""
+    """Return the axes over which the model is sharded, replicated and cut, by meshwright's names."""
     sizes = axis_sizes(device_mesh)
     found: dict[str, Any] = {"device_mesh": device_mesh, "dp_shard_dim": Axis.DP_SHARD.value}
     if sizes.get(Axis.TP.value, 1) > 1:
@@ -90,10 +89,10 @@ def places(device_mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> dict[str, Any]:
-    """Return the arguments as a function's signature calls them; a switch that is off may be lacking.
+    """Name the arguments by a function's signature; a switch that is off may be lacking.
 
     Raises:
-        UnsupportedError: it lacks something else.
+        UnsupportedError: the function lacks another argument.
     """
     known = inspect.signature(function).parameters
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Make an optimizer hold what its parameters became when the model was laid out."""
+"""Point an optimizer that was made before the layout to the laid out parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.core.names import clean
 
 
 class OptimizerSwap:
-    """Take it before the layout, and ``apply`` it behind.
+    """A record of an optimizer's parameters, made before the layout; ``apply`` it afterwards.
 
     Raises:
         ConfigError: the optimizer has state already, or holds a parameter that is not the model's.

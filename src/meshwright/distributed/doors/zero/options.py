@@ -1,4 +1,4 @@
-"""Define the options of ``nvfsdp_strategy_parallelize``, and those that exist without megatron-fsdp."""
+"""Define the options of ``nvfsdp_strategy_parallelize``, and which of them work without megatron-fsdp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELSEWHERE = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The keyword arguments, under their own names."""
+    """The keyword arguments of the call, under their own names."""
 
     nvfsdp_unit_modules: Sequence[str | type] | None
     data_parallel_sharding_strategy: str
@@ -42,7 +42,7 @@ class ZeroOptions:
 
     @property
     def strategy(self) -> str:
-        """One of the four. Raises ConfigError for another word."""
+        """One of the four strategies; raises ConfigError for another name."""
         said = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
         if said not in STRATEGIES:
             legal = [*STRATEGIES, *ALIASES]
@@ -72,7 +72,7 @@ class ZeroOptions:
             )
 
     def check_native(self) -> None:
-        """Raise UnsupportedError for what only megatron-fsdp has."""
+        """Raise UnsupportedError for options that only megatron-fsdp has."""
         for key in ELSEWHERE:
             if getattr(self, key):
                 raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Offer nvFSDP's one call: ZeRO stages 0 to 3 for any transformer, beside tensor parallelism."""
+"""Provide nvFSDP's one call as a door into the engine: ZeRO stages 0 to 3 beside tensor parallelism."""
 
 from __future__ import annotations
 
@@ -67,36 +67,31 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
 ) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
-    """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage (arXiv 1910.02054).
+    """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage, in place.
 
-    In place.
-
-    With megatron-fsdp, CUDA and a CUDA mesh it is the back end (untested on a GPU); everywhere else ours, on FSDP2,
-    which is meant below. Gradients are averaged over data ranks. ``model.accumulation_context(is_last_microbatch)``
-    is around each microbatch of several; what a stage keeps gathered until the last one is freed by its backward, so
-    that nothing is stale whoever calls ``optimizer.step()``. Without it every backward counts as the last. With one
-    data rank nothing is sharded, which is logged; everything else acts.
+    With megatron-fsdp, CUDA and a CUDA mesh that package is the backend (untested on a GPU); everywhere else
+    meshwright's on FSDP2, described below (ZeRO: arXiv 1910.02054). Gradients are averaged over data ranks. Put
+    ``model.accumulation_context(is_last_microbatch)`` around each microbatch of several; parameters that a stage
+    keeps gathered until the last one are freed by its backward, so that nothing is stale whoever calls
+    ``optimizer.step()``. Without it every backward counts as the last. With one data rank nothing is sharded, which
+    is logged; all else acts.
 
     Args:
-        device_mesh: our axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel. Over
-            ``dp_replicate`` what is sharded is replicated (HSDP).
+        device_mesh: meshwright's axis names, ``dp_shard`` among them, or NeMo's data_parallel and tensor_parallel.
+            Shards are replicated over ``dp_replicate`` (HSDP).
         optimizer: made from the model's parameters, without state; its groups point to the laid out parameters
-            afterwards. As in the older signature this position may hold the unit modules instead, and the next one
-            tp_shard_plan.
-        nvfsdp_unit_modules: classes, or "package.module.Class", of modules whose parameters travel together; None:
-            each repeated block.
+            afterwards. As in the older signature this position may hold the unit modules, and the next tp_shard_plan.
+        nvfsdp_unit_modules: classes, or "package.module.Class", of modules gathered as units; None: each block.
         tp_shard_plan: as in ``fsdp2_strategy_parallelize``.
         data_parallel_sharding_strategy: no_shard (ZeRO-0), optim (1), optim_grads (2), optim_grads_params (3; also
             "params" and "grads_params").
-        init_nvfsdp_with_meta_device: the model is on meta; each rank makes its own share of the weights, by the
-            model's law.
+        init_nvfsdp_with_meta_device: the model is on meta; each rank makes its own share of the initial weights.
         grad_reduce_in_fp32: sum gradients over ranks in fp32, else in the model's dtype.
         preserve_fp32_weights: parameters at rest and optimizer state in fp32, computation in the model's dtype.
         overlap_grad_reduce: reductions run beside the backward; False: each is waited for.
         overlap_param_gather: the next unit is gathered while one computes; False: when it is needed.
-        check_for_nan_in_grad: ``NonFiniteError`` on all ranks, naming parameters, behind a backward with a gradient
-            that is not finite.
-        average_in_collective: divide inside the reduction instead of behind it.
+        check_for_nan_in_grad: ``NonFiniteError`` on all ranks, naming parameters, after a non-finite backward.
+        average_in_collective: divide inside the reduction instead of after it.
         disable_bucketing: every module that has parameters is a unit of its own.
         calculate_per_token_loss: gradients are sums over data ranks: divide the loss by the tokens of all.
 
@@ -106,9 +101,9 @@ def nvfsdp_strategy_parallelize(
     Raises:
         ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another
             model.
-        IntegrityError: ranks bring different weights. Build the model on meta, or under the same seed on every rank.
-        UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp, nccl_ub,
-            fsdp_double_buffer), and what this engine has not.
+        IntegrityError: ranks bring different weights. Build the model on meta, or under one seed on every rank.
+        UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp,
+            nccl_ub, fsdp_double_buffer), and features that the engine lacks.
     """
     given = locals()
     optimizer, units, tp_shard_plan = _by_kind(optimizer, nvfsdp_unit_modules, tp_shard_plan)
@@ -144,9 +139,7 @@ def nvfsdp_strategy_parallelize(
 def _by_kind(
     third: Any, fourth: Any, tp_shard_plan: Mapping[str, str | ParallelStyle] | None
 ) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None]:
-    """Return (optimizer, unit modules, plan), of the arguments behind the mesh in today's order or in the older one,
-    without the optimizer.
-    """
+    """Sort the arguments after the mesh, in the current order or the older one without the optimizer."""
     optimizer, units = third, fourth
     if isinstance(third, (list, tuple)):
         optimizer, units = None, third
@@ -200,7 +193,7 @@ def _check_meta(facts: ModelFacts, options: ZeroOptions) -> None:
 
 
 def _precision(facts: ModelFacts, options: ZeroOptions) -> Precision:
-    """fp64 is wider than the fp32 that two switches speak of, and stays."""
+    """Choose dtypes; fp64 is wider than the fp32 that two switches name, and stays."""
     own = facts.parameters[0].dtype
     wide = own if own == "float64" else "float32"
     return Precision(wide if options.preserve_fp32_weights else own, own, wide if options.grad_reduce_in_fp32 else own)
@@ -243,7 +236,7 @@ def _check(plan: Plan, options: ZeroOptions) -> None:
 
 
 def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
-    """Set the options that torch takes for each unit."""
+    """Configure each unit as far as torch allows."""
     stacks = {unit.name for unit in plan.units if unit.experts}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and clean(name) not in stacks and not options.average_in_collective:
@@ -261,7 +254,7 @@ def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
 
 
 class _Waiting:
-    """A reduce-scatter that the host waits for, so that no later work of the backward is queued beside it."""
+    """A reduce-scatter for which the host waits, so that no later work of the backward is queued beside it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Choose the modules whose parameters travel together, as the user of the door asks."""
+"""Choose the modules that are gathered as units, as requested from ``nvfsdp_strategy_parallelize``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .options import ZeroOptions
 
 
 def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOptions) -> Plan:
-    """Return the plan, with the units that were asked for.
+    """Return the plan with the requested units.
 
     Raises:
         ConfigError: a class of which the model has no module; units inside each other.
@@ -50,7 +50,7 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
 
 
 def unit_classes(model: nn.Module, facts: ModelFacts, options: ZeroOptions) -> list[type]:
-    """Classes of the modules that are units: those that were named, else those of the repeated blocks."""
+    """Return the classes of the unit modules: the requested ones, else those of the repeated blocks."""
     if options.nvfsdp_unit_modules is not None:
         return classes_of(options)
     return list(dict.fromkeys(type(model.get_submodule(block)) for block in facts.blocks))
@@ -77,7 +77,7 @@ def _of_classes(model: nn.Module, facts: ModelFacts, classes: list[type]) -> tup
 
 
 def _holders(model: nn.Module, facts: ModelFacts) -> list[str]:
-    """Modules that hold parameters of their own, and of no other module; what is tied stays with the root."""
+    """List modules that hold parameters of their own, and contain no other unit; tied ones stay with the root."""
     tied = {owner(name) for p in facts.parameters if p.aliases for name in (p.name, *p.aliases)}
     holding = [
         clean(name)
