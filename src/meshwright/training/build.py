@@ -66,18 +66,19 @@ class Run:
     feed: Feed
     identity: dict[str, Any]
     weights: str = ""
-    """Where they came from, in words."""
+    """A phrase that names the origin of the weights."""
     trace: TraceFile | None = None
-    """What the first steps are compared with."""
+    """The trace that the first steps are compared with."""
     estimate_memory: Callable[[], MemoryEstimate] = lambda: MemoryEstimate((), "nobody asked")
-    """What the plan says of activations and logits. Takes about a second for a large model."""
+    """A function that estimates the memory of activations and logits, in about a second for a large model."""
 
 
 def build_run(config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest) -> Run:
     """Build a run on every rank, in the order: refuse, meet, read data, lay out the model.
 
     Raises:
-        ConfigError, UnsupportedError: refused; before any process group exists where the config alone tells.
+        ConfigError, UnsupportedError: a refused config; before any process group exists where the config alone
+            decides.
     """
     schedule = build_schedule(config)
     refuse_contradictions(config)
@@ -156,7 +157,7 @@ def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch |
 
 
 def facts_of(source: ModelSource) -> ModelFacts:
-    """Facts about the model before a plan is applied to it."""
+    """Return facts about the model before a plan is applied to it."""
     return model_facts(as_module(source))
 
 

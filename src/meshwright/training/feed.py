@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Text that one source holds out."""
+    """The text that one source holds out."""
 
     name: str
     split: Split
     samples: int
-    """How many of its rows a validation takes, at most."""
+    """The largest number of its rows that a validation reads."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Feed:
     samples: Samples | StreamedSamples
     loader: Loader
     held_out: tuple[HeldOut, ...]
-    """Only sources that hold out a row or more."""
+    """The held-out text of sources that hold out a row or more."""
     identity: dict[str, Any]
-    """What decides which sample stands at which index."""
+    """The settings that decide which sample stands at which index."""
     description: str
     notes: tuple[str, ...]
-    """What the user should know before the first step."""
+    """Notes for the user before the first step."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or the error that kept it from being read:
@@ -69,7 +69,7 @@ class Feed:
         """
         try:
             return next(self.loader)
-        except Exception as error:  # noqa: BLE001 (whatever a reader raises, the other ranks must hear of it)
+        except Exception as error:  # noqa: BLE001 (whatever a reader raises, the other ranks must learn of it)
             first = self.loader.state
             last = first + self.loader.global_batch - 1
             return MeshwrightError(
@@ -128,7 +128,7 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
 
 
 def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
-    """Prepare, open and mix. Collective.
+    """Prepare, open and mix the sources. Collective.
 
     Raises:
         ConfigError: sources that cannot be used, nodes that see different ones, or more epochs than a source may be
@@ -233,7 +233,7 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
 
 
 def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress) -> Prepared:
-    """One process of each node reads the sources; the others take its word."""
+    """Prepare a part: one process of each node reads its sources, and the others use the result."""
     first = get_world_info()[1] == 0
     d = config.data
     prefix = f"{part.name}: " if d.mixture else ""

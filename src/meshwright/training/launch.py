@@ -49,7 +49,7 @@ def launch(config: Config) -> int:
 
 
 def train(config: Config, started: float) -> int:
-    """One rank's part of the run."""
+    """Run one rank's part of the run."""
     from .trainer import Trainer
 
     return Trainer(config, started=started).run()
@@ -59,7 +59,7 @@ def process_count(config: Config) -> int:
     """Tell how many processes to start here.
 
     Raises:
-        ConfigError: the layout cannot be spread over that many.
+        ConfigError: the layout cannot be spread over that number.
     """
     layout, count = config.layout, config.process.count
     if not count:
@@ -69,7 +69,7 @@ def process_count(config: Config) -> int:
 
 
 def gpu_count() -> int:
-    """GPUs of this host that this process may use, found without torch."""
+    """Count the GPUs of this host that this process may use, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -77,7 +77,7 @@ def gpu_count() -> int:
 
 
 class _Attempts:
-    """The run's attempts on one pool: the first, and one more after each loss that a new start may mend."""
+    """A run's attempts on one pool: the first, and one more after each loss that a new start may repair."""
 
     def __init__(self, pool: WorkerPool, signals: _Signals, config: Config, started: float):
         self.pool, self.signals, self.config, self.started = pool, signals, config, started
@@ -102,7 +102,7 @@ class _Attempts:
                 self._continue(said)
 
     def _continue(self, said: BaseException) -> None:
-        """Say it in one line, and let the next attempt go on in the same folder."""
+        """Report the loss in one line, and let the next attempt go on in the same folder."""
         self.restarts += 1
         folder = run_folder(self.pool.folder)
         latest = latest_checkpoint(folder) if folder else ""
@@ -134,11 +134,13 @@ class _Attempts:
 
 
 class LostWorker(MeshwrightError):
-    """A worker process ended in the middle of the run; the text says where it was."""
+    """An error for a worker process that ended in the middle of the run; the message names its place."""
 
 
 def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
-    """Not where ranks raised what they would raise again: a config that is wrong, a checkpoint that cannot be read."""
+    """Tell whether a new start may help: not where ranks would raise the same again.
+
+    Examples are a config that is wrong and a checkpoint that cannot be read."""
     from .health.peers import RankLost, RankStalled
 
     error = trouble.error if isinstance(trouble, WorkerFailed) else None
@@ -154,7 +156,7 @@ def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
 
 
 class Stopped(MeshwrightError):
-    """A signal came before the workers could note it; the exit status is 128 + its number."""
+    """An error for a signal that came before the workers could note it; the exit status is 128 + its number."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name} before a step was under way; nothing was written")

@@ -25,7 +25,7 @@ from .config import Config, ModelConfig
 
 ModelSource = DecoderConfig | CausalLM
 FOLDER = "model"
-"""Where a run keeps the small files of a Hugging Face model."""
+"""Folder in which a run keeps the small files of a Hugging Face model."""
 KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 LEFT = ("*.index.json",)
 
@@ -133,7 +133,7 @@ def keep_model(config: Config, run: Path) -> None:
         if not any(path.match(left) for left in LEFT)
     }
     config_file = found.pop(CONFIG, place)
-    for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it says that all are there
+    for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it marks all as there
         shutil.copyfile(path if path == place else inside(place, name), kept / f"{name}.new")
         (kept / f"{name}.new").replace(kept / name)
 

@@ -19,7 +19,7 @@ from meshwright.planning.optimizer.kinds import KINDS, kind_of
 from .profiling.windows import read_window
 
 Range = tuple[str, Callable[[Any], bool]]
-"""The range in words, and whether a value lies in it."""
+"""A description of the range, and the test whether a value lies in it."""
 
 # Written so that a nan, which compares false with everything, is out of every range.
 _ABOVE_0: Range = ("a finite number above 0", lambda value: 0 < value < math.inf)
@@ -123,14 +123,14 @@ DTYPES = {
     "techniques.precision.reduce": ("auto",),
     "techniques.precision.output": (),
 }
-"""dtype keys, and the words that they take besides dtypes."""
+"""dtype keys, and the values that they take besides dtypes."""
 
 
 def check_values(config: Any) -> None:
-    """Types, ranges, patterns and dtype names of a config tree.
+    """Check types, ranges, patterns and dtype names of a config tree.
 
     Raises:
-        ConfigError: names the dotted key, the value and the legal range.
+        ConfigError: a bad value; the message names the dotted key, the value and the legal range.
     """
     typed = from_dict(type(config), to_dict(config))
     check_ranges(typed, RANGES)

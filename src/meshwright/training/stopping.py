@@ -25,7 +25,7 @@ An INT of its own would be the second one where a terminal sent it to all.
 
 
 class Interrupted(MeshwrightError):
-    """A signal broke off a preparation, on every rank. ``number``: the signal's."""
+    """An error for a signal that broke off a preparation, on every rank; ``number`` is the signal's."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -49,9 +49,9 @@ def leave_terminal(number: int) -> None:
 
 
 class StopRequest:
-    """Notes the first of INT, TERM, HUP and USR1; a second INT interrupts at once. Use it as a context.
+    """A context that notes the first of INT, TERM, HUP and USR1; a second INT interrupts at once.
 
-    In a worker of our launcher USR2 is its word for INT.
+    In a worker of our launcher USR2 stands for INT.
     """
 
     def __init__(self) -> None:

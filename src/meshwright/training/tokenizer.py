@@ -18,17 +18,17 @@ from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer
 from .config import Config
 
 FOLDER = "tokenizer"
-"""Where a run keeps a copy of its tokenizer's files."""
+"""Folder in which a run keeps a copy of its tokenizer's files."""
 
 AUTO = "auto"
 _FILES = ("tokenizer.json", SETTINGS, TEMPLATE)
 
 
 def tokenizer_name(config: Config) -> str:
-    """``data.tokenizer``, or what "auto" stands for: the tokenizer beside a Hugging Face model, or bytes.
+    """Return ``data.tokenizer``, with "auto" resolved to the tokenizer beside a Hugging Face model, or to bytes.
 
     Raises:
-        ConfigError: the model has learnt from a tokenizer, and it does not lie beside it.
+        ConfigError: the model was trained with a tokenizer that does not lie beside it.
     """
     if config.data.tokenizer != AUTO:
         return config.data.tokenizer

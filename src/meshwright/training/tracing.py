@@ -29,7 +29,7 @@ from .config import Config
 from .run.folder import changes
 
 SAME_WEIGHTS = 1e-5
-"""Initial weights are equal to the bit; their sketches are sums of float32 numbers in an order that shards decide."""
+"""Bound for sketches of initial weights that are equal to the bit: shards decide the order of float32 sums."""
 
 
 def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps: int) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps
 
 
 class TraceCheck:
-    """Compares the steps of a run with those of a trace, from the first on. Every method is called on all ranks alike.
+    """A comparison of a run's steps with those of a trace, from the first on. Every method is collective.
 
     Raises:
-        ConfigError: the trace is one of another run, or does not say how far rounding goes in the run's dtype.
+        ConfigError: the trace is of another run, or has no bounds for the run's dtype.
     """
 
     def __init__(self, run: Run, trace: TraceFile):
@@ -106,7 +106,7 @@ class TraceCheck:
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
-        """Around the forward and backward of a step on this rank's ``batch``."""
+        """Observe the forward and backward of a step on this rank's ``batch``."""
         if self._step == 0:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
@@ -208,7 +208,7 @@ class TraceCheck:
         return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
 
     def _shared_out(self) -> set[str]:
-        """Modules of whose outputs some rank computes some features, or which are never whole."""
+        """Name modules of whose outputs some rank computes some features, or which are never whole."""
         shapes = self.trace.shapes
         is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
         is_absent = [self._observed.shapes.get(name) == () for name in shapes]

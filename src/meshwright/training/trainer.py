@@ -40,11 +40,11 @@ from .views.telling import Teller, Validated, in_words
 from .views.watching import Watch, check_watching
 
 TROUBLE = 1 << 16
-"""Above every signal's number: the word of a rank that cannot go on."""
+"""The value by which a rank that cannot go on is known; above every signal's number."""
 
 
 class Trainer:
-    """One run, from a config to a trained checkpoint. Every rank makes one and calls ``run``.
+    """A run, from a config to a trained checkpoint. Every rank makes one and calls ``run``.
 
     Args:
         config: the typed config, or a plain dict of it.
@@ -63,10 +63,12 @@ class Trainer:
         self.timeline = StartupTimeline(self.heartbeat.enter)
 
     def run(self) -> int:
-        """Train to the end, or until a signal; returns the exit status: 0 done, 128 + n after a clean stop by signal n.
+        """Train to the end, or until a signal, and return the exit status.
+
+        The status is 0 when done, 128 + n after a clean stop by signal n.
 
         Raises:
-            MeshwrightError: refused before the start, or too many steps in a row were skipped, or another rank is lost.
+            MeshwrightError: a refusal before the start, too many skipped steps in a row, or the loss of another rank.
         """
         self.timeline.record("launch", time.time() - self.started)
         check_watching(self.config)
@@ -129,7 +131,7 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
 
 
 class _Loop:
-    """The state of the loop: how far it is, and the parts that it moves."""
+    """The state of the loop: its progress, and the parts that it moves."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class _Loop:
             self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
             if self.at.step or self.teller.trackers.has_past:
                 self.teller.trackers.resumed(self.at.step)
-            shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # of an attempt that was killed
+            shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # from an attempt that was killed
 
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
         self.heartbeat.settle(self.folder.heartbeats)
@@ -295,7 +297,7 @@ class _Loop:
         return 128 + stopped if stopped else 0
 
     def _sample(self) -> str | None:
-        """Text from the checkpoint as it lies on disk, which shows that it can be read back."""
+        """Generate text from the checkpoint on disk, which shows that it can be read back."""
         s, saved = self.config.sample, self.checkpoints.latest
         if not s.tokens or saved is None:
             return None

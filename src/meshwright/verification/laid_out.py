@@ -66,7 +66,7 @@ class LaidOut:
         raise NotImplementedError
 
     def summed_elsewhere(self) -> tuple[str, ...]:
-        """Name modules that give another module's output in one process: sums of several layers are reduced at once."""
+        """Name modules whose output is another's in one process: sums of several layers are reduced at once."""
         return ()
 
     def backward_share(self, rows: Batch, batch: Batch) -> float:

@@ -33,7 +33,7 @@ SCALE = 1024.0
 FLOAT8 = ("float8", "float8_filter")
 """The techniques that decide which products are in float8."""
 GAP = 3
-"""Numbers that positions skip inside a document: a rotary model that ignores positions shows. They begin at 0 to 2."""
+"""Numbers that positions (which begin at 0 to 2) skip inside a document, so that a model that ignores them shows."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RandomBatches:
         is_real[self.rows // 2] &= self.rows == 1
         loss_mask = torch.rand(shape, generator=g) > 0.15
         loss_mask[:, 0] = True
-        second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # where the second document begins
+        second = torch.randint(1, max(2, self.seq_len), (self.rows, 1), generator=g)  # begin of the second document
         ids = (place >= second).long()
         own = place - second * ids
         ids = ids.masked_fill(is_padding, PADDING)

@@ -17,7 +17,7 @@ class Report:
     comparisons: tuple[Comparison, ...]
     seconds: float
     coverage: str = ""
-    """What was tried, and which parts of the model's structure that does not reach."""
+    """A description of what was tried, and of the parts of the model's structure that this does not reach."""
 
     @property
     def is_equal(self) -> bool:

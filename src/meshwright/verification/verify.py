@@ -75,9 +75,8 @@ def verify(
     step are compared, each in the relative 2-norm, against the effect of rounding alone: in float64 1e-10, in float32
     four times the difference of one process when it orders its sums in other ways, in bfloat16 and float8 twice the
     difference of runs of one process from one in float32; products in float8 are counted too. In float64 every step
-    is compared in all of that, and in its buffers and optimizer state, on every rank. Dropout is switched off; for a
-    model that draws random numbers one more forward and backward, with dropout, shows whether ranks draw what they
-    should.
+    is compared in all of that, and in its buffers and optimizer state, on every rank. Dropout is switched off; if a
+    model draws random numbers, a further forward and backward with dropout shows whether ranks draw what they should.
 
     Args:
         model_factory: a model config, "package.module:factory", or a function or class, importable by name, that
@@ -276,7 +275,9 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
 
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
-    """With a loss in chunks too, the products of the head's backward have other shapes, and add up in another order."""
+    """Tell whether the layout cuts features, or a chunked loss does.
+
+    With chunks, products of the head's backward have other shapes, and add up in another order."""
     return layout.world > layout.pp * shares_of(layout).data_ranks or problem.techniques.get("loss_chunks", 1) > 1
 
 

@@ -26,13 +26,13 @@ from meshwright.core.torch_frames import CALLING, FSDP_FILE, MODULE_NAME
 FOLDER = "heartbeats"
 INTERVAL_SEC = 1.0
 FIRST_LINE = 512
-"""Bytes of the first line: written over in place, in one call."""
+"""Bytes of the first line, which is overwritten in place, in one call."""
 LAST_WORDS = 240
 
 
 @dataclass(frozen=True)
 class Record:
-    """The last that is known of a rank."""
+    """The last known state of a rank."""
 
     rank: int
     host: str = ""
@@ -40,20 +40,20 @@ class Record:
     started: float = 0.0
     """Unix time at which the heartbeat began."""
     step: int = 0
-    """The step that is being taken or, between two, the last one."""
+    """The current step or, between two steps, the last one."""
     phase: str = "start"
     last_words: str = ""
-    """What the rank said when it ended in an error; "" as long as it goes on."""
+    """The error in which the rank ended; "" as long as it goes on."""
     time: float = 0.0
     """Unix time of the last look at the stack."""
     part: str = ""
-    """Of the model, where the rank has only some: ``"stage 1 of 2: layers.2 to layers.3"``."""
+    """The rank's part of the model, where it has only some: ``"stage 1 of 2: layers.2 to layers.3"``."""
     looked_at_step: int = 0
     module: str = ""
     collective: dict[str, Any] | None = None
-    """See ``distributed.process.flight.PendingCollective``: one that it has waited in for a second or longer."""
+    """A ``distributed.process.flight.PendingCollective`` that the rank has waited in for a second or longer."""
     stack: list[tuple[str, int, str]] = field(default_factory=list)
-    """(file, line, function), the innermost last."""
+    """The frames of the stack: (file, line, function), the innermost last."""
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -81,11 +81,11 @@ def read_records(folder: Path) -> dict[int, Record]:
 
 
 class Heartbeat:
-    """This rank's record. Use it as a context around everything that the rank does; a clean end removes the file.
+    """This rank's record, a context around everything that the rank does; a clean end removes the file.
 
     Attributes:
-        watch: called by the thread while a collective does not end; see ``peers``.
-        folder: where the record is kept, None for nowhere.
+        watch: a function that the thread calls while a collective does not end; see ``peers``.
+        folder: folder of the record, None for nowhere.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Say what begins now: a few microseconds."""
+        """Record the phase that begins: a few microseconds."""
         self.phase = phase
         if step is not None:
             self.step = step
@@ -111,13 +111,13 @@ class Heartbeat:
             self._write(self._file, self._first_line(), 0)
 
     def know(self, modules: Iterable[tuple[str, object]], part: str = "") -> None:
-        """The names by which modules are told, and which part of the model this rank has."""
+        """Set the names that modules are reported by, and the part of the model that this rank has."""
         self._names = {id(module): name for name, module in modules if name}
         self.part = part
         self.look()
 
     def settle(self, folder: Path | None) -> None:
-        """Keep the record in ``folder`` from now on (None: nowhere)."""
+        """Keep later records in ``folder`` (None: nowhere)."""
         with self._lock:
             self._leave()
             if folder is None:
@@ -132,14 +132,14 @@ class Heartbeat:
         self.look()
 
     def fail(self, error: BaseException) -> None:
-        """Leave the record as last words: why this rank ends."""
+        """Leave the record with the error that ends this rank as its last words."""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         self.last_words = words[:LAST_WORDS]
         if self._file is not None:
             self._write(self._file, self._first_line(), 0)
 
     def look(self) -> None:
-        """Write down what the thread that trains is doing."""
+        """Write down what the training thread is doing."""
         frame = sys._current_frames().get(self._watched)
         stack = []
         self.module = ""
@@ -155,7 +155,7 @@ class Heartbeat:
         }
         said |= {"collective": self.collective, "stack": stack[::-1]}
         text = json.dumps(said).encode() + b"\n"
-        with self._lock:  # else the main thread could close the file, and its number be another file's
+        with self._lock:  # otherwise the main thread could close the file, and its number be another file's
             if self._file is not None:
                 self._write(self._file, text, FIRST_LINE)
                 with suppress(OSError):

@@ -195,7 +195,7 @@ def _first_drawn(drawn: list[Drawn], known: Nature) -> str:
 
 
 def _alike(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Compare the model's output on ranks with the same rows; a difference names the first whole output that is off."""
+    """Compare the model's output on ranks with the same rows; a difference names the first whole output at fault."""
     for place in dict.fromkeys(one.place for one in drawn):
         ranks = [rank for rank, one in enumerate(drawn) if one.place == place]
         if len(ranks) < 2:
