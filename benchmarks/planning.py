@@ -3,7 +3,7 @@
 Our 8B decoder on tp = 8 × dp_shard = 8, planned for 64 ranks. Each run is a fresh process, since imports count once:
 the time of ``import torch`` is not in the figures. ``python -m benchmarks.planning [RUNS] [SOURCES …]`` takes the
 smallest of RUNS (default 5) runs in turn for each folder of sources, so that two states of the code are compared
-under the same load.
+under the same load. The exit status is 1 where the last of several takes more than half of the first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def seconds(sources: Path) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(runs: int, folders: list[Path]) -> None:
+def main(runs: int, folders: list[Path]) -> int:
     found: dict[Path, list[list[float]]] = {folder: [] for folder in folders}
     for _ in range(runs):
         for folder in folders:
@@ -53,9 +53,11 @@ def main(runs: int, folders: list[Path]) -> None:
         best = min(times, key=sum)
         parts = ", ".join(f"{name} {part:.2f}" for name, part in zip(("facts", "plan", "rehearsal"), best, strict=True))
         print(f"{folder}: {sum(best):.2f} s of CPU time ({parts}); {sum(best) / first:.2f} of the first")
+    last = min(map(sum, found[folders[-1]]))
+    return int(len(folders) > 1 and last > first / 2)
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     times = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 5
-    main(times, [Path(path).resolve() for path in arguments] or [HERE])
+    sys.exit(main(times, [Path(path).resolve() for path in arguments] or [HERE]))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from meshwright.core.config import field_doc, from_dict, public_keys
 from meshwright.core.config.schema import default_of, field_types, sections, union_arms
 from meshwright.core.errors import ConfigError
+from meshwright.data import options
+from meshwright.planning import layout, techniques
 from meshwright.planning.layout import Layout
+from meshwright.training import config
 from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.ranges import DTYPES, PATTERNS, RANGES
 
@@ -116,6 +122,15 @@ def test_every_key_has_a_doc_of_its_own():
     for key, doc in docs.items():  # the same key of two sections may say the same
         said.setdefault((key.rpartition(".")[2], doc), key)
     assert len({doc for _, doc in said}) == len(said), "two keys have one doc"
+
+
+@pytest.mark.parametrize("module", [config, layout, options, techniques], ids=lambda module: module.__name__)
+def test_the_help_of_a_key_is_one_paragraph(module):
+    """The command line prints the strings below fields as they stand: a blank line would tear a sentence apart."""
+    classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
+    pairs = [pair for node in classes for pair in pairwise(node.body) if isinstance(pair[0], ast.AnnAssign)]
+    texts = [ast.literal_eval(doc.value) for _, doc in pairs if isinstance(doc, ast.Expr)]
+    assert len(texts) > 5 and [text for text in texts if "\n\n" in text] == []
 
 
 def test_every_section_has_its_doc_and_can_leave_out_what_may_be_none():

@@ -23,26 +23,21 @@ class SourceOptions:
     save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
     """
     task: Task = "auto"
-    """What is learnt from a record.
-
-    Auto: chat where it has messages, completion where it has prompt and completion, alpaca where it has instruction
-    and output, else text.
-    """
+    """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and
+    completion, alpaca where it has instruction and output, else text."""
     column: str = "text"
     """The column that holds the text; for the task chat, "text" means "messages"."""
     dtype: str = ""
-    """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian.
-
-    It says nothing about itself.
-    """
+    """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian; it says nothing about
+    itself."""
     template: str = ""
     """A file with the Jinja template of a chat; empty: the tokenizer's own."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a record that cannot be used: the run is refused, with file and row, or it is left out, counted
+    """The treatment of a record that cannot be used: the run is refused, with file and row, or it is left out, counted
     and said.
     """
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
-    """What becomes of a conversation that is longer than seq_len (plain text is cut into rows and is never too long).
+    """The treatment of a conversation that is longer than seq_len (plain text is cut into rows and is never too long).
     """
     streaming: bool = False
     """Records are tokenised as they are needed, in the order of the files, instead of all beforehand: nothing is held

@@ -15,10 +15,8 @@ from meshwright.core.errors import ConfigError
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUND_KEYS = tuple(np.uint64(number * _GOLDEN & _U64) for number in range(1, 9))
-"""Added to an epoch's key, one per round.
-
-Four rounds would do for large domains; small ones have little in a round to be random with.
-"""
+"""Added to an epoch's key, one per round. Four rounds would do for large domains; small ones have little in a round
+to be random with."""
 
 _BLOCK = 512
 """Indexes enciphered at once: neighbours are asked for one after another, and a few cost as much as many."""

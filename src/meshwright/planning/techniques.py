@@ -20,10 +20,8 @@ class Precision:
     output: str | None = None
     """dtype of the model's output; none: as computed."""
     loss_scale: float = 65536.0
-    """float16: what the loss is multiplied by at first, a power of two.
-
-    Halved when gradients overflow, doubled after 2000 finite steps.
-    """
+    """float16: what the loss is multiplied by at first, a power of two; halved when gradients overflow, doubled after
+    2000 finite steps."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +41,18 @@ class Techniques:
     data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
     """auto: fully_shard where dp_shard > 1 or a switch needs it (mixed precision, offload), else ddp."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """What is sharded over dp_shard: 0 nothing.
-
-    1 optimizer state; 2 gradients too; 3 parameters too. auto: as the next two keys say.
-    """
+    """The model states that are sharded over dp_shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters
+    too. auto: as the next two keys say."""
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
-    """fully_shard: free a block's gathered parameters after its forward.
-
-    False keeps them; a number reshards to that many ranks; auto: as zero_stage has it, else true, but false in a
-    pipeline, which would gather for every microbatch.
-    """
+    """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that
+    many ranks; auto: as zero_stage has it, else true, but false in a pipeline, which would gather for every
+    microbatch."""
     sync_grad_accum: bool | Literal["shard", "auto"] = "auto"
-    """false: gradients travel once per step.
-
-    True: with every microbatch; "shard": reduce-scatter each, all-reduce over replicas once;
-    auto: as zero_stage has it, else false."""
+    """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce
+    over replicas once; auto: as zero_stage has it, else false."""
     cpu_offload: bool | Literal["optimizer"] = False
-    """true (fully_shard): parameters, gradients and optimizer state live in host memory.
-
-    Optimizer: its state alone rests there, and comes to the device by portions for the step.
-    """
+    """true (fully_shard): parameters, gradients and optimizer state live in host memory; optimizer: its state alone
+    rests there, and comes to the device by portions for the step."""
     optimizer: str = "adamw"
     """The optimizer that train makes and memory estimates count: adamw, sgd, or adafactor (parameters whole on each
     rank).
@@ -87,11 +77,9 @@ class Techniques:
     checkpoint_modules: tuple[str, ...] = ()
     """modules: paths of what is recomputed; * stands for one part of a path: layers.*.feed_forward."""
     checkpoint_keep: tuple[str, ...] = ("attention", "matmuls", "collectives", "topk")
-    """selective_op: what is not recomputed: attention, matmuls, collectives, topk.
-
-    Operators (aten.mm.default); or module:function, a policy (context, operator, *args, **kwargs) that returns a
-    torch.utils.checkpoint.CheckpointPolicy.
-    """
+    """selective_op: what is not recomputed: attention, matmuls, collectives, topk; operators (aten.mm.default); or
+    module:function, a policy (context, operator, *args, **kwargs) that returns a
+    torch.utils.checkpoint.CheckpointPolicy."""
     checkpoint_keep_every: int = 2
     """selective_op: of a block's matrix products keep each one of so many, the last of them; 1: every one."""
     activation_memory_budget: float = 0.5
@@ -105,29 +93,21 @@ class Techniques:
     symmetric memory.
     """
     tensor_plan: tuple[TensorStyleRequest, ...] = ()
-    """tensor parallelism: what is cut, and how; what is not named stays whole.
-
-    Empty: all that was measured to be possible.
-    """
+    """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be
+    possible."""
     loss_chunks: int = 1
-    """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist.
-
-    1: at once.
-    """
+    """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at
+    once."""
     pipeline_schedule: str = "1f1b"
     """pipeline parallelism: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble,
     dualpipe_v, or the path of a .csv file with a row of actions for each rank.
     """
     layers_per_stage: int = 0
-    """pipeline parallelism: blocks of a stage, so that a rank has several stages.
-
-    0: as the schedule and the depth suggest.
-    """
+    """pipeline parallelism: blocks of a stage, so that a rank has several stages; 0: as the schedule and the depth
+    suggest."""
     pipeline_cuts: tuple[int, ...] = ()
-    """pipeline parallelism: the first block of each stage but the first.
-
-    Empty: balanced by cost, head and embedding counted.
-    """
+    """pipeline parallelism: the first block of each stage but the first; empty: balanced by cost, head and embedding
+    counted."""
     compile: bool = False
     """Compile each repeated block."""
     compile_backend: str = "inductor"

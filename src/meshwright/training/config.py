@@ -26,10 +26,8 @@ class ModelConfig:
     """The model: a size by name and what differs from it, or a model of Hugging Face."""
 
     hf: str = ""
-    """Folder of a Hugging Face model, or its config.json: instead of a size.
-
-    Weights that lie there are read; nothing is downloaded.
-    """
+    """Folder of a Hugging Face model, or its config.json: instead of a size. Weights that lie there are read; nothing
+    is downloaded."""
     trust_remote_code: bool = False
     """Run model code that lies in that folder."""
     size: str = "demo"
@@ -63,18 +61,14 @@ class DataConfig(SourceOptions):
     """The text to train on: one source, or a mixture of several."""
 
     mixture: tuple[MixturePart, ...] = ()
-    """Tables of sources, each with the keys of a source of its own, a name and a weight.
-
-    Then data.source and its like are not given.
-    """
+    """Tables of sources, each with the keys of a source of its own, a name and a weight; then data.source and its
+    like are not given."""
     curriculum: tuple[CurriculumStage, ...] = ()
     """Tables of other weights of the mixture from some step on."""
     tokenizer: str = "auto"
-    """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte).
-
-    A tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
-    (vocabulary, end-of-document id; for token ids without their tokenizer).
-    """
+    """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte); a
+    tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
+    (vocabulary, end-of-document id; for token ids without their tokenizer)."""
     seq_len: int = 128
     """Tokens per row."""
     validation_fraction: float = 0.05

@@ -18,10 +18,8 @@ from .views.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2
-"""By this our launcher tells its workers of an INT.
-
-An INT of its own would be the second one where a terminal sent it to all.
-"""
+"""By this our launcher tells its workers of an INT. An INT of its own would be the second one where a terminal sent
+it to all."""
 
 
 class Interrupted(MeshwrightError):

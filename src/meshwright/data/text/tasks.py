@@ -88,10 +88,8 @@ def _completion(record: Record, where: str) -> list[Example]:
 
 
 _ALPACA = "Below is an instruction that describes a task"
-"""How the format's prompts begin.
-
-The wording is that of its publication (Taori et al. 2023), which models were trained on.
-"""
+"""How the format's prompts begin; the wording is that of its publication (Taori et al. 2023), which models were
+trained on."""
 
 
 def _alpaca(record: Record, where: str) -> list[Example]:

@@ -18,10 +18,8 @@ from meshwright.planning.memory.step import MemoryUse
 from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
 
 LOOKS_EVERY = 8
-"""Operators between two looks at what is there.
-
-Messages and what FSDP2 does around them are further occasions, and whatever could be more than was ever seen.
-"""
+"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and
+whatever could be more than was ever seen."""
 UNSEEN = 0.01
 """Share of the most by which something may grow before somebody looks."""
 

@@ -27,10 +27,8 @@ WORDS = {
     "matmuls": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default"),
     "topk": ("aten.topk.default",),
 }
-"""Linear layers are mm, or with a bias addmm.
-
-Batched products (bmm) are those of attention that is computed step by step, whose results
-are as large as the sequence squared: they are kept by name only."""
+"""Linear layers are mm, or with a bias addmm; batched products (bmm) are those of attention that is computed step by
+step, whose results are as large as the sequence squared: they are kept by name only."""
 
 
 class OperatorPolicy:

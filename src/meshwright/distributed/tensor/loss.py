@@ -117,10 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 LossOfLogits = Callable[..., Tensor]
-"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens.
-
-Does to the logits what the model does behind its head.
-"""
+"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens; does
+to the logits what the model does behind its head."""
 
 
 def head_loss_sum(

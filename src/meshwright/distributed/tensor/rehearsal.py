@@ -227,9 +227,8 @@ def _is_rounding(errors: dict[str, float], model: nn.Module, inputs: dict[str, A
 
 
 class Resting:
-    """What code finds that reads a parameter of ``Runtime.own``: no tensor, as the DTensor is none that lies there in
-    the real model.
-    """
+    """A stand-in for a parameter of ``Runtime.own``, whose readers in the real model would find a DTensor, no plain
+    one."""
 
     def __init__(self, parameter: Tensor):
         self.dtype, self.device, self.requires_grad = parameter.dtype, parameter.device, parameter.requires_grad

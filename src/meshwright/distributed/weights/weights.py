@@ -26,9 +26,7 @@ from .shards import apply_to_tensors, pieces
 
 Weights = Callable[[nn.Module], set[str]]
 """Writes every parameter and persistent buffer of a model that lies where it belongs; returns their names.
-
-Collective.
-"""
+Collective."""
 
 
 def materialise(

@@ -51,10 +51,8 @@ class SlurmConfig:
     time: str = ""
     """Time limit in sbatch's words, like "90" (minutes), "12:00:00" or "2-12"; empty: the partition's."""
     signal_sec: int = 120
-    """Seconds before the time limit at which all ranks save and stop.
-
-    Slurm may send the signal up to a minute earlier.
-    """
+    """Seconds before the time limit at which all ranks save and stop; Slurm may send the signal up to a minute
+    earlier."""
     requeue: bool = True
     """After a stop for the time limit or a preemption the job goes back into the queue, until the run is complete."""
     setup: tuple[str, ...] = ()

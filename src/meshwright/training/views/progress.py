@@ -38,10 +38,8 @@ class StepReport:
     skipped: int = 0
     """Steps so far that were skipped for gradients that were not finite."""
     busiest_expert: float | None = None
-    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean.
-
-    None where it was not counted.
-    """
+    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean; None where it was not
+    counted."""
     eta_seconds: float | None = None
     """Estimated seconds to the end; None while unknown."""
 
