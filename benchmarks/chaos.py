@@ -286,9 +286,8 @@ class Weather:
             )
             assert event.kind == "disk" or re.search(where, lines[0]), said
         else:
-            words = (
-                said + self.run.with_suffix(".out").read_text()
-            )  # where it took no step, what is to be taken again was so before
+            # where it took no step, what is to be taken again was so before
+            words = said + self.run.with_suffix(".out").read_text()
             took_none = "before the first step" in words or "before a step was under way" in words
             assert status == 128 + signal.Signals[event.kind] and (lost == 0 or took_none), (event, status, lost, said)
 

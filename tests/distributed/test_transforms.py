@@ -183,9 +183,8 @@ def test_registering_refuses_what_would_go_wrong_later():
         register_model_transform("ddp", LabelConfig)(Label)
     with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):
         register_model_transform("ddp", LabelConfig)(type("DDPTransform", (Label,), {}))
-    register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))(
-        Wrap
-    )  # the same class again, as a notebook does
+    # the same class again, as a notebook does
+    register_model_transform("wrap", LabelConfig, after=("ddp", "fully_shard"))(Wrap)
     with pytest.raises(ConfigError, match="'odd' is not a registered"):
         build_model_transform("odd")
 

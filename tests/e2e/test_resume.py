@@ -132,9 +132,8 @@ def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small
     )[0]
     for words, error in said.items():
         assert words in error and str(different[words].get("run", complete)) in error, error
-    assert (
-        ", " not in said["seed was 0 and is now 1"].split("another run: ")[1].split(". ")[0]
-    )  # the other four are the same
+    # the other four are the same
+    assert ", " not in said["seed was 0 and is now 1"].split("another run: ")[1].split(". ")[0]
     assert tree(tmp_path) == before
 
 

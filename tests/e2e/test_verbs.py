@@ -160,9 +160,8 @@ def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     assert (status, err, made.world, dict(made.mesh)["dp_shard"]) == (0, "", 64, 64)
     assert json.loads(made.to_json()) == json.loads(out)
 
-    status, out, err = ask(
-        *words, "--batch.global_batch=32"
-    )  # the plan holds for any batch: it is shown before this one is refused
+    # the plan holds for any batch: it is shown before this one is refused
+    status, out, err = ask(*words, "--batch.global_batch=32")
     assert (
         status == 2 and "on 64 ranks" in out and "batch.global_batch = 32 rows do not divide over 64 data ranks" in err
     )

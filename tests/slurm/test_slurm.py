@@ -128,9 +128,8 @@ def test_a_preempted_job_saves_and_comes_back_and_a_cancelled_one_saves_and_stay
 
     steps_taken(run, preempted_at + 3)
     cluster.send(job)
-    wait_until(
-        lambda: (tmp_path / "job.out").read_text().count("stopped by SIGTERM, saved. Continue with") == 2, 30
-    )  # KillWait is 30 s
+    # KillWait is 30 s
+    wait_until(lambda: (tmp_path / "job.out").read_text().count("stopped by SIGTERM, saved. Continue with") == 2, 30)
     facts = cluster.wait_for(job, "CANCELLED")
     assert (facts["ExitCode"], facts["Restarts"]) == (f"0:{signal.SIGTERM}", "1") and only_run(tmp_path / "runs") == run
     assert (

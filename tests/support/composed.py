@@ -29,10 +29,11 @@ def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
     """Attention by heads, the feed-forward by features; the gradient of the norms inside is summed over the ranks."""
     plan = _by_heads(model)
     for block in model.layers:
+        # dim 1 is the heads: the weight stays whole, and knows that its gradient is a summand
         for name in (
             "q_norm",
             "k_norm",
-        ):  # dim 1 is the heads: the weight stays whole, and knows that its gradient is a summand
+        ):
             plan[f"layers.{block}.attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     return parallelize_module(model, mesh["tp"], plan)
 

@@ -61,9 +61,8 @@ class Data:
         document_ids = starts.cumsum(1)
         begin = torch.where(starts.bool(), torch.arange(self.seq), 0).cummax(1).values
         place = torch.arange(self.seq) - begin
-        positions = (
-            place + 3 * (place > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)
-        )  # a gap, or rotary ones would not matter
+        # a gap, or rotary ones would not matter
+        positions = place + 3 * (place > 1) + torch.randint(0, 3, (self.rows, 1), generator=g)
         whole = {
             "tokens": tokens,
             "labels": labels,

@@ -369,9 +369,8 @@ def _elsewhere(way: Way, model: ParallelModel, whole: Mapping[str, Tensor]) -> l
     for part in model.parts:
         state = {clean(name): tensor for name, tensor in get_model_state_dict(part, options=options).items()}
         assert {clean(name) for name, _ in part.named_parameters()} <= state.keys()
-        if (
-            get_world_info()[0] == 0
-        ):  # a tied weight has one name in the whole model, and two on the stages of a pipeline
+        # a tied weight has one name in the whole model, and two on the stages of a pipeline
+        if get_world_info()[0] == 0:
             found += [
                 name for name in whole.keys() & state.keys() if not torch.equal(state[name].cpu(), whole[name].cpu())
             ]

@@ -140,9 +140,8 @@ def test_a_module_that_hands_on_a_tensor_is_observed_as_it_returns_it(in_place):
         forward[""], sketch_rows(inner * (1 + in_place))
     )
     assert torch.allclose(backward[""], sketch_rows(torch.ones(3, 6, 4)))
-    assert in_place or torch.allclose(
-        backward["inner"], sketch_rows(torch.ones(3, 6, 4))
-    )  # torch drops hooks on what is changed in place
+    # torch drops hooks on what is changed in place
+    assert in_place or torch.allclose(backward["inner"], sketch_rows(torch.ones(3, 6, 4)))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -153,9 +152,8 @@ def test_bounds():
         and traced_bound("float64", 0.0) == 1e-10
     )
     parts = torch.tensor([1.0, 2.0, 3.0])
-    assert sum_floor(parts + 0.5, parts) == pytest.approx(
-        2 * 0.5 * 3**0.5 / 6
-    )  # the summands' own, where the sum may be luck
+    # the summands' own, where the sum may be luck
+    assert sum_floor(parts + 0.5, parts) == pytest.approx(2 * 0.5 * 3**0.5 / 6)
     assert sum_floor(parts + torch.tensor([0.5, -0.5, 0.0]), parts) == pytest.approx(2 * 0.5**0.5 / 6)
 
 

@@ -20,9 +20,8 @@ from meshwright.data.loader import Loader, validation_batches
 from meshwright.data.mixture import Samples
 
 SEQ = 4
-SPLIT = Stream(
-    "training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401])
-)  # 20 documents, 100 samples
+# 20 documents, 100 samples
+SPLIT = Stream("training", np.arange(401, dtype=np.uint16), np.array([*range(0, 400, 20), 401]))
 SAMPLES = Samples.of([SPLIT], SEQ, seed=3)
 ORDER = SAMPLES.orders[0]
 

@@ -160,9 +160,8 @@ def test_a_head_in_chunks_gives_what_whole_logits_give(name):
         *(torch.cat([part[i] for part in parts]) for i in range(2, len(parts[0]))),
     ]
     for mine, expected in zip(found, gradients, strict=True):
-        assert error(mine, expected) <= (
-            2 * case.bound if case.dtype == torch.bfloat16 else case.bound
-        )  # bf16: ranks' summands are rounded
+        # bf16: ranks' summands are rounded
+        assert error(mine, expected) <= (2 * case.bound if case.dtype == torch.bfloat16 else case.bound)
     if case.ignored == "all":
         assert all(not g.any() for g in found) and parts[0][0] == 0
 

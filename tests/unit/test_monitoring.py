@@ -72,9 +72,8 @@ def test_flops_per_token_are_three_times_the_forward_that_torch_counts():
     head = torch.randn(width, vocab)
     x = torch.randn(batch * seq, width)
     with FlopCounterMode(display=False) as counter:
-        q, k, v = ((x @ weights[0]).view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)).unbind(
-            0
-        )  # (batch, heads, seq, head_dim)
+        # (batch, heads, seq, head_dim)
+        q, k, v = ((x @ weights[0]).view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)).unbind(0)
         mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         x = mixed.transpose(1, 2).reshape(batch * seq, width) @ weights[1]
         _ = ((x @ weights[2]) @ weights[3]) @ head
@@ -331,9 +330,8 @@ def test_a_live_frame_fits_the_terminal_and_shows_the_loss(width, height):
     # The last validation loss stays. A terminal of 8 lines shows what fits, from the top.
     assert all(value in text for value in ("3.0000", "3.2500", "3.00e-04", "0.870", "12.3K", "40.0 %", "512 MiB"))
     if height == 30:
-        assert (
-            len(frame) < height and "█" in text and any(line.lstrip().startswith("38 ") for line in frame)
-        )  # a logged step
+        # a logged step
+        assert len(frame) < height and "█" in text and any(line.lstrip().startswith("38 ") for line in frame)
     if width >= 60:
         assert "3.550 → 3.000" in text and "40 %" in text
 

@@ -98,9 +98,8 @@ def test_tensors_beside_dtensors_of_several_meshes_step_as_if_all_were_tensors(m
         for p, cut in zip(plain, cuts, strict=True)
     ]
     grads = [[torch.randn_like(p, requires_grad=False) for p in plain] for _ in range(3)]
-    with pytest.raises(
-        RuntimeError, match="mixed torch.Tensor and DTensor"
-    ):  # what torch says of the group as it was given
+    # what torch says of the group as it was given
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         naive = [nn.Parameter(p.detach().clone()) for p in mixed]
         step_with(torch.optim.AdamW(naive, fused=True), naive, grads)
     reference = make_optimizer([{"params": plain, "lr_scale": 0.5}], **SETTINGS)

@@ -143,9 +143,8 @@ def test_every_point_of_every_series_is_there_and_drawn_where_it_belongs(run):
         assert len(numbers(drawn)) == sum(value is not None for _, value in wanted)
         assert all(64 <= x <= 628 and 12 <= y <= 232 for x, y in numbers(drawn))
     falling = [y for _, y in numbers(reader.paths["training"][0])]
-    assert (
-        falling == sorted(falling) and reader.paths["training"][0].count("M") == 2
-    )  # SVG counts downwards; the gap begins anew
+    # SVG counts downwards; the gap begins anew
+    assert falling == sorted(falling) and reader.paths["training"][0].count("M") == 2
     assert sum(attributes.get("class") == "broken" for _, attributes in reader.tags) == 2
     marks = [attributes["class"] for _, attributes in reader.tags if attributes.get("class", "").startswith("mark")]
     assert marks.count("mark resume") == marks.count("mark skipped") == len(reader.charts) == 5

@@ -109,9 +109,8 @@ def test_the_keys_are_these():
 
 def test_the_tree_stays_small_enough_to_read():
     repeated = [key for key in KEYS if key.replace("mixture[].", "") in KEYS and "mixture" in key]
-    kinds = [
-        key for key in KEYS if key.startswith(("model.rope_scaling.", "model.moe."))
-    ]  # of models that are one of a kind
+    # of models that are one of a kind
+    kinds = [key for key in KEYS if key.startswith(("model.rope_scaling.", "model.moe."))]
     assert len(public_keys(Config)) - len(repeated) - len(kinds) <= 113
 
 

@@ -70,9 +70,8 @@ def test_collectives_that_nobody_waits_for_at_once_are_not_counted_as_waiting():
 
 
 def test_a_wait_is_counted_once_where_two_of_them_overlap():
-    early = Cycle(
-        1.6, 0.0, ((WORLD, 1, 0.5), (WORLD, 2, 0.95))
-    )  # it left the first a little before the last had come, by its clock
+    # it left the first a little before the last had come, by its clock
+    early = Cycle(1.6, 0.0, ((WORLD, 1, 0.5), (WORLD, 2, 0.95)))
     late = Cycle(1.6, 0.0, ((WORLD, 1, 1.0), (WORLD, 2, 1.5)))
     assert [
         one.own for one in own_times([Said("h", {1: cycle}) for cycle in (early, early, early, late)])

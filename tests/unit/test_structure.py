@@ -93,11 +93,12 @@ def test_attention_and_feed_forward_are_found(name):
         ("bloom", "self_attention.query_key_value.weight", "96/4, 0"),
         ("phi3", "self_attn.qkv_proj.weight", "32/4 + 16/2 + 16/2, 0"),
         ("mpt", "attn.Wqkv.weight", "32/4 + 32/4 + 32/4, 0"),
+        # multi-query: one group of keys and values
         (
             "falcon",
             "self_attention.query_key_value.weight",
             "32/4 + 16/1, 0",
-        ),  # multi-query: one group of keys and values
+        ),
         ("gpt_bigcode", "attn.c_attn.bias", "32/4 + 16/1, 0"),
         ("falcon_grouped", "self_attention.query_key_value.weight", "64/2, 0"),
         ("falcon_alibi", "self_attention.query_key_value.weight", "96/4, 0"),

@@ -229,9 +229,8 @@ def records_of(content: bytes) -> list[bytes]:
             continue
         length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
         part = content[place + 7 : place + 7 + length]
-        records = (
-            [*records, part] if kind in (1, 2) else [*records[:-1], records[-1] + part]
-        )  # 1: whole, 2: its first part
+        # 1: whole, 2: its first part
+        records = [*records, part] if kind in (1, 2) else [*records[:-1], records[-1] + part]
         place += 7 + length
     return records
 

@@ -152,9 +152,8 @@ class ParallelModel:
         """
         pieces, tokens, weight, routed = self._open_step(batch)
         for model in self.parts:
-            fully_sharded.reshard(
-                model
-            )  # what a forward of somebody else's left gathered would change gradients on the tensor axis
+            # what a forward of somebody else's left gathered would change gradients on the tensor axis
+            fully_sharded.reshard(model)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         routing.begin_step(self._routers, routed, self.device, scale)
         routing.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)

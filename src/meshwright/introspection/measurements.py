@@ -125,8 +125,7 @@ def measurements_of(model: nn.Module) -> Measurements:
 def stated(model: nn.Module, *keys: str) -> int | None:
     """Return the first of these keys' values that is a positive integer in the model's config."""
     config = getattr(model, "config", None)
-    if callable(
-        of_text := getattr(config, "get_text_config", None)
-    ):  # of transformers: one for text and images has several inside
+    # of transformers: one for text and images has several inside
+    if callable(of_text := getattr(config, "get_text_config", None)):
         config = of_text()
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)

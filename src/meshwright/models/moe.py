@@ -276,9 +276,8 @@ def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) ->
     chosen = F.one_hot(index, config.n_experts)  # (rows, seq, k, experts)
     if routed is not None:
         chosen = chosen * routed[..., None, None]
-    before = (
-        chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))
-    )  # each expert's tokens in the sequence up to this one
+    # each expert's tokens in the sequence up to this one
+    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))
     return index.masked_fill((before * chosen).sum(-1) > limit, config.n_experts)
 
 
@@ -301,9 +300,8 @@ class MixtureOfExperts(nn.Module):
         index, weights = self.router(x, routed)
         if self.shared is None:
             return self.experts(x.flatten(0, 1), index, weights).view_as(x)
-        if (
-            torch.compiler.is_compiling()
-        ):  # The compiler cannot pass a function that it compiles to one that it does not.
+        # The compiler cannot pass a function that it compiles to one that it does not.
+        if torch.compiler.is_compiling():
             return self.experts(x.flatten(0, 1), index, weights).view_as(x) + self.shared(x)
         shared = functools.cache(functools.partial(self.shared, x))
         return self.experts(x.flatten(0, 1), index, weights, meanwhile=shared).view_as(x) + shared()

@@ -87,9 +87,8 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     batch = batch_of(config, tokenizer)
-    module = as_module(
-        source, config.seed
-    )  # one for plan and layout: what is measured of a model is remembered with it
+    # one for plan and layout: what is measured of a model is remembered with it
+    module = as_module(source, config.seed)
     facts = model_facts(module)
     plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
     refuse_absent(plan)

@@ -196,9 +196,8 @@ def _streamed(
     samples = StreamedSamples(recipe, data.seq_len, progress.say)
     return Feed(
         samples,
-        Loader(
-            samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)
-        ),  # threads out of order would make it begin again
+        # threads out of order would make it begin again
+        Loader(samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)),
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
         f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per"
@@ -254,9 +253,8 @@ def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokeniz
             f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared"
             f" folder"
         )
-    own = [
-        p for host, p in said if host == socket.gethostname()
-    ]  # of files used where they lie, each node has an index of its own
+    # of files used where they lie, each node has an index of its own
+    own = [p for host, p in said if host == socket.gethostname()]
     return mine or next((p for p in own or [p for _, p in said] if p.folder.is_dir()), said[0][1])
 
 

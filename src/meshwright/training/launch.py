@@ -41,10 +41,11 @@ def launch(config: Config) -> int:
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count)
+    # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
     with (
         _Signals(pool) as signals,
         closing(pool),
-    ):  # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
+    ):
         return _Attempts(pool, signals, config, started).run()
 
 

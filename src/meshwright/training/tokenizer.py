@@ -97,9 +97,8 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         return
     (run / FOLDER).mkdir(exist_ok=True)
     for name in reversed(_FILES):  # tokenizer.json last: it says that all are there
-        if (
-            name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token
-        ):  # a file elsewhere, or nobody, stated it
+        # a file elsewhere, or nobody, stated it
+        if name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token:
             said = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
             replace_text(run / FOLDER / name, json.dumps(said, indent=2) + "\n")
             continue

@@ -156,9 +156,8 @@ class Problem:
         model = import_object(self.model) if isinstance(self.model, str) else self.model
         model = CausalLM(model) if is_config(model) else model
         if isinstance(model, CausalLM) and self.dtype == "float64":
-            return replace(
-                model, experts="eager"
-            )  # grouped kernels take no float64; in other dtypes as training computes
+            # grouped kernels take no float64; in other dtypes as training computes
+            return replace(model, experts="eager")
         return Hinted(model, self.hints) if self.hints is not None and callable(model) else model
 
     def batch(self, step: int) -> dict[str, Tensor]:

@@ -145,9 +145,8 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
         return remembered
     scan = _read_all(listed, found, n_other)
     if known:
-        with contextlib.suppress(
-            OSError
-        ):  # it is only a memory: a cache that cannot be written is told of where it must be
+        # it is only a memory: a cache that cannot be written is told of where it must be
+        with contextlib.suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)
             replace_text(known, json.dumps(asdict(scan), default=str))
     return scan

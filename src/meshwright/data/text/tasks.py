@@ -146,9 +146,8 @@ class _Chat:
             pieces: list[Piece] = []
             for end, before, after in zip(ends, asked, answered, strict=True):
                 pieces += [(after[end : len(before)], False), (after[len(before) :], True)]
-            return [
-                tuple(pieces)
-            ]  # what follows the last answer is not learnt, and nothing after it is: it is left out
+            # what follows the last answer is not learnt, and nothing after it is: it is left out
+            return [tuple(pieces)]
         return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
 
     def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:

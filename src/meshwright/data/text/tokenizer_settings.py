@@ -83,9 +83,8 @@ def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Calla
             return text
     for name in WITH_IDS:
         said = read_settings(folder, name).get("eos_token_id")
-        first = (
-            said[0] if isinstance(said, list) and said else said
-        )  # a model may stop at several; the first is the end of a text
+        # a model may stop at several; the first is the end of a text
+        first = said[0] if isinstance(said, list) and said else said
         if type(first) is int:
             token = token_of(first) if 0 <= first < 2**32 else None
             if token is None:

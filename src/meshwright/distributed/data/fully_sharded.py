@@ -49,9 +49,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
                 **shared,
             )
             if unit.reshard_after_forward and not unit.gathers_in_backward:
-                block.set_unshard_in_backward(
-                    False
-                )  # torch's prefetch would gather frozen blocks that no gradient reaches
+                # torch's prefetch would gather frozen blocks that no gradient reaches
+                block.set_unshard_in_backward(False)
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:

@@ -214,9 +214,8 @@ class FullyShardTransform(_Planned):
             given = mesh_of_world(layout)
         replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
-            if self.collective is not None and can_merge_data(
-                given
-            ):  # it has ranks; a mesh that is given says who replicates
+            # it has ranks; a mesh that is given says who replicates
+            if self.collective is not None and can_merge_data(given):
                 return with_data_on(given, Axis.DP_SHARD)
             raise ConfigError(
                 f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over"

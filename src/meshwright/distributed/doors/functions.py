@@ -124,9 +124,8 @@ def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Te
         order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
-    sizes = (
-        sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
-    )  # experts are left to those who share them out
+    # experts are left to those who share them out
+    sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
 

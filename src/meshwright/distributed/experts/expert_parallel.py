@@ -62,9 +62,8 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
     signature = inspect.signature(forward)
 
     def call(given: dict[str, Tensor]) -> Any:
-        bound = inspect.BoundArguments(
-            signature, OrderedDict(given)
-        )  # by position: a kernel behind the signature may name them otherwise
+        # by position: a kernel behind the signature may name them otherwise
+        bound = inspect.BoundArguments(signature, OrderedDict(given))
         return forward(*bound.args, **bound.kwargs)
 
     @torch.compiler.disable

@@ -38,9 +38,8 @@ def make_parameter_groups(
         if not parameter.requires_grad:
             continue
         name = clean(raw)
-        key: Any = parameter.dim() >= decayed_dims and not name.endswith(
-            "bias"
-        )  # those of stacked experts are matrices
+        # those of stacked experts are matrices
+        key: Any = parameter.dim() >= decayed_dims and not name.endswith("bias")
         options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
         for number, (text, chosen) in enumerate(overrides):
             if _matches(text, name):

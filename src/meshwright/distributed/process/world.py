@@ -51,11 +51,12 @@ def ranks_per_node() -> int:
     """Return the launcher's number of processes on each host; 0 if it gives none, or differs between hosts."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _number(os.environ, "LOCAL_WORLD_SIZE")
+    # "4", or "4(x2)" for two hosts
     for name in (
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_TASKS_PER_NODE",
         "SLURM_NTASKS_PER_NODE",
-    ):  # "4", or "4(x2)" for two hosts
+    ):
         if found := re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, "")):
             return int(found.group(1))
     return 0

@@ -76,10 +76,11 @@ class OperatorPolicy:
         """Ask the user's functions in turn; the first that wants to save decides."""
         for function in self._functions:
             said = function(context, operator, *args, **kwargs)
+            # older versions of torch lack them
             if getattr(said, "name", "") in (
                 "MUST_CPU_OFFLOAD",
                 "PREFER_CPU_OFFLOAD",
-            ):  # older versions of torch lack them
+            ):
                 raise UnsupportedError(
                     f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save"
                     f" or recompute. For host"

@@ -73,9 +73,8 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
             weight, bias, way = layer.tensors(runtime)
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
-                bias = (
-                    bias if runtime.group.rank == 0 else bias * 0
-                )  # a gradient on every rank, or their sum would wait for some
+                # a gradient on every rank, or their sum would wait for some
+                bias = bias if runtime.group.rank == 0 else bias * 0
             return agreed.linear(x, weight, bias, way, runtime.group)
 
         return partial_sum_forward
@@ -109,9 +108,8 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
-        ctx.save_for_backward(
-            x.new_empty(0)
-        )  # recomputed forwards end at the last tensor that is kept: what travels again is planned
+        # recomputed forwards end at the last tensor that is kept: what travels again is planned
+        ctx.save_for_backward(x.new_empty(0))
         return sequence.reduced(x if sequence.cut else x.clone())
 
     @staticmethod

@@ -348,9 +348,8 @@ class _WholeVocabulary(torch.autograd.Function):
         ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
         filled = F.pad(own, (0, share - own.shape[-1]))
         whole = torch.cat(group.gather_features(filled).unbind(), dim=-1)
-        return (
-            whole if whole.shape[-1] == size else whole[..., :size].contiguous()
-        )  # a view could not be changed in place
+        # a view could not be changed in place
+        return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):

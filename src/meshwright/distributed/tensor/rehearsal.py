@@ -189,9 +189,8 @@ def rehearse(
     logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-    errors = {
-        "loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())
-    }  # NaN where one is
+    # NaN where one is
+    errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}
     expected = {
         clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None
     }
@@ -252,9 +251,8 @@ def _on_rank(
         if cut is not None:
             parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
     for module in runtime.own:
-        module.__dict__.update(
-            {key: Resting(p) for key, p in module._parameters.items() if p is not None}
-        )  # found before the parameter
+        # found before the parameter
+        module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})
     if logits == "whole":
         loss = _loss_of(logits_of(model(**inputs)))
     else:

@@ -77,9 +77,8 @@ class Sequence:
         if not self.cut:
             return self.group.sum(x.contiguous())
         mine = self.group.scatter(x if x.dim() == 3 else x.reshape(self.rows, -1, x.shape[-1]))
-        return (
-            mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))
-        )  # a view could not be changed in place
+        # a view could not be changed in place
+        return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))
 
     def _overlapping(self, x: Tensor) -> Overlap | None:
         """Rows that do not divide must be filled up or cut off between message and product.

@@ -69,9 +69,8 @@ def seeded(seed: int) -> Iterator[None]:
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                seed
-            )  # torch.manual_seed seeds other devices too, whose streams are not kept
+            # torch.manual_seed seeds other devices too, whose streams are not kept
+            torch.default_generator.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
             yield
@@ -102,9 +101,8 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
     Raises:
         NotRecordedError: ``build`` does something that cannot be repeated later, or fails on tensors without values.
     """
-    fake = FakeTensorMode(
-        allow_non_fake_inputs=True
-    )  # it imports much of torch, which must not see what is put in place below
+    # it imports much of torch, which must not see what is put in place below
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with seeded(seed):
         before = torch.get_rng_state()
         with _without_seeds_and_swaps(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
@@ -153,9 +151,8 @@ class _ConstructorRecorder(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device(
-                "cpu"
-            )  # on meta, what they would be; on a GPU, where they are moved to afterwards
+            # on meta, what they would be; on a GPU, where they are moved to afterwards
+            kwargs["device"] = torch.device("cpu")
         name = name_of(func)
         if name in RESHAPING:
             raise NotRecordedError(f"it gives a tensor other memory ({name})")

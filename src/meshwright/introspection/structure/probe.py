@@ -238,9 +238,8 @@ class Probe:
             moved: (rows, seq, features) of each consumer's input.
         """
         for consumer, places in moved.items():
-            by_push = (
-                places[None] if len(pushed) == 1 else places.unflatten(0, (-1, 2))[: len(pushed)]
-            )  # (pushes, rows, seq, features)
+            # (pushes, rows, seq, features)
+            by_push = places[None] if len(pushed) == 1 else places.unflatten(0, (-1, 2))[: len(pushed)]
             columns = by_push.flatten(1, 2).any(1)
             if consumer != producer and columns.any():
                 if (reach := found.get((producer, consumer))) is None:

@@ -120,9 +120,8 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     found = replace(region, cuts=cuts)
     growth = _width(_end(found)) / _width(_end(region))
     for old, new in zip(region.cuts, found.cuts, strict=True):
-        legal = (
-            (growth, 1) if len(old.parts) == 1 else (growth,)
-        )  # a few numbers for each head, however large heads are
+        # a few numbers for each head, however large heads are
+        legal = (growth, 1) if len(old.parts) == 1 else (growth,)
         for before_part, after_part in zip(old.parts, new.parts, strict=True):
             if (found_growth := _width(after_part) / _width(before_part)) not in legal:
                 raise UnsupportedError(

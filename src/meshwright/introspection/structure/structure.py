@@ -237,10 +237,11 @@ def _counts_tokens_behind(sample: Sample, head: str) -> bool:
         return output[:, :half] if isinstance(output, Tensor) else type(output)((output[0][:, :half], *output[1:]))
 
     def run() -> None:
+        # whatever the model's code raises when its sizes do not fit
         with (
             contextlib.suppress(Exception),
             torch.no_grad(),
-        ):  # whatever the model's code raises when its sizes do not fit
+        ):
             sample.model(**sample.inputs[0])
 
     note = sample.model.get_submodule(head).register_forward_pre_hook(

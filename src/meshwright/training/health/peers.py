@@ -64,9 +64,8 @@ class Peers:
         self._seen = here
         self.stall = self._diagnosis()
         if self.stall and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            print(
-                f"meshwright: {self.stall}", file=sys.stderr, flush=True
-            )  # NCCL's watchdog may end the process without an exception
+            # NCCL's watchdog may end the process without an exception
+            print(f"meshwright: {self.stall}", file=sys.stderr, flush=True)
 
     def _diagnosis(self) -> str:
         folder = self.heartbeat.folder

@@ -112,9 +112,8 @@ class RunFolder:
 
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
         """Write what the run is made of (each file whole or not at all)."""
-        replace_text(
-            self.path / "identity.json", json.dumps(identity, indent=1)
-        )  # first: without it the folder is nobody's
+        # first: without it the folder is nobody's
+        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
         keep_tokenizer(tokenizer, self.path)

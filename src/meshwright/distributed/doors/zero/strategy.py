@@ -246,9 +246,8 @@ def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
     for module in sharded_modules(model):
         if not options.overlap_param_gather:
             module.set_modules_to_forward_prefetch([])
-            module.set_modules_to_backward_prefetch(
-                [module]
-            )  # an empty list would be torch's own choice: the one before
+            # an empty list would be torch's own choice: the one before
+            module.set_modules_to_backward_prefetch([module])
         if not options.overlap_grad_reduce:
             module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (what torch asks for is not public)
 
