@@ -14,7 +14,6 @@ from meshwright.planning.collectives import step_collectives
 from meshwright.planning.data.units import trained_cuts, units_of
 from meshwright.planning.float8.messages import scales_of_gathered
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import SAMPLES, Shares
 
 from .options import ZeroOptions
 
@@ -42,7 +41,7 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
-    shares = Shares({axis.value: plan.size(axis) for axis in SAMPLES}, plan.data.technique == "fully_shard")
+    shares = plan.shares
     units = units_of(facts, shares.shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
     scales = tuple(scales_of_gathered(plan.float8, None, shares.shards))
     moved = step_collectives(shares, units, plan.data, plan.precision, scales, trained_cuts(facts, None))
