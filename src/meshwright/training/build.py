@@ -1,4 +1,4 @@
-"""Build everything that a run needs from a config, refusals before process groups."""
+"""Build all parts of a run from a config; validate it before any process group exists."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Run:
 
 
 def build_run(config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest) -> Run:
-    """Build a run on every rank, in the order: refuse, meet, read data, lay out the model.
+    """Build a run on every rank: validate, create process groups, read data, lay out the model.
 
     Raises:
-        ConfigError, UnsupportedError: a refused config; before any process group exists where the config alone
+        ConfigError, UnsupportedError: the config is refused, before any process group exists if the config alone
             decides.
     """
     schedule = build_schedule(config)
@@ -87,7 +87,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     weights = first_weights(config)
     world, device = get_world_info()[2], choose_backend(config.process.backend)[1]
     batch = batch_of(config, tokenizer)
-    # one for plan and layout: what is measured of a model is remembered with it
+    # one module for plan and layout: measurements of a model are cached with it
     module = as_module(source, config.seed)
     facts = model_facts(module)
     plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
@@ -131,9 +131,9 @@ def open_trace(config: Config) -> TraceFile | None:
     """Return the trace that a config names.
 
     Raises:
-        ConfigError: it cannot be read.
-        UnsupportedError: the run is to multiply in float8, or to round its optimizer's state or new weights, and
-            traces do not.
+        ConfigError: the trace cannot be read.
+        UnsupportedError: the run multiplies in float8, or rounds its optimizer state or updated weights; traces cover
+            neither.
     """
     t = config.techniques
     if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
@@ -150,7 +150,7 @@ def open_trace(config: Config) -> TraceFile | None:
 def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """Return the plan of a config on a cluster, checked against a batch where one is given.
 
-    No process group, no GPU.
+    Needs neither a process group nor a GPU.
     """
     return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
 
@@ -189,7 +189,7 @@ def build_schedule(config: Config) -> LearningRateSchedule:
 
 
 def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:
-    """Return what must stay the same for a run to be continued.
+    """Return the settings that must not change when a run is continued.
 
     Layout, batch, workers, logging and steps may change.
     """
@@ -203,9 +203,7 @@ def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed
 
 
 def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
-    """Return the config with everything filled in that was left open about the model and its dtypes, and readable
-    from any folder.
-    """
+    """Return the config with model, dtypes and warmup filled in, and with absolute paths."""
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     warmup = build_schedule(config).warmup_steps

@@ -254,9 +254,9 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Tell whether every value of a config is one that a run could use, whatever the model and the mesh.
+    """Check that every value of a config is legal, independent of the model and the mesh.
 
-    Touches nothing.
+    Has no side effects.
 
     Raises:
         ConfigError: a value of the wrong type or out of its range; names the dotted key, the value and the legal range.

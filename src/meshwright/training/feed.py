@@ -1,4 +1,4 @@
-"""Prepare a run's sources once per node, open them on every rank, mix and deal their rows."""
+"""Prepare a run's sources once per node, open them on every rank, mix their rows and distribute them to the ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The text that one source holds out."""
+    """The validation text of one source."""
 
     name: str
     split: Split
@@ -56,30 +56,28 @@ class Feed:
     samples: Samples | StreamedSamples
     loader: Loader
     held_out: tuple[HeldOut, ...]
-    """The held-out text of sources that hold out a row or more."""
+    """Validation text of the sources that hold out at least one row."""
     identity: dict[str, Any]
-    """The settings that decide which sample stands at which index."""
+    """The settings that determine the sample at each index."""
     description: str
     notes: tuple[str, ...]
     """Notes for the user before the first step."""
 
     def next_batch(self) -> Any:
-        """Return this rank's part of the next global batch, or the error that kept it from being read:
-        ``forward_backward`` takes either.
-        """
+        """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
         try:
             return next(self.loader)
-        except Exception as error:  # noqa: BLE001 (whatever a reader raises, the other ranks must learn of it)
+        except Exception as error:  # noqa: BLE001 (the other ranks must learn of any error that a reader raises)
             first = self.loader.state
             last = first + self.loader.global_batch - 1
             return MeshwrightError(
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
-                f" {type(error).__name__}: {error}. Mend the file, or leave such samples out with data.on_bad_row ="
+                f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row ="
                 f" 'skip'"
             )
 
     def unreadable(self) -> list[str]:
-        """Return what was left out on any rank because it could not be read. Collective."""
+        """List the samples that any rank left out because they could not be read. Collective."""
         mine = [
             f"sample {index} (rank {get_world_info()[0]}): {why}"
             for index, why in sorted(self.loader.unreadable.items())
@@ -88,11 +86,11 @@ class Feed:
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """Return the sources of a config: the parts of its mixture, or the one source as a part of its own. Reads nothing.
+    """Return the sources of a config: the parts of its mixture, or its one source as a single part. Reads no data.
 
     Raises:
-        ConfigError: both, two parts of one name, a curriculum that does not fit them, or a stream of which an epoch
-            should be known.
+        ConfigError: a source and a mixture are both given, two parts share a name, the curriculum does not fit the
+            parts, or max_epochs is given for a stream.
         UnsupportedError: a stream in a mixture.
     """
     if any(part.streaming for part in data.mixture):
@@ -101,7 +99,8 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
         )
     if data.streaming and data.max_epochs:
         raise ConfigError(
-            "data.max_epochs and data.streaming are both given: how long an epoch of a stream is shows only at its end"
+            "data.max_epochs and data.streaming are both given, but the length of a stream's epoch is unknown until its"
+            " end. Leave data.max_epochs out"
         )
     own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}
     if not data.mixture:
@@ -131,8 +130,8 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
     """Prepare, open and mix the sources. Collective.
 
     Raises:
-        ConfigError: sources that cannot be used, nodes that see different ones, or more epochs than a source may be
-            read.
+        ConfigError: a source cannot be used, the nodes see different data, or a source would be read more often than
+            its max_epochs.
     """
     data = config.data
     parts = parts_of(data)
@@ -184,7 +183,7 @@ def _streamed(
     assert scan is not None
     if scan.format in TOKEN_FORMATS:
         raise ConfigError(
-            f"data.streaming: {scan.format} files hold token ids, which are used where they lie: leave streaming out"
+            f"data.streaming: {scan.format} files hold token ids, which are read in place: leave streaming out"
         )
     recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0))
     assert recipe is not None
@@ -196,7 +195,7 @@ def _streamed(
     samples = StreamedSamples(recipe, data.seq_len, progress.say)
     return Feed(
         samples,
-        # threads out of order would make it begin again
+        # several threads would read out of order, which restarts the stream
         Loader(samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)),
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
@@ -210,19 +209,19 @@ def _streamed(
 
 
 def refuse_contradictions(config: Config) -> None:
-    """Refuse what the data section alone shows to be impossible, before anything is read.
+    """Refuse a data section that contradicts itself, before any data is read.
 
     Raises:
-        ConfigError, UnsupportedError: see ``parts_of``; or weights that cannot be shares.
+        ConfigError, UnsupportedError: as ``parts_of``; also for invalid mixture weights.
     """
     Interleave(stages_of(config, parts_of(config.data)))
 
 
 def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
-    """Return the weights over the run, by sample.
+    """Return the mixture's weights over the run, as stages that begin at a sample.
 
     Raises:
-        ConfigError: steps out of order.
+        ConfigError: the curriculum's steps are out of order.
     """
     steps = [0, *(stage.from_step for stage in config.data.curriculum)]
     weights = [tuple(part.weight for part in parts), *(stage.weights for stage in config.data.curriculum)]
@@ -247,15 +246,15 @@ def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokeniz
         return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell)
 
     mine = agree.together(prepared, here=first)
-    said = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
-    if len({p.key for _, p in said}) > 1:
+    reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
+    if len({p.key for _, p in reported}) > 1:
         raise ConfigError(
             f"the nodes see different data under {_source(part, d)}: copy the same files to each, or use a shared"
             f" folder"
         )
-    # of files used where they lie, each node has an index of its own
-    own = [p for host, p in said if host == socket.gethostname()]
-    return mine or next((p for p in own or [p for _, p in said] if p.folder.is_dir()), said[0][1])
+    # for files that are read in place, each node has its own index
+    own = [p for host, p in reported if host == socket.gethostname()]
+    return mine or next((p for p in own or [p for _, p in reported] if p.folder.is_dir()), reported[0][1])
 
 
 def _source(part: MixturePart, data: DataConfig) -> str:
@@ -265,9 +264,7 @@ def _source(part: MixturePart, data: DataConfig) -> str:
 def _held_out(
     config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
 ) -> Iterator[HeldOut]:
-    """Yield each source's rows of a validation: as many of all as its last weight, so that the loss is that of the
-    mixture.
-    """
+    """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's."""
     weights = stages[-1].weights
     for part, corpus, weight in zip(parts, corpora, weights, strict=True):
         if weight and corpus.validation.n_documents and _has_a_row(corpus.validation, config.data.seq_len):
@@ -277,9 +274,9 @@ def _held_out(
 
 
 def _has_a_row(split: Split, seq_len: int) -> bool:
-    """Tell whether there is enough of it.
+    """Tell whether a split has at least one row of ``seq_len`` tokens.
 
-    Raises ConfigError where a conversation is too long, which is another matter.
+    Raises ConfigError if a conversation is too long for a row.
     """
     try:
         return split.n_samples(seq_len) > 0
@@ -331,7 +328,7 @@ def _notes(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) 
 
 
 def absolute_paths(data: DataConfig) -> dict[str, Any]:
-    """Return the paths of the data section, whatever folder a run is continued from."""
+    """Return the data section's paths as absolute ones, so that a run can be continued from any folder."""
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else ""

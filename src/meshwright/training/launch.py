@@ -1,4 +1,4 @@
-"""Start a run in this process (one of several, by a launcher) or over worker processes.
+"""Start a run in this process (one rank of an external launcher) or in worker processes.
 
 Torch-free.
 """
@@ -28,12 +28,12 @@ CPU_PROCESSES = 4
 def launch(config: Config) -> int:
     """Run the config to its end and return the exit status.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: what the layout
-    asks for, else one per GPU, else four), or trains right here when that is one. When a worker is lost, it starts
-    new ones that continue the run's folder, at most ``process.max_restarts`` times.
+    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: as many as the
+    layout has ranks, else one per GPU, else four), or trains in this process if that is one. When a worker is lost,
+    it starts new workers that continue in the run's folder, at most ``process.max_restarts`` times.
 
     Raises:
-        MeshwrightError: refused, or failed; the text is for the user.
+        MeshwrightError: the config was refused, or the run failed; the text is for the user.
     """
     started = time.time()
     world = get_world_info()[2]
@@ -41,7 +41,7 @@ def launch(config: Config) -> int:
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count)
-    # in this order: a Ctrl-C while the pool is closed must not leave its folder behind
+    # in this order: a Ctrl-C while the pool is closing must not leave its folder behind
     with (
         _Signals(pool) as signals,
         closing(pool),
@@ -57,10 +57,10 @@ def train(config: Config, started: float) -> int:
 
 
 def process_count(config: Config) -> int:
-    """Tell how many processes to start here.
+    """Return the number of processes to start on this host.
 
     Raises:
-        ConfigError: the layout cannot be spread over that number.
+        ConfigError: the layout does not fit that number.
     """
     layout, count = config.layout, config.process.count
     if not count:
@@ -78,7 +78,7 @@ def gpu_count() -> int:
 
 
 class _Attempts:
-    """A run's attempts on one pool: the first, and one more after each loss that a new start may repair."""
+    """A run's attempts on one worker pool: the first, and one more after each loss that a restart may repair."""
 
     def __init__(self, pool: WorkerPool, signals: _Signals, config: Config, started: float):
         self.pool, self.signals, self.config, self.started = pool, signals, config, started
@@ -93,33 +93,33 @@ class _Attempts:
             except (WorkerFailed, WorkerDied) as trouble:
                 if stopped := self.signals.explain(trouble):
                     raise stopped from None
-                said = self._words(trouble)
+                failure = self._words(trouble)
                 if (
                     self.signals.first
                     or self.restarts >= self.config.process.max_restarts
                     or not _is_worth_a_restart(trouble)
                 ):
-                    raise said from None
-                self._continue(said)
+                    raise failure from None
+                self._continue(failure)
 
-    def _continue(self, said: BaseException) -> None:
-        """Report the loss in one line, and let the next attempt go on in the same folder."""
+    def _continue(self, failure: BaseException) -> None:
+        """Report the loss in one line, and let the next attempt continue in the same folder."""
         self.restarts += 1
         folder = run_folder(self.pool.folder)
         latest = latest_checkpoint(folder) if folder else ""
         where = (
             f"continuing {folder} from {latest or 'step 0: it has no checkpoint yet'}" if folder else "beginning again"
         )
-        first_line = next(iter(str(said).strip().splitlines()[-1:]), "")
+        first_line = next(iter(str(failure).strip().splitlines()[-1:]), "")
         limit = f"restart {self.restarts} of {self.config.process.max_restarts}"
         print(f"meshwright: {limit}: {first_line.rstrip('.')}; {where}", file=sys.stderr, flush=True)
         self.config = replace(self.config, run=str(folder) if folder else self.config.run)
         self.started = time.time()
 
     def _words(self, trouble: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
-        """Return what the worker meant to say: our own errors as they are, anything else with its traceback.
+        """Return the error for a failed worker: our own errors unchanged, any other with its traceback.
 
-        Of a death, where it was.
+        For a worker that died, the error names the step and the module.
         """
         if isinstance(trouble, WorkerFailed):
             return _for_the_user(trouble)
@@ -139,9 +139,9 @@ class LostWorker(MeshwrightError):
 
 
 def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
-    """Tell whether a new start may help: not where ranks would raise the same again.
+    """Tell whether a restart may help: not if the ranks would raise the same error again.
 
-    Examples are a config that is wrong and a checkpoint that cannot be read."""
+    Examples of such errors are a wrong config and an unreadable checkpoint."""
     from .health.peers import RankLost, RankStalled
 
     error = trouble.error if isinstance(trouble, WorkerFailed) else None
@@ -157,7 +157,7 @@ def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
 
 
 class Stopped(MeshwrightError):
-    """An error for a signal that came before the workers could note it; the exit status is 128 + its number."""
+    """An error for a signal that arrived before the workers could handle it; the exit status is 128 + its number."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name} before a step was under way; nothing was written")
@@ -165,11 +165,9 @@ class Stopped(MeshwrightError):
 
 
 class _Signals:
-    """Lets the workers answer signals: all are passed on, also the Ctrl-C that a terminal sends them anyway.
+    """Forwards signals to the workers, including the Ctrl-C that a terminal sends to them anyway.
 
-    A third ends all at once.
-
-    Before there are workers the first signal ends the command.
+    A third Ctrl-C ends the run at once. Before workers exist, the first signal ends the command.
     """
 
     def __init__(self, pool: WorkerPool):
@@ -187,17 +185,17 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def workers_are_up(self) -> None:
-        """Leave signals to the workers.
+        """Leave signals to the workers from now on.
 
-        Raises Stopped where one came while they were started again.
+        Raises Stopped if a signal arrived while the workers were being restarted.
         """
         self.reach_workers = True
         if self.first:
             raise Stopped(self.first)
 
     def explain(self, trouble: WorkerFailed | WorkerDied) -> BaseException | None:
-        """Return what to raise where a signal was the cause: a second Ctrl-C breaks off whatever is done, and a
-        worker that has not yet begun to take note of signals dies of the first.
+        """Return the error to raise if a signal was the cause, else None: a second Ctrl-C interrupts any work, and the
+        first signal kills a worker that has no handlers yet.
         """
         if self.interrupts > 1:
             return KeyboardInterrupt()

@@ -1,4 +1,4 @@
-"""Find a run's model: our decoder by config, or a causal language model of transformers."""
+"""Find a run's model: the built-in decoder, or a causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from .config import Config, ModelConfig
 
 ModelSource = DecoderConfig | CausalLM
 FOLDER = "model"
-"""Folder in which a run keeps the small files of a Hugging Face model."""
+"""Subfolder of a run with a copy of the small files of its Hugging Face model."""
 KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 LEFT = ("*.index.json",)
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> ModelSource:
-    """Return what ``model.hf`` names, or the named size with the config's overrides.
+    """Return the model that ``model.hf`` names, or the named size with the config's overrides.
 
     Raises:
-        ConfigError: sizes that do not fit together, or no such model on this machine.
+        ConfigError: the sizes contradict each other, or there is no such model on this machine.
     """
     return causal_lm(config) if config.model.hf else decoder_config(config, tokenizer)
 
 
 def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
-    """Return the named size with the config's overrides; an open vocabulary grows to the tokenizer's.
+    """Return the named size with the config's overrides; an unset vocabulary grows to the tokenizer's.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: the sizes contradict each other.
     """
     known = {field.name for field in dataclasses.fields(DecoderConfig)}
     chosen = {key: value for key, value in vars(config.model).items() if key in known and value is not None}
@@ -55,12 +55,12 @@ def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
 
 
 def causal_lm(config: Config) -> CausalLM:
-    """Return the Hugging Face model of a run, in the dtype at rest.
+    """Return the Hugging Face model of a run, in the dtype of its master weights.
 
-    Its config's own dtype says how weights were stored, and is not taken over: training small updates into bfloat16
-    weights loses them, so "auto" is float32.
+    The dtype in the model's config only tells how its weights were stored, and is ignored: bfloat16 weights lose
+    small updates, so "auto" is float32.
 
-    A run with a checkpoint goes on from what it kept of the model, where the folder that it began from is gone.
+    A run with a checkpoint uses its own copy of the model's files if the original folder is gone.
     """
     m, master = config.model, config.techniques.precision.master
     dtype = "float32" if master == "auto" else canonical_dtype(master, where="techniques.precision.master")
@@ -71,35 +71,34 @@ def causal_lm(config: Config) -> CausalLM:
 
 
 def with_kept_model(config: Config, run: Path) -> Config:
-    """Return the config with the Hugging Face model that the run kept, whatever became of the folder that it began
-    from.
+    """Point a config to the run's own copy of its Hugging Face model, independent of the original folder.
 
     Raises:
-        ConfigError: it kept none, and what its config names may be anything on this machine.
+        ConfigError: the run has no copy; the folder that its config names may hold any model.
     """
     kept = run / FOLDER
     if not config.model.hf:
         return config
     if not (kept / CONFIG).is_file():
         raise ConfigError(
-            f"{run} keeps no {FOLDER}/{CONFIG}, and what its config.toml names (model.hf = {config.model.hf}) is not"
-            f" its own: copy it there"
+            f"{run} has no {FOLDER}/{CONFIG}, and the model that its config.toml names (model.hf = {config.model.hf})"
+            f" is not its own: copy that model's files to {kept}"
         )
     return replace(config, model=replace(config.model, hf=str(kept)))
 
 
 def file_weights(config: Config) -> Pretrained | None:
-    """Return the weights that lie beside a Hugging Face model; None without any.
+    """Return the weights beside a Hugging Face model's config; None without any.
 
     Raises:
-        ConfigError: there are some that cannot be read.
+        ConfigError: the weights cannot be read.
     """
     folder = Path(config.model.hf).expanduser() if config.model.hf else None
     return pretrained(folder) if folder is not None and folder.is_dir() and holds_weights(folder) else None
 
 
 def first_weights(config: Config) -> Weights | None:
-    """Tell where a run's parameters come from when its model is laid out; None: they are drawn by the model's law."""
+    """Return the source of a run's parameters when its model is laid out; None: the model's random initialization."""
     if config.model.hf and _has_checkpoint(config):
         return to_be_loaded
     return file_weights(config)
@@ -133,18 +132,18 @@ def keep_model(config: Config, run: Path) -> None:
         if not any(path.match(left) for left in LEFT)
     }
     config_file = found.pop(CONFIG, place)
-    for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it marks all as there
+    for name, path in [*found.items(), (CONFIG, config_file)]:  # config.json last: it marks the copy as complete
         shutil.copyfile(path if path == place else inside(place, name), kept / f"{name}.new")
         (kept / f"{name}.new").replace(kept / name)
 
 
 def identity_of(source: ModelSource) -> dict[str, Any]:
-    """Return what must stay the same for a run to be continued, as JSON values."""
+    """Return the model's facts that must not change when a run is continued, as JSON values."""
     return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
 
 
 def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
-    """Return the model section with everything filled in, and readable from any folder."""
+    """Return the model section with all values filled in and an absolute path."""
     if isinstance(source, CausalLM):
         return replace(model, hf=str(Path(model.hf).expanduser().absolute()))
     known = {field.name for field in dataclasses.fields(model)}
@@ -153,11 +152,11 @@ def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """The figures of a model that people and FLOP counts ask for.
+    """Sizes of a model, for reports and FLOP counts.
 
     Attributes:
-        matmul_parameters: those that enter a matrix product for each token: without the input embedding, of experts
-            the routed share.
+        matmul_parameters: parameters that enter a matrix product for each token: without the input embedding, and
+            only the routed share of experts.
         dim_attention: width of all query heads together.
     """
 
@@ -183,22 +182,22 @@ def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
             attention,
             source.vocab_size,
         )
-    said = source.config.get_text_config()
-    dim, heads = int(getattr(said, "hidden_size", 0) or 0), int(getattr(said, "num_attention_heads", 0) or 0)
-    head_dim = getattr(said, "head_dim", None) or (dim // heads if heads else 0)
+    config = source.config.get_text_config()
+    dim, heads = int(getattr(config, "hidden_size", 0) or 0), int(getattr(config, "num_attention_heads", 0) or 0)
+    head_dim = getattr(config, "head_dim", None) or (dim // heads if heads else 0)
     vocabulary = facts.vocab_size or 0
     tables = [p for p in facts.parameters if len(p.shape) == 2 and p.shape[0] == vocabulary]
     lookup = tables[0].numel if tables and not tables[0].aliases else 0
     return Shape(
-        facts.numel, facts.numel - lookup - _idle(facts, said), len(facts.blocks), dim, heads * head_dim, vocabulary
+        facts.numel, facts.numel - lookup - _idle(facts, config), len(facts.blocks), dim, heads * head_dim, vocabulary
     )
 
 
-def _idle(facts: ModelFacts, said: Any) -> int:
-    """Parameters of the experts that a token is not routed to: experts of a layer are stacked along the first of
+def _idle(facts: ModelFacts, config: Any) -> int:
+    """Count the expert parameters that a token is not routed to; a layer's experts are stacked along the first of
     three dims.
     """
-    chosen = getattr(said, "num_experts_per_tok", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
     stacks = [p for p in facts.parameters if len(p.shape) == 3]
     return (
         sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks) if isinstance(chosen, int) else 0

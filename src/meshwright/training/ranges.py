@@ -123,7 +123,7 @@ DTYPES = {
     "techniques.precision.reduce": ("auto",),
     "techniques.precision.output": (),
 }
-"""dtype keys, and the values that they take besides dtypes."""
+"""Keys of dtypes, and the values that they take besides dtypes."""
 
 
 def check_values(config: Any) -> None:
@@ -147,12 +147,13 @@ def check_values(config: Any) -> None:
     _check_optimizer(typed)
     if typed != config:
         raise ConfigError(
-            "a section of this config is a plain dict, or a tuple of it a list; build it with Config.from_dict(...)"
+            "a section of this config is a plain dict, or one of its tuples is a list; build it with"
+            " Config.from_dict(...)"
         )
 
 
 def check_ranges(config: Any, ranges: Mapping[str, Range]) -> None:
-    """Tell whether the values that a table names lie in its ranges. Raises ConfigError."""
+    """Check the values that a table names against its ranges. Raises ConfigError."""
     for pattern, (words, is_legal) in ranges.items():
         for key, value in _values(config, pattern):
             if not is_legal(value):
@@ -160,9 +161,9 @@ def check_ranges(config: Any, ranges: Mapping[str, Range]) -> None:
 
 
 def _values(node: Any, pattern: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every (dotted key, value) that a pattern like ``optimizer.overrides[].lr_scale`` stands for.
+    """Yield every (dotted key, value) that matches a pattern like ``optimizer.overrides[].lr_scale``.
 
-    None is passed over.
+    None is skipped.
     """
     if node is None:
         return
@@ -194,7 +195,8 @@ def _check_model(model: Any) -> None:
         )
     if model.size not in SIZES:
         raise ConfigError(
-            f"model.size = {model.size!r} is no built-in size.{nearest(model.size, SIZES)} Sizes: {', '.join(SIZES)}."
+            f"model.size = {model.size!r} is not a built-in size.{nearest(model.size, SIZES)} Sizes:"
+            f" {', '.join(SIZES)}."
         )
     scaling = model.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
@@ -205,14 +207,14 @@ def _check_model(model: Any) -> None:
 
 
 def _check_optimizer(config: Any) -> None:
-    """Refuse a value that the optimizer would not read."""
+    """Refuse a value that the chosen optimizer does not use."""
     word, settings = config.techniques.optimizer, config.optimizer
     row, default = kind_of(word), type(settings)()
     for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
         if key not in row.keys and getattr(settings, key) != getattr(default, key):
             raise ConfigError(
-                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which has no such"
-                f" value: it takes"
+                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which does not"
+                f" use it: it takes"
                 f" {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
             )
 
@@ -226,7 +228,7 @@ def _check_hf(model: Any) -> None:
     ]
     if other:
         raise ConfigError(
-            f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model stand in its"
+            f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model are read from its"
             f" config.json. Leave out"
             f" {', '.join(other)}, or change a copy of that file and give it as model.hf"
         )

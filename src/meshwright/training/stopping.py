@@ -1,4 +1,4 @@
-"""Note signals that end a run cleanly, and let all ranks agree at the end of a step."""
+"""Record signals that end a run cleanly; the ranks agree to stop at the end of a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .views.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2
-"""By this our launcher tells its workers of an INT. An INT of its own would be the second one where a terminal sent
-it to all."""
+"""The signal by which the launcher forwards an INT to its workers: another INT would count as the second one if a
+terminal has sent the first to all processes."""
 
 
 class Interrupted(MeshwrightError):
-    """An error for a signal that broke off a preparation, on every rank; ``number`` is the signal's."""
+    """An error for a signal that interrupted the preparation, on every rank; ``number`` is the signal's."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -31,14 +31,12 @@ class Interrupted(MeshwrightError):
 
 
 def answered() -> tuple[int, ...]:
-    """Return the signals that end a run cleanly, but for a hang-up that ``nohup`` has the process ignore."""
+    """Return the signals that end a run cleanly, except a hang-up that the process ignores (``nohup``)."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 def leave_terminal(number: int) -> None:
-    """Write to nowhere from now on where a hang-up closed the terminal: the first word to it would break the saving
-    off.
-    """
+    """Redirect output to ``os.devnull`` if a hang-up closed the terminal: a write to it would interrupt the save."""
     if number != signal.SIGHUP:
         return
     for out in (1, 2):
@@ -47,9 +45,9 @@ def leave_terminal(number: int) -> None:
 
 
 class StopRequest:
-    """A context that notes the first of INT, TERM, HUP and USR1; a second INT interrupts at once.
+    """A context that records the first INT, TERM, HUP or USR1; a second INT interrupts at once.
 
-    In a worker of our launcher USR2 stands for INT.
+    In a worker of our launcher USR2 counts as INT.
     """
 
     def __init__(self) -> None:
@@ -68,11 +66,11 @@ class StopRequest:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Let a signal end the process, as it would without us: nothing can be agreed before the ranks have met.
+        """Let signals end the process by default: ranks cannot agree before the process group exists.
 
         Raises:
-            Interrupted: a signal came before, and no launcher watches the ranks: one of them may have died of it, and
-                the others would wait for that one. A launcher ends them when one is lost.
+            Interrupted: a signal arrived earlier, and our launcher does not watch the ranks: one of them may have died
+                of the signal, and the others would wait for it. The launcher ends all ranks when one is lost.
         """
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
@@ -85,9 +83,8 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def breaks(self, progress: Progress) -> Progress:
-        """Return the same progress, but one whose ``portion`` raises Interrupted once a signal came: reading a large
-        corpus takes longer than anybody waits for a run to stop. Give it to actions that the ranks do together, so
-        that all of them raise it.
+        """Wrap a progress so that its ``portion`` raises Interrupted after a signal, since reading a large corpus takes
+        long. Pass it to collective actions only, so that all ranks raise.
         """
         return _Breaking(progress, self)  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Read the tokenizer that the config names, and keep it with the run."""
+"""Load the tokenizer that the config names, and store it with the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer
 from .config import Config
 
 FOLDER = "tokenizer"
-"""Folder in which a run keeps a copy of its tokenizer's files."""
+"""Subfolder of a run with a copy of its tokenizer's files."""
 
 AUTO = "auto"
 _FILES = ("tokenizer.json", SETTINGS, TEMPLATE)
@@ -28,7 +28,7 @@ def tokenizer_name(config: Config) -> str:
     """Return ``data.tokenizer``, with "auto" resolved to the tokenizer beside a Hugging Face model, or to bytes.
 
     Raises:
-        ConfigError: the model was trained with a tokenizer that does not lie beside it.
+        ConfigError: the model has weights, but its tokenizer is not beside it.
     """
     if config.data.tokenizer != AUTO:
         return config.data.tokenizer
@@ -39,7 +39,7 @@ def tokenizer_name(config: Config) -> str:
         return str(folder)
     if holds_weights(folder):
         raise ConfigError(
-            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so nothing says what their token ids mean:"
+            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so the meaning of their token ids is unknown:"
             f" name the tokenizer"
             f" that they were trained with (or bytes)"
         )
@@ -49,10 +49,10 @@ def tokenizer_name(config: Config) -> str:
 def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
     """Return the tokenizer that ``data.tokenizer`` names.
 
-    Of a run that exists the one it keeps, where it was trained for it or is gone.
+    For an existing run: its stored copy, if the tokenizer was trained for the run or is gone.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such tokenizer.
     """
     name = tokenizer_name(config)
     kept = kept_tokenizer(Path(config.run)) if config.run else None
@@ -64,21 +64,21 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
 
 
 def planned_tokenizer(config: Config) -> Tokenizer:
-    """Return a tokenizer as far as a plan needs one: one that is yet to be trained is only a size."""
+    """Return a tokenizer for planning: one that is yet to be trained has only a vocabulary size."""
     name = tokenizer_name(config)
     return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:
-    """Return the tokenizer in the folder of a run; None where it keeps none (bytes and ids need no files)."""
+    """Return the tokenizer stored in a run's folder; None without one (bytes and ids need no files)."""
     return FileTokenizer(run / FOLDER) if (run / FOLDER / _FILES[0]).is_file() else None
 
 
 def own_tokenizer(config: Config, run: Path) -> Tokenizer:
-    """Return the tokenizer that a run's folder needs nobody else for: the one that it keeps, bytes, or ids.
+    """Return a run's tokenizer without reading files outside its folder: its stored copy, bytes, or ids.
 
     Raises:
-        ConfigError: it keeps none, and what its config names may be anything on this machine.
+        ConfigError: the run has no copy; the path that its config names may hold any tokenizer.
     """
     name = tokenizer_name(config)
     if (kept := kept_tokenizer(run)) is not None:
@@ -86,8 +86,8 @@ def own_tokenizer(config: Config, run: Path) -> Tokenizer:
     if name == BYTES or name.startswith("ids:"):
         return load_tokenizer(name)
     raise ConfigError(
-        f"{run} keeps no {FOLDER}/{_FILES[0]}, and what its config.toml names (data.tokenizer = {name}) is not its"
-        f" own: copy it there"
+        f"{run} has no {FOLDER}/{_FILES[0]}, and the tokenizer that its config.toml names (data.tokenizer = {name})"
+        f" is not its own: copy that tokenizer's files to {run / FOLDER}"
     )
 
 
@@ -96,11 +96,11 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     if not isinstance(tokenizer, FileTokenizer) or (run / FOLDER / _FILES[0]).is_file():
         return
     (run / FOLDER).mkdir(exist_ok=True)
-    for name in reversed(_FILES):  # tokenizer.json last: it says that all are there
-        # a file elsewhere, or nobody, stated it
+    for name in reversed(_FILES):  # tokenizer.json last: it marks the copy as complete
+        # the end token was set by a file outside the folder, or by none
         if name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token:
-            said = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
-            replace_text(run / FOLDER / name, json.dumps(said, indent=2) + "\n")
+            settings = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
+            replace_text(run / FOLDER / name, json.dumps(settings, indent=2) + "\n")
             continue
         file = tokenizer.path if name == _FILES[0] else inside(tokenizer.folder, name)
         if file.is_file():
