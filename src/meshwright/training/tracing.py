@@ -29,15 +29,15 @@ from .config import Config
 from .run.folder import changes
 
 SAME_WEIGHTS = 1e-5
-"""Bound for sketches of initial weights that are equal to the bit: shards decide the order of float32 sums."""
+"""Bound for sketches of bit-identical initial weights: sharding changes the order of float32 sums."""
 
 
 def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps: int) -> dict[str, Any]:
-    """Return what a run must have in common with a trace of its first steps, as JSON values.
+    """Return the facts that a run must share with a trace of its first steps, as JSON values.
 
     Args:
         identity: the run's identity (model, data, tokenizer, seed).
-        master: dtype of its weights.
+        master: dtype of its master weights.
     """
     schedule = build_schedule(config)
     optimizer = {key: value for key, value in asdict(config.optimizer).items() if key != "max_skipped_steps"}
@@ -54,7 +54,7 @@ def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps
 
 
 class TraceCheck:
-    """A comparison of a run's steps with those of a trace, from the first on. Every method is collective.
+    """Compares a run's first steps with those of a trace. Every method is collective.
 
     Raises:
         ConfigError: the trace is of another run, or has no bounds for the run's dtype.
@@ -78,7 +78,7 @@ class TraceCheck:
 
     @classmethod
     def of(cls, run: Run) -> TraceCheck | None:
-        """Return the comparison that a run asks for; None where it asks for none. Collective."""
+        """Return the trace check of a run; None if the run names no trace. Collective."""
         trace = run.trace
         return agree.together(lambda: cls(run, trace)) if trace is not None else None
 
@@ -94,9 +94,9 @@ class TraceCheck:
             )
         if self.dtype not in self.trace.dtypes:
             raise ConfigError(
-                f"check_trace = {self.trace.path} does not know how far rounding goes in {self.dtype}"
+                f"check_trace = {self.trace.path} has no bounds for rounding in {self.dtype}"
                 f" (techniques.precision.compute);"
-                f" it knows {', '.join(self.trace.dtypes)}"
+                f" it has bounds for {', '.join(self.trace.dtypes)}"
             )
         if self.r.config.steps < self.trace.n_steps:
             raise ConfigError(
@@ -118,9 +118,9 @@ class TraceCheck:
         )
 
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
-        """Compare the step that was taken.
+        """Compare the step that was just taken.
 
-        Returns what was found once it is known: after the last step, or where something differs.
+        Returns the comparison after the trace's last step or at the first difference, else None.
         """
         there = self.trace.step(self._step, self._rows)
         floors = self.trace.floors(self.dtype, self._step)
@@ -138,7 +138,7 @@ class TraceCheck:
         return comparison if self._step == self.trace.n_steps or not comparison.is_equal else None
 
     def text(self, comparison: Comparison) -> str:
-        """Return what was found, for people."""
+        """Describe a comparison in text."""
         verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
         left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
         left_out += (
@@ -150,7 +150,7 @@ class TraceCheck:
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
 
     def refuse(self, comparison: Comparison) -> None:
-        """Raise IntegrityError, on all ranks, where something differs."""
+        """Raise IntegrityError on all ranks if the run differs from its trace."""
 
         def differs() -> None:
             raise IntegrityError(
@@ -176,10 +176,10 @@ class TraceCheck:
     def _of_rows(
         self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Each rank compares its rows of the modules that its part of the model has; sums of squares travel.
+        """Compare this rank's rows of the modules in its part of the model; only sums of squares are communicated.
 
-        Tensor-parallel ranks may each compute a summand of a module's output, or some tokens of each row, whose
-        sketches are summands; where they compute some features each, nothing is compared.
+        Tensor-parallel ranks may each compute a partial sum of a module's output, or some tokens of each row: then
+        their sketches add up. Outputs whose features are sharded are not compared.
         """
         names, values = there.sketches[stage]
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
@@ -199,16 +199,14 @@ class TraceCheck:
                 self._add(stage, name, error if n == self.r.plan.data_ranks else math.inf, floors.get(stage, {}))
 
     def _row_errors(self, mine: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each module's error over all rows, relative to its values, and the number of ranks that saw rows of
-        it.
-        """
+        """Return each module's relative error over all rows, and the number of ranks that observed rows of it."""
         off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
         words = torch.stack([off.nan_to_num(math.inf) * seen, size * seen, seen.double()]).nan_to_num(0.0)
         off, size, ranks = agree.total(words, [*self._groups, *self._stages])
         return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
 
     def _shared_out(self) -> set[str]:
-        """Name modules of whose outputs some rank computes some features, or which are never whole."""
+        """Return the modules whose output features are sharded, or whose output is whole on no rank."""
         shapes = self.trace.shapes
         is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
         is_absent = [self._observed.shapes.get(name) == () for name in shapes]
@@ -218,7 +216,7 @@ class TraceCheck:
         return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
     def _first_to_see(self, seen: Tensor) -> Tensor:
-        """Return what several ranks of a pipeline compute is the first one's."""
+        """Assign a module that several pipeline ranks compute to the first of them."""
         if not self._stages:
             return seen
         here = get_pp_rank(self.r.model.mesh)
@@ -228,10 +226,7 @@ class TraceCheck:
     def _of_tensors(
         self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Every rank compares its replica of the sketch, of what its part of the model has.
-
-        The largest error counts.
-        """
+        """Compare sketches of the tensors in this rank's part of the model; the largest error of all ranks counts."""
         reference = sketches.by_name()
         more = sorted(
             {name for names in agree.everybody_says([n for n in found if n not in reference]) for name in names}
@@ -241,7 +236,7 @@ class TraceCheck:
         here = [name for name in names if name in found or name in self._owned]
         errors = {name: _error(found.get(name), reference.get(name), whole) for name in here}
         ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
-        mine = [[said.get(name, -math.inf) for name in names] for said in (errors, ratios)]
+        mine = [[values.get(name, -math.inf) for name in names] for values in (errors, ratios)]
         for name, error, along in zip(
             names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True
         ):
@@ -267,7 +262,7 @@ def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> floa
 
 
 def _along(found: Tensor, reference: Tensor) -> float:
-    """Tell how many times the reference it is, along the reference; -inf where that says nothing."""
+    """Return the projection of ``found`` on the reference, as a multiple of it; -inf if that is undefined."""
     whole = reference.square().sum().item()
     value = (found * reference).sum().item() / whole if whole else math.nan
     return value if math.isfinite(value) else -math.inf

@@ -1,4 +1,4 @@
-"""Train: the loop knows no parallelism, since every layout takes the same step."""
+"""Train a model in a loop without parallelism of its own: every layout takes the same step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .views.telling import Teller, Validated, in_words
 from .views.watching import Watch, check_watching
 
 TROUBLE = 1 << 16
-"""The value by which a rank that cannot go on is known; above every signal's number."""
+"""The value that a rank reports when it cannot continue; above every signal's number."""
 
 
 class Trainer:
@@ -107,9 +107,9 @@ class Trainer:
 
 
 def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
-    """Return the run's folder, ours as long as ``held``.
+    """Open the run's folder and lock it for the lifetime of ``held``.
 
-    A new one says at once what it holds, and an attempt after this one will find it.
+    A new folder gets the run's facts at once, so that a restart finds it.
     """
 
     def opened() -> RunFolder:
@@ -131,7 +131,7 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
 
 
 class _Loop:
-    """The state of the loop: its progress, and the parts that it moves."""
+    """The training loop and its state."""
 
     def __init__(
         self,
@@ -183,10 +183,7 @@ class _Loop:
         return self._close(stopped)
 
     def _begin(self) -> None:
-        """Write down what the run is made of.
-
-        What its metrics say of steps that will be taken again belongs to an abandoned past.
-        """
+        """Write the run's facts to its folder, and mark metrics of steps that will be repeated as abandoned."""
 
         def write() -> None:
             self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
@@ -198,27 +195,27 @@ class _Loop:
         self.heartbeat.settle(self.folder.heartbeats)
 
     def _validates(self) -> bool:
-        """Tell whether there will be validations; where they are wanted and cannot be, that is said."""
+        """Tell whether the run validates; print the reason if it should and no source holds out a row."""
         if not self.config.validation.every:
             return False
         if not self.r.feed.held_out:
-            said = f"no validation: no source holds out a row of data.seq_len = {self.config.data.seq_len} tokens"
-            self.teller.say(f"{said} (data.validation_fraction = {self.config.data.validation_fraction})")
+            message = f"no validation: no source holds out a row of data.seq_len = {self.config.data.seq_len} tokens"
+            self.teller.say(f"{message} (data.validation_fraction = {self.config.data.validation_fraction})")
         return bool(self.r.feed.held_out)
 
     def _is_due(self, every: int) -> bool:
         return (bool(every) and self.at.step % every == 0) or self.at.step == self.config.steps
 
     def _agree_to_stop(self) -> int:
-        """Return the signal that some rank has noted, 0 without one.
+        """Return a signal that any rank has received, else 0.
 
         Raises:
-            MeshwrightError: a rank cannot go on (then on every rank).
+            MeshwrightError: a rank cannot continue; raised on every rank.
         """
-        said = agree.largest(TROUBLE if self.teller.trouble else self.stop.signal)
-        if said == TROUBLE:
+        agreed = agree.largest(TROUBLE if self.teller.trouble else self.stop.signal)
+        if agreed == TROUBLE:
             agree.together(self.teller.raise_trouble)
-        return said
+        return agreed
 
     def _one_step(self) -> StepReport:
         self.watch.before(self.at.step + 1)
@@ -253,8 +250,8 @@ class _Loop:
         self.teller.event("startup", self.timeline.seconds)
         if self.r.plan.compiled and (breaks := graph_breaks_text()):
             self.teller.say(breaks)
-        if said := self.memory.told():
-            self.teller.say(said)
+        if message := self.memory.told():
+            self.teller.say(message)
             self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 
     def _refuse_to_skip_on(self) -> None:
@@ -272,7 +269,7 @@ class _Loop:
             )
 
     def _validate(self) -> tuple[Validated | None, int]:
-        """Return (losses, 0); or (None, signal) where the ranks agreed to stop on the way."""
+        """Validate, and return (losses, 0), or (None, signal) if the ranks agreed to stop meanwhile."""
         self.heartbeat.enter("validation", self.at.step)
         c = self.config
         rows = c.batch.microbatch or max(1, c.batch.global_batch // self.ranks)

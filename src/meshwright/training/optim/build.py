@@ -1,4 +1,4 @@
-"""Make the plan's optimizer in the fastest form that every parameter of the run supports, and name that form."""
+"""Build the plan's optimizer in the fastest implementation that every parameter of the run supports."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def make_optimizer(
     """Make the plan's optimizer over parameter groups, fused where its class and every trainable parameter allow that.
 
     A group is a dict with ``params`` (plain tensors or DTensors, of any placement), and optionally arguments of the
-    optimizer (``weight_decay``, ...), ``lr_scale`` (what a :class:`Schedule` multiplies its rate by; default 1.0) and
-    ``name`` (kept for the log). Frozen parameters are left out, and so are groups that hold no others.
+    optimizer (``weight_decay``, ...), ``lr_scale`` (a factor on a :class:`LearningRateSchedule`'s rate; default 1.0)
+    and ``name`` (for the log). Frozen parameters are left out, and so are groups that hold no others.
 
     A group that mixes plain tensors with DTensors, or DTensors of several meshes, becomes one group per mesh with equal
     settings, because a fused or foreach kernel takes a whole list and torch refuses a list that mixes plain tensors
@@ -52,8 +52,8 @@ def make_optimizer(
     Args:
         groups: parameter groups as above, of this rank; under pipeline parallelism those of its stages.
         lr: learning rate of the first step; a schedule replaces it before every step.
-        plan: a model's (``plan.optimizer``): the optimizer, low-bit state and stochastic rounding (by torchao).
-        named_parameters: (global name, parameter) of all, which stochastic rounding draws its numbers by.
+        plan: the optimizer of a model's plan (``plan.optimizer``), low-bit state and stochastic rounding by torchao.
+        named_parameters: (global name, parameter) of all parameters; stochastic rounding draws its numbers by name.
         seed: seed of the stochastic rounding.
         options: arguments of the optimizer's class, for groups that set none; by default the values of
             ``OptimizerConfig``.
@@ -61,7 +61,7 @@ def make_optimizer(
     Raises:
         MissingExtraError: the plan needs torchao, which is not installed.
         ConfigError: an option that the optimizer does not take, no trainable parameter on this rank, a parameter that
-            stands twice, or a group with an unknown key.
+            occurs twice, or a group with an unknown key.
     """
     row = plan.row
     _check_options(row, options)
@@ -100,8 +100,8 @@ def _check_options(row: OptimizerKind, options: Mapping[str, Any]) -> None:
 
 
 def _torchaos(plan: OptimizerPlan) -> str:
-    said = [f"moments in {plan.state}"] * (plan.state != "full") + ["stochastic rounding"] * plan.stochastic_rounding
-    return f"AdamW by torchao, {', '.join(said)}; compiled at the first step, once for each shape"
+    parts = [f"moments in {plan.state}"] * (plan.state != "full") + ["stochastic rounding"] * plan.stochastic_rounding
+    return f"AdamW by torchao, {', '.join(parts)}; compiled at the first step, once for each shape"
 
 
 def _nothing_to_train(groups: int, frozen: int) -> str:
@@ -131,11 +131,11 @@ def _check_group(row: OptimizerKind, index: int, group: Mapping[str, Any]) -> No
 
 
 def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) -> None:
-    # torch only warns of a parameter that stands twice in one group, and then steps it twice.
+    # torch only warns of a parameter that occurs twice in one group, and then steps it twice.
     for position, param in enumerate(params):
         if id(param) in seen:
             raise ConfigError(
-                f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, stands in the groups"
+                f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, occurs in the groups"
                 f" twice "
                 "and would be stepped twice. A tied parameter belongs in one group, once"
             )
@@ -143,7 +143,7 @@ def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) 
 
 
 def _split_by_mesh(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Runs of parameters that one kernel call can take, in first-seen order; empty for no parameters."""
+    """Group parameters so that one kernel call takes each group, in first-seen order; empty for no parameters."""
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for param in params:
         by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)  # only a DTensor has one

@@ -34,10 +34,10 @@ def learning_rate(
     * linear: a straight line between the same two points;
     * wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM): the peak is held, then a straight line over the last
       ``max(1, round(decay_fraction * T))`` steps;
-    * constant: the peak to the end; ``final_ratio`` plays no part. ``decay_fraction`` belongs to wsd alone.
+    * constant: the peak to the end; ``final_ratio`` is ignored. ``decay_fraction`` applies to wsd only.
 
     For the three that decay, the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak.
-    Steps from T on, which only an evaluation or a prolonged run can ask for, keep the rate of step T-1.
+    Steps from T on, which occur only in an evaluation or a prolonged run, have the rate of step T-1.
 
     Raises:
         ConfigError: settings outside their range, or a warm-up (and wsd decay) that does not fit in the run.
@@ -55,7 +55,7 @@ def learning_rate(
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """A schedule with its settings; see :func:`learning_rate`, whose value it is at every step.
+    """A schedule with its settings, whose value at every step is that of :func:`learning_rate`.
 
     Raises:
         ConfigError: on construction, where :func:`learning_rate` would raise at some step.
@@ -105,7 +105,7 @@ class LearningRateSchedule:
         return rate
 
     def describe(self) -> str:
-        """One line, such as ``"cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"``."""
+        """Describe it in a line, such as ``"cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"``."""
         rise = (
             f"up to {self.peak:g} over {self.warmup_steps:,} steps"
             if self.warmup_steps > 1
@@ -124,7 +124,7 @@ def _decay_steps(total_steps: int, decay_fraction: float) -> int:
 
 
 def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, decay_fraction: float) -> float:
-    """Tell how much of the decay is behind ``step``: 0 at the last step of the peak, 1 at the last step of the run."""
+    """Return the completed fraction of the decay: 0 at the last step of the peak, 1 at the last step of the run."""
     if kind == "constant" or total_steps == 1:
         return 0.0
     last = total_steps - 1

@@ -1,4 +1,4 @@
-"""Profile a few steps as a Chrome trace, in the names of the model and the mesh."""
+"""Profile a few steps as a Chrome trace that names modules and mesh axes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from .trace import FORWARD, name_ranges
 class Profile:
     """The recording (see ``recording``) of torch.profiler on this rank.
 
-    While it records, every module that is not compiled has hooks that mark its forward; a compiled one is one range
-    of torch's own. Backward ranges and the names of collectives are worked out when the trace is written.
-    ``name_ranges`` tells how.
+    While it records, every module that is not compiled has hooks that mark its forward; torch marks a compiled module
+    as one range. ``name_ranges`` adds backward ranges and names of collectives when the trace is written.
 
     Args:
-        path: the trace.
+        path: file of the trace.
         parts: the local modules.
         world_axis: the mesh axis that spans all ranks, whose group is torch's default one; "world" where none does.
     """
@@ -44,7 +43,7 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells stderr that it begins and ends
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs start and end to stderr
         self._since = time.time_ns()
         for part in self._parts:
             self._mark(part, "")

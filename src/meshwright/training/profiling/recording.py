@@ -1,4 +1,4 @@
-"""Record a few steps and write what was recorded: a profile, or the memory's history."""
+"""Record a few steps and write the recording: a profile, or the memory history."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from .windows import read_window
 
 
 class Recording(Protocol):
-    """Begins and ends between two steps, on every rank alike.
+    """A recording that starts and stops between two steps, on every rank alike.
 
     Attributes:
-        path: what it writes.
+        path: file that it writes.
     """
 
     path: Path
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         ...
 
     def stop(self) -> None:
-        """End, and write. Raises OSError where the disk does."""
+        """Stop recording and write the file. Raises OSError if the disk does."""
         ...
 
 
 class Recordings:
-    """The recordings of a run, each with its key, the steps' text and the steps. Without any it costs nothing."""
+    """The recordings of a run, each with its config key, that key's text, and the steps. May be empty at no cost."""
 
     def __init__(self, wanted: Sequence[tuple[str, str, range, Recording]] = ()):
         self._wanted = list(wanted)
         self._open: list[tuple[range, Recording]] = []
 
     def announce(self, step: int, say: Callable[[str], None]) -> None:
-        """Say what is not recorded because the run, which goes on from ``step``, is past it."""
+        """Report the recordings that are skipped because the run continues from ``step``, after their window."""
         for key, text, window, recording in self._wanted:
             if window[-1] <= step and not recording.path.exists():
                 say(f"{key} = {text} lies behind step {step}, from which the run goes on: nothing is recorded")
 
     def begins_before(self, step: int) -> bool:
-        """Tell whether one begins before this step is taken."""
+        """Tell whether a recording starts before this step."""
         return bool(self._beginning(step))
 
     def before(self, step: int) -> None:
-        """Call it then."""
+        """Start the recordings that begin with this step."""
         for window, recording in self._beginning(step):
             recording.start()
             self._open.append((window, recording))
 
     def ends_after(self, step: int) -> bool:
-        """Tell whether one ends when this step was taken."""
+        """Tell whether a recording stops after this step."""
         return any(step + 1 not in window for window, _ in self._open)
 
     def after(self, step: int) -> None:
-        """Call it then. Raises OSError where the disk does."""
+        """Stop the recordings that end with this step. Raises OSError if the disk does."""
         self._stop([pair for pair in self._open if step + 1 not in pair[0]])
 
     def close(self) -> None:
-        """Write what is still being recorded: the run ends before the window does.
+        """Stop and write the recordings that are still open: the run ends within their window.
 
-        Raises OSError where the disk does.
+        Raises OSError if the disk does.
         """
         self._stop(list(self._open))
 
@@ -78,7 +78,7 @@ class Recordings:
 
 
 class MemorySnapshot:
-    """Every allocation and free of CUDA memory on this rank, with stacks, for https://pytorch.org/memory_viz."""
+    """Records every allocation and free of CUDA memory on this rank, with stacks, for https://pytorch.org/memory_viz."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,16 +99,16 @@ class MemorySnapshot:
 
 
 def check_recordings(logging: Any, device: str) -> None:
-    """Refuse what this device cannot give, before the start.
+    """Refuse recordings that this device does not support, before the start.
 
     Raises:
-        UnsupportedError: a memory snapshot of a CPU.
+        UnsupportedError: a memory snapshot on a CPU.
     """
     if logging.memory_snapshot and device != "cuda":
         raise UnsupportedError(
             f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and"
             f" this run is on"
-            f" {device}. Leave it empty; the line memory_bytes of the metrics tells the memory of each step."
+            f" {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."
         )
 
 
@@ -118,10 +118,10 @@ def open_recordings(
     """Return the recordings that a config asks for.
 
     Args:
-        logging: the config's section.
-        steps: of the whole run.
-        folder: the run's.
-        make_profile: makes the recording of a profile that is written to a path.
+        logging: the config's logging section.
+        steps: number of steps of the whole run.
+        folder: folder of the run.
+        make_profile: builds the recording of a profile, given its path.
     """
     wanted: list[tuple[str, str, range, Recording]] = []
     if window := read_window("logging.profile", logging.profile, steps):

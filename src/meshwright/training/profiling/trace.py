@@ -32,15 +32,15 @@ Event = dict[str, Any]
 def name_ranges(trace: dict[str, Any], collectives: Sequence[Issued], world_axis: str) -> None:
     """Add backward ranges and rename collectives, in place.
 
-    * Every node of the backward pass carries the sequence number of the operation that made it. The module whose
-      forward range holds that operation gives the node its name; neighbours of one module become one range "backward
-      <module>", nested as forward was. * A collective is renamed like "all_gather dp_shard". NCCL's events say their
-      group themselves. gloo's do not: an operation is the one that torch's flight recorder saw while it was issued,
-      and gloo's own threads take them in the order of issue.
+    * Every node of the backward pass has the sequence number of the operation that made it, and is named after the
+      module whose forward range holds that operation. Neighbours of one module become one range "backward <module>",
+      nested as in the forward.
+    * A collective is renamed like "all_gather dp_shard". NCCL's events name their group. gloo's do not: an operation
+      is the one that torch's flight recorder saw while it was issued; gloo's threads run them in the order of issue.
 
     Args:
-        collectives: those of the flight recorder since before the trace began, in order.
-        world_axis: what "world", the group of all ranks, is called.
+        collectives: entries of the flight recorder since before the trace began, in order.
+        world_axis: name for "world", the group of all ranks.
     """
     events: list[Event] = trace["traceEvents"]
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
@@ -50,7 +50,7 @@ def name_ranges(trace: dict[str, Any], collectives: Sequence[Issued], world_axis
 
 
 def _modules_of_operations(whole: Sequence[Event]) -> dict[int, tuple[str, ...]]:
-    """Sequence number -> the modules that its operation ran in, outermost first."""
+    """Map each sequence number to the modules that its operation ran in, outermost first."""
     inside: dict[Any, list[tuple[float, str]]] = {}
     found: dict[int, tuple[str, ...]] = {}
     for event in whole:
@@ -62,7 +62,7 @@ def _modules_of_operations(whole: Sequence[Event]) -> dict[int, tuple[str, ...]]
         if str(event["name"]).startswith(FORWARD):
             stack.append((event["ts"] + event["dur"], event["name"].removeprefix(FORWARD)))
         number = _number(event)
-        # of several operations with one number the last is the innermost: it made the node
+        # the last of several operations with one number is the innermost: it made the node
         if stack and number is not None and event["args"].get("Fwd thread id", 0) == 0:
             found[number] = tuple(name for _, name in stack)
     return found
@@ -85,7 +85,7 @@ def _backward(whole: Sequence[Event], modules: dict[int, tuple[str, ...]]) -> It
 
 
 def _merged(nodes: Sequence[tuple[tuple[str, ...], Event]], depth: int) -> Iterator[Event]:
-    """One range per run of neighbours that share their modules down to ``depth``."""
+    """Yield one range per run of neighbours that share their modules down to ``depth``."""
     run: Event | None = None
     before: tuple[str, ...] = ()
     for path, event in nodes:
@@ -132,10 +132,10 @@ def _name_collectives(whole: Sequence[Event], collectives: Sequence[Issued], bas
             event["name"] = f"{name} (gloo)"
 
 
-def _rename(event: Event, said: str, axis: str, world_axis: str) -> str:
-    """``"_allgather_base_"`` of the group of dp_shard becomes ``"all_gather dp_shard"``; torch's name stays in args."""
-    plain = said.lower().replace("_", "")
-    kind = next((kind for kind in KINDS if kind.replace("_", "") in plain), said)
+def _rename(event: Event, reported: str, axis: str, world_axis: str) -> str:
+    """Rename ``"_allgather_base_"`` in dp_shard's group to ``"all_gather dp_shard"``; torch's name stays in args."""
+    plain = reported.lower().replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("_", "") in plain), reported)
     event["args"] = {**event.get("args", {}), "torch's name": event["name"]}
     event["name"] = f"{kind} {world_axis if axis == 'world' else axis}"
     return event["name"]

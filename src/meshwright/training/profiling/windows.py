@@ -11,14 +11,14 @@ from meshwright.core.errors import ConfigError
 
 
 def read_window(key: str, text: str, steps: int) -> range:
-    """Return the steps that ``text`` names, counted as a run counts them: the first step is 1. Empty for an empty text.
+    """Return the steps that ``text`` names, counted from 1. Empty for an empty text.
 
     Args:
-        key: whose value it is, for the error.
-        steps: of the whole run.
+        key: config key of the text, for the error.
+        steps: number of steps of the whole run.
 
     Raises:
-        ConfigError: it is not "a:b", names no step, or steps that the run does not take.
+        ConfigError: the text is not "a:b", names no step, or names steps that the run does not take.
     """
     if not text:
         return range(0)

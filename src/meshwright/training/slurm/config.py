@@ -1,4 +1,4 @@
-"""The Slurm job of a run: what may be asked for, and what contradicts itself. Torch-free."""
+"""Define the settings of a run's Slurm job, and refuse contradictory ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN_FLAGS = {
     "error": "run (logs lie in its folder)",
     "array": "one 'meshwright launch' for each run",
 }
-"""Flags of sbatch that slurm.extra may not set, and what does."""
+"""Flags of sbatch that slurm.extra may not set, and the keys that set them."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def check_job(config: LaunchConfig) -> None:
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of a time limit in sbatch's words."""
+    """Convert a time limit in sbatch's format to seconds."""
     found = _TIME.fullmatch(time)
     parts = {key: int(value) for key, value in (found.groupdict() if found else {}).items() if value}
     days, hours = parts.get("d", 0), parts.get("h", 0) + parts.get("h2", 0)

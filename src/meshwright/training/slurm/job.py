@@ -1,4 +1,4 @@
-"""Submit a run as a Slurm job: its batch script, and the submission.
+"""Write the batch script of a run's Slurm job, and submit it.
 
 Torch-free; submitit is imported where it is used.
 """
@@ -27,7 +27,7 @@ from .job_folder import FOLDER
 
 
 def folder_of(config: LaunchConfig) -> Path:
-    """Return the run's folder, from any place: the one that the config names, or a new name. Nothing is made."""
+    """Return the absolute path of the run's folder: the config's, or a new name. Creates nothing."""
     if config.run:
         folder = Path(config.run).expanduser().absolute()
     else:
@@ -42,7 +42,7 @@ def folder_of(config: LaunchConfig) -> Path:
 
 
 def batch_script(config: LaunchConfig, run: Path) -> str:
-    """Return the text that is given to sbatch. Raises MissingExtraError without submitit."""
+    """Return the script for sbatch. Raises MissingExtraError without submitit."""
     return _executor(config, run)._make_submission_file_text(_command(config, run), "")
 
 
@@ -50,8 +50,8 @@ def submit(config: LaunchConfig, run: Path) -> str:
     """Write the run's config and script into its folder, submit the script, and return the job's number.
 
     Raises:
-        ConfigError: there is no sbatch here, or it refuses the script.
-        MissingExtraError: without submitit.
+        ConfigError: sbatch is not installed here, or refuses the script.
+        MissingExtraError: submitit is not installed.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -68,9 +68,9 @@ def submit(config: LaunchConfig, run: Path) -> str:
         raise ConfigError(f"{run}: cannot write the run's folder ({error})") from None
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    said = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # the refusal is in the error, too
+        with contextlib.redirect_stderr(captured):  # the exception has the same text
             return executor._submit_command(_command(config, run)).job_id
     except (FailedJobError, FailedSubmissionError) as error:
         if made:
@@ -86,11 +86,11 @@ def _command(config: LaunchConfig, run: Path) -> str:
 
 
 def _executor(config: LaunchConfig, run: Path) -> Any:
-    """submitit's executor with the job's parameters.
+    """Return submitit's executor with the job's parameters.
 
-    Its own way to continue (call a method of rank 0 inside a signal handler) cannot save what is spread over ranks.
-    So it submits a command instead of a pickled function, the ranks answer the signal themselves, and the script's
-    last lines requeue.
+    submitit's own way to continue (it calls a method of rank 0 in a signal handler) cannot save sharded state. So the
+    executor submits a command instead of a pickled function, the ranks handle the signal themselves, and the last
+    lines of the script requeue the job.
     """
     try:
         from submitit import SlurmExecutor
@@ -118,7 +118,7 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
         wckey=None,
         setup=list(job.setup) or None,
         teardown=_teardown(job.requeue),
-        # Since 22.05 srun does not take this over from sbatch.
+        # Since Slurm 22.05 srun does not inherit this from sbatch.
         srun_args=[f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else None,
         additional_parameters={
             "signal": f"USR1@{job.signal_sec}",
@@ -130,7 +130,7 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
 
 
 def _teardown(requeue: bool) -> list[str]:
-    """Return the lines after srun. A job that ``scancel`` ends never reaches them: Slurm ends the script, too."""
+    """Return the script's lines after srun. ``scancel`` ends the script too, so a cancelled job never reaches them."""
     stopped = "|".join(str(128 + number) for number in (signal.SIGUSR1, signal.SIGTERM))
     again = [f'case "$status" in {stopped}) scontrol requeue "$SLURM_JOB_ID" ;; esac'] if requeue else []
     return [

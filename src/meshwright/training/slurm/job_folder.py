@@ -15,13 +15,13 @@ from meshwright.core.files import replace_text
 from meshwright.training.config import Config
 
 FOLDER = "slurm"
-"""The files in a run's folder for Slurm: script, logs, and which job made the run."""
+"""Subfolder of a run for Slurm: script, logs, and a record of the job that created the run."""
 
 
 def job_number() -> str:
-    """Return number of the Slurm job that this process belongs to; empty: none.
+    """Return the number of the Slurm job that this process belongs to; empty without a job.
 
-    Of its steps after the first, with the step's.
+    In a job's steps after the first, the step's number is appended.
     """
     job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "0")
     if not job.isdigit():
@@ -30,7 +30,7 @@ def job_number() -> str:
 
 
 def note_job(folder: Path, config: Config) -> None:
-    """Write down in a new run's folder which job made it, and of what config."""
+    """Record in a new run's folder the job that created it, and a digest of its config."""
     if job_number():
         (folder / FOLDER).mkdir(exist_ok=True)
         replace_text(folder / FOLDER / "job.json", json.dumps(_facts(config)))
@@ -39,7 +39,7 @@ def note_job(folder: Path, config: Config) -> None:
 def run_of_requeued_job(config: Config) -> str:
     """Return the folder of the run that this job began before it was requeued.
 
-    Empty: this is its first start, or it began none.
+    Empty if this is the job's first start, or it began no such run.
     """
     if not job_number() or os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
         return ""
@@ -50,5 +50,5 @@ def run_of_requeued_job(config: Config) -> str:
 
 
 def _facts(config: Config) -> dict[str, str]:
-    """Return a job may make several runs, one after the other: what was asked for tells them apart."""
+    """Identify a run by job and config, since a job may start several runs one after the other."""
     return {"job": job_number(), "asked": hashlib.sha256(to_toml(config).encode()).hexdigest()}
