@@ -1,9 +1,8 @@
-"""Write each rank's present work to a small file that outlives the rank.
+"""Write each rank's current work to a small file that outlives the rank.
 
-The first line of the file says step and phase and is written by the loop itself, so that it is right at any moment; the
-second is written about once per second by a thread: the module, the collective and the stack of the one that trains.
-A file
-that cannot be written is left alone: a heartbeat never stops a run. Torch-free.
+The loop writes the file's first line, step and phase, so that this line is always current. A thread writes the second
+line about once per second: module, collective and stack of the training thread. A file that cannot be written is
+ignored: a heartbeat never stops a run. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class Record:
     """The current step or, between two steps, the last one."""
     phase: str = "start"
     last_words: str = ""
-    """The error in which the rank ended; "" as long as it goes on."""
+    """The error that ended the rank; "" while the rank runs."""
     time: float = 0.0
     """Unix time of the last look at the stack."""
     part: str = ""
-    """The rank's part of the model, where it has only some: ``"stage 1 of 2: layers.2 to layers.3"``."""
+    """The rank's part of the model, if it does not have the whole: ``"stage 1 of 2: layers.2 to layers.3"``."""
     looked_at_step: int = 0
     module: str = ""
     collective: dict[str, Any] | None = None
@@ -61,9 +60,9 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def read_record(path: Path) -> Record | None:
-    """Return what a heartbeat's file says; None where there is none.
+    """Read a heartbeat's file; None without a file.
 
-    Its second line may be torn: then the first alone counts.
+    If the second line is incomplete, only the first is used.
     """
     known: dict[str, Any] | None = None
     for _ in range(3):
@@ -81,11 +80,11 @@ def read_records(folder: Path) -> dict[int, Record]:
 
 
 class Heartbeat:
-    """This rank's record, a context around everything that the rank does; a clean end removes the file.
+    """This rank's record, a context around all of the rank's work; a clean end removes the file.
 
     Attributes:
         watch: a function that the thread calls while a collective does not end; see ``peers``.
-        folder: folder of the record, None for nowhere.
+        folder: folder of the record's file; None if no file is written.
     """
 
     def __init__(self) -> None:
@@ -103,7 +102,7 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that begins: a few microseconds."""
+        """Record the phase that begins; takes a few microseconds."""
         self.phase = phase
         if step is not None:
             self.step = step
@@ -111,13 +110,13 @@ class Heartbeat:
             self._write(self._file, self._first_line(), 0)
 
     def know(self, modules: Iterable[tuple[str, object]], part: str = "") -> None:
-        """Set the names that modules are reported by, and the part of the model that this rank has."""
+        """Set the names by which modules are reported, and this rank's part of the model."""
         self._names = {id(module): name for name, module in modules if name}
         self.part = part
         self.look()
 
     def settle(self, folder: Path | None) -> None:
-        """Keep later records in ``folder`` (None: nowhere)."""
+        """Write later records to ``folder`` (None: nowhere)."""
         with self._lock:
             self._leave()
             if folder is None:
@@ -132,14 +131,14 @@ class Heartbeat:
         self.look()
 
     def fail(self, error: BaseException) -> None:
-        """Leave the record with the error that ends this rank as its last words."""
+        """Record the error that ends this rank as its last words; the file stays."""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         self.last_words = words[:LAST_WORDS]
         if self._file is not None:
             self._write(self._file, self._first_line(), 0)
 
     def look(self) -> None:
-        """Write down what the training thread is doing."""
+        """Record the stack, module and collective of the training thread."""
         frame = sys._current_frames().get(self._watched)
         stack = []
         self.module = ""
@@ -147,15 +146,15 @@ class Heartbeat:
             stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             self.module = self.module or self._module_of(frame)
             frame = frame.f_back
-        said: dict[str, Any] = {
+        record: dict[str, Any] = {
             "time": time.time(),
             "part": self.part,
             "looked_at_step": self.step,
             "module": self.module,
         }
-        said |= {"collective": self.collective, "stack": stack[::-1]}
-        text = json.dumps(said).encode() + b"\n"
-        with self._lock:  # otherwise the main thread could close the file, and its number be another file's
+        record |= {"collective": self.collective, "stack": stack[::-1]}
+        text = json.dumps(record).encode() + b"\n"
+        with self._lock:  # otherwise the main thread could close the file, and another file reuse its number
             if self._file is not None:
                 self._write(self._file, text, FIRST_LINE)
                 with suppress(OSError):
@@ -187,10 +186,10 @@ class Heartbeat:
                 self.watch()
 
     def _module_of(self, frame: FrameType) -> str:
-        """Return the module that a frame calls.
+        """Return the name of the module that a frame calls.
 
-        Only locals of torch's own calling frames are read: before Python 3.13 reading them keeps them alive until the
-        frame ends, and those hold nothing that the call does not.
+        Reads only locals of torch's own calling frames: before Python 3.13 reading locals keeps them alive until the
+        frame ends, and these frames hold no more than the call itself does.
         """
         name = frame.f_code.co_name
         if name == CALLING:
@@ -201,14 +200,14 @@ class Heartbeat:
 
     def _first_line(self) -> bytes:
         words = json.dumps(self.last_words) if self.last_words else '""'
-        said = (
+        head = (
             f'{{"rank": {self.rank}, "host": "{self.host[:40]}", "pid": {self.pid}, "started": {self._started:.3f},'
             f' "step": {self.step}, "phase": "{self.phase}", "last_words": '
         )
-        room = FIRST_LINE - len(said) - 2
+        room = FIRST_LINE - len(head) - 2
         if len(words) > room:
             words = json.dumps(self.last_words[: max(0, room // 6)])
-        return f"{said}{words}}}".encode().ljust(FIRST_LINE - 1)[: FIRST_LINE - 1] + b"\n"
+        return f"{head}{words}}}".encode().ljust(FIRST_LINE - 1)[: FIRST_LINE - 1] + b"\n"
 
     def _write(self, file: int, text: bytes, place: int) -> None:
         with suppress(OSError):
@@ -222,4 +221,4 @@ class Heartbeat:
             os.close(file)
             if not keep:
                 file_of(self.folder, self.rank).unlink()
-                self.folder.rmdir()  # fails as long as others are in it
+                self.folder.rmdir()  # fails while other files are in it

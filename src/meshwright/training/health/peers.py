@@ -1,4 +1,4 @@
-"""Explain by other ranks' heartbeats why a collective broke or does not end."""
+"""Explain from other ranks' heartbeats why a collective failed or hangs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .postmortem import find_stall, first_lost, name_of, process_state, whereabo
 RUN = "run"
 """File in the launcher's temporary folder that names the run's folder."""
 PATIENCE_SEC = 4.0
-"""How long to look for the rank that broke a collective: its process may take a moment to end."""
+"""Time to search for the rank that broke a collective: its process may take a moment to end."""
 
 
 class RankLost(MeshwrightError):
-    """A collective broke because another rank ended; the text says which, where and at which step."""
+    """An error for a collective that failed because another rank ended; the text names rank, place and step."""
 
     is_echo = True
 
 
 class RankStalled(MeshwrightError):
-    """A collective reached its time limit; the text says who waits for whom."""
+    """An error for a collective that reached its time limit; the text names the waiting and the missing ranks."""
 
 
 class Peers:
-    """Watches over the collectives of one rank.
+    """Watches the collectives of one rank.
 
     Args:
-        heartbeat: this rank's; its folder holds those of the others.
+        heartbeat: this rank's heartbeat; its folder also holds those of the other ranks.
         limit_sec: the time limit of a collective before the first step.
     """
 
@@ -49,11 +49,11 @@ class Peers:
         heartbeat.watch = self._watch
 
     def begin_steps(self, limit_sec: float) -> None:
-        """Set the limit."""
+        """Set the time limit of collectives from the first step on."""
         self.limit_sec, self.limit = limit_sec, "step_timeout_sec"
 
     def _watch(self) -> None:
-        """Shortly before the limit, while every rank still waits where it waits: say who waits for whom."""
+        """Diagnose a stall shortly before the time limit, while all ranks still wait in their collectives."""
         collective = self.heartbeat.collective
         if collective is None or (self.heartbeat.folder is None):
             return
@@ -78,14 +78,14 @@ class Peers:
         return stall.sentence + (f". Stacks: {path}" if path else "")
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what to raise for an error: a broken collective in the words of the rank that broke it, anything
-        else as it is.
+        """Return the error to raise: a failed collective is explained by the rank that caused it; others are
+        unchanged.
         """
         if not is_broken_collective(error):
             return error
         if "timed out" in str(error).lower() or self.stall:
-            said = self.stall or self._diagnosis() or f"a collective did not end, {self._here()} ({error})"
-            return RankStalled(f"{said}. The limit is process.{self.limit} = {self.limit_sec:.0f}.")
+            message = self.stall or self._diagnosis() or f"a collective did not end, {self._here()} ({error})"
+            return RankStalled(f"{message}. The limit is process.{self.limit} = {self.limit_sec:.0f}.")
         lost = self._wait_for_lost()
         if lost is None:
             return RankLost(
@@ -112,8 +112,8 @@ class Peers:
 
 
 def early_folder() -> Path | None:
-    """Tell where the ranks of this host keep their heartbeats until the run's folder is known: with the launcher's
-    own things, or under the temporary files by the name of the job. None for a process alone.
+    """Return the folder of this host's heartbeats until the run's folder is known: the launcher's, or a temporary one
+    named after the job. None for a single process.
     """
     if (place := meeting_place()) is not None:
         return place / FOLDER
@@ -126,7 +126,7 @@ def early_folder() -> Path | None:
 
 
 def announce(run_folder: Path) -> None:
-    """Tell the launcher, where it is ours, which folder the run has: it continues it there when a rank is lost."""
+    """Announce the run's folder to our launcher, if any, which continues the run there when a rank is lost."""
     if (place := meeting_place()) is not None:
         replace_text(place / RUN, str(run_folder))
 
@@ -140,15 +140,15 @@ def run_folder(place: Path) -> Path | None:
 
 
 def read_all_records(place: Path) -> dict[int, Record]:
-    """Return the heartbeats of a launcher's workers, wherever they keep them at present."""
+    """Return the heartbeats of a launcher's workers, from the run's folder and the launcher's."""
     folder = run_folder(place)
     return (read_records(folder / FOLDER) if folder else {}) | read_records(place / FOLDER)
 
 
 def latest_checkpoint(folder: Path) -> str:
-    """Name of the checkpoint that a run would be continued from, "" without one.
+    """Return the name of the checkpoint that a run would continue from, "" without one.
 
-    (``checkpoint.folder`` would load torch.)
+    (``checkpoint.folder`` would import torch.)
     """
     try:
         return (folder / "checkpoints" / "latest").read_text().strip()
@@ -157,9 +157,7 @@ def latest_checkpoint(folder: Path) -> str:
 
 
 def sweep(folder: Path | None) -> None:
-    """Remove a folder of early heartbeats once no rank of it is alive: those that were killed cannot do it
-    themselves.
-    """
+    """Remove a folder of early heartbeats once none of its ranks is alive: killed ranks cannot do so themselves."""
     if folder is None or meeting_place() is not None:
         return
     if all(process_state(record) == "gone" for record in read_records(folder).values() if record.pid != os.getpid()):

@@ -1,6 +1,6 @@
-"""Tell from heartbeats why a rank ended or does not go on.
+"""Explain from heartbeats why a rank ended or stalls.
 
-Torch-free: the launcher asks too.
+Torch-free: the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from .heartbeat import INTERVAL_SEC, Record
 
 SILENT_SEC = 3.5 * INTERVAL_SEC
-"""A rank that was not heard of for so long does not go on."""
+"""A rank whose last heartbeat is older than this has stalled."""
 
 
 def whereabouts(record: Record) -> str:
-    """``"at step 12, in forward of layers.1.attention"``: step and phase as the rank said them, the rest where it was
-    looked at since.
+    """Describe a rank's place: ``"at step 12, in forward of layers.1.attention"``; without the module if the rank's
+    stack was not sampled in this step.
     """
     phase, module = record.phase, ""
     if record.looked_at_step == record.step:
@@ -32,7 +32,7 @@ def whereabouts(record: Record) -> str:
 
 
 def name_of(record: Record) -> str:
-    """``"rank 2 (host n1, pid 4711)"``; with what it has of the model, where that is a part."""
+    """Name a rank: ``"rank 2 (host n1, pid 4711)"``, with its part of the model if that is not the whole."""
     part = f", {record.part}" if record.part else ""
     return f"rank {record.rank} (host {record.host}, pid {record.pid}{part})"
 
@@ -46,7 +46,7 @@ def process_state(record: Record) -> str:
     try:
         process = psutil.Process(record.pid)
         status = process.status()
-        if status == psutil.STATUS_ZOMBIE or process.create_time() > record.started + 10:  # another that got its number
+        if status == psutil.STATUS_ZOMBIE or process.create_time() > record.started + 10:  # the pid was reused
             return "gone"
     except psutil.Error:
         return "gone"
@@ -63,10 +63,10 @@ class Stall:
 
 
 def find_stall(records: Mapping[int, Record], now: float) -> Stall | None:
-    """Who waits for whom; None where nobody waits.
+    """Find the ranks that wait and those that they wait for; None if none waits.
 
-    A rank holds the others up when its process is gone or stopped, when it was not heard of for some seconds, or else
-    when it does not wait in a collective itself. When all wait, each in another collective, they wait for each other.
+    A rank holds the others up if its process is gone or stopped, if its heartbeat is some seconds old, or else if it
+    does not wait in a collective itself. If all wait, each in another collective, they wait for each other.
     """
     latest = max((record.time for record in records.values()), default=now)
     held_up = {rank for rank, record in records.items() if _holds_up(record, latest)}
@@ -102,7 +102,7 @@ def _sentence(culprits: Sequence[Record], waiting: Sequence[Record], first: Reco
 
 
 def condition(record: Record, now: float) -> str:
-    """Return what is known of the process, in words."""
+    """Describe the state of a rank's process."""
     state = process_state(record)
     if state == "stopped":
         return "whose process is stopped (state T: a SIGSTOP, or a debugger)"
@@ -126,9 +126,9 @@ def stack_text(record: Record, now: float) -> str:
 
 
 def write_stacks(folder: Path, stall: Stall) -> Path | None:
-    """Return a file in ``folder`` with the last known stacks, those of the stalled ranks first.
+    """Write the last known stacks to a file in ``folder``, those of the stalled ranks first, and return its path.
 
-    None where it cannot be written.
+    None if the file cannot be written.
     """
     ranks = "-".join(str(record.rank) for record in stall.culprits[:4]) or "all"
     path = folder / f"stalled-rank{ranks}-step{stall.waiting[0].step}.txt"
@@ -142,12 +142,10 @@ def write_stacks(folder: Path, stall: Stall) -> Path | None:
 
 
 def first_lost(records: Mapping[int, Record], me: int) -> Record | None:
-    """Return the rank whose end made the others' collectives break: one that said why, else one whose process is gone
-    without a word.
-    """
+    """Return the rank whose end broke the others' collectives: one with last words, else one whose process is gone."""
     others = [record for rank, record in sorted(records.items()) if rank != me]
-    told = [record for record in others if record.last_words and not record.last_words.startswith("RankLost")]
-    return next(iter(told or [r for r in others if not r.last_words and process_state(r) == "gone"]), None)
+    failed = [record for record in others if record.last_words and not record.last_words.startswith("RankLost")]
+    return next(iter(failed or [r for r in others if not r.last_words and process_state(r) == "gone"]), None)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -155,7 +153,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """``"0, 1 and 3"``, or ``"0 to 7"`` where they follow each other."""
+    """Format ranks as ``"0, 1 and 3"``, or as ``"0 to 7"`` if they are consecutive."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"

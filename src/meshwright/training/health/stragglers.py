@@ -1,11 +1,11 @@
-"""Find the rank that keeps the others waiting, by each rank's own time of a step.
+"""Find the rank that the others wait for, by each rank's own time per step.
 
-All ranks' steps take the same time, since they meet in collectives. But a rank that is late at one is seen by all:
-the clock of a step starts when the ranks leave the collective that ends the step before (the one by which they agree
-to go on), so the moments at which they reach the step's collectives can be compared, though the clocks of two hosts
-cannot. Torch's flight recorder keeps them anyway; they are read and exchanged once in some seconds. On CUDA it keeps
-the moment at which the host issues a collective: a rank whose data or Python is slow is seen, a GPU that is slow is
-not. Torch-free but for the exchange.
+All ranks' steps take the same wall time, since the ranks meet in collectives. But all ranks can see who is late at a
+collective: the clock of a step starts when they leave the collective that ends the previous step (in which they agree
+to continue). So the times at which they reach the step's collectives are comparable, although the clocks of two hosts
+are not. Torch's flight recorder has these times anyway; they are read and exchanged every few seconds. On CUDA it has
+the time at which the host issues a collective: it shows a rank whose data or Python is slow, but not a slow GPU.
+Torch-free except for the exchange.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WINDOW_SEC = 10.0
 WINDOW_STEPS = (10, 2000)
 """Steps between two exchanges: about WINDOW_SEC, within these bounds."""
 SAMPLED_STEPS = 20
-"""So many of the last steps are looked at, fewer where the recorder has forgotten."""
+"""Number of last steps that are evaluated, fewer if the recorder has dropped some."""
 RATIO = 1.3
 SHARE = 0.1
-"""A rank is slow when its own time is RATIO times the median, and the difference SHARE of the step or more."""
+"""A rank is slow if its own time exceeds RATIO times the median, and the difference is SHARE of the step or more."""
 IN_A_ROW = 3
-"""So many windows in a row, before it is said."""
+"""Consecutive slow windows before a rank is reported."""
 
 Meeting = tuple[tuple[int, ...], int, float]
 """A collective: ranks of its group, its number in that group, and when this rank reached it, in seconds since the
@@ -43,7 +43,7 @@ class Cycle:
 
     wall: float
     data: float
-    """Of it, waiting for the next batch."""
+    """Part of ``wall`` that the rank waited for its batch."""
     meetings: tuple[Meeting, ...] = ()
 
 
@@ -64,14 +64,14 @@ class OwnTime:
     wall: float
 
 
-def own_times(said: Sequence[Said]) -> list[OwnTime]:
-    """Return each rank's time over the steps that all of them report; empty where there is none."""
-    steps = sorted(set.intersection(*(set(one.cycles) for one in said))) if said else []
+def own_times(reports: Sequence[Said]) -> list[OwnTime]:
+    """Return each rank's times over the steps that all ranks report; empty without such steps."""
+    steps = sorted(set.intersection(*(set(one.cycles) for one in reports))) if reports else []
     if not steps:
         return []
-    own: list[list[float]] = [[] for _ in said]
+    own: list[list[float]] = [[] for _ in reports]
     for step in steps:
-        cycles = [one.cycles[step] for one in said]
+        cycles = [one.cycles[step] for one in reports]
         reached: dict[tuple[tuple[int, ...], int], list[float]] = {}
         for cycle in cycles:
             for ranks, number, at in cycle.meetings:
@@ -85,17 +85,17 @@ def own_times(said: Sequence[Said]) -> list[OwnTime]:
             mean(one.cycles[step].data for step in steps),
             mean(one.cycles[step].wall for step in steps),
         )
-        for rank, one in enumerate(said)
+        for rank, one in enumerate(reports)
     ]
 
 
 def _waited(cycle: Cycle, last: Mapping[tuple[tuple[int, ...], int], float]) -> float:
-    """Seconds in which a rank stood in a collective that others had not reached."""
+    """Return the seconds that a rank waited in collectives which others had not reached."""
     waited = free = 0.0
     for i, (ranks, number, at) in enumerate(cycle.meetings):
         all_there = last[ranks, number]
         following = cycle.meetings[i + 1][2] if i + 1 < len(cycle.meetings) else cycle.wall
-        # one that goes on to its next collective long before all are there did not wait: it was issued asynchronously
+        # a rank at its next collective long before all reach this one did not wait: this one is asynchronous
         if following >= all_there - 0.2 * (all_there - at) - 0.001:
             waited += max(0.0, all_there - max(at, free))
             free = max(free, all_there)
@@ -103,15 +103,13 @@ def _waited(cycle: Cycle, last: Mapping[tuple[tuple[int, ...], int], float]) -> 
 
 
 class Verdict:
-    """Follows the windows, and says when a rank has been slow for several in a row, once for each time that it
-    becomes slow.
-    """
+    """Reports a rank that has been slow for several windows in a row, once each time that it becomes slow."""
 
     def __init__(self) -> None:
         self._rank, self._count = -1, 0
 
     def add(self, times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
-        """Return the sentence, or "" where there is nothing to say."""
+        """Add a window, and return the report of a slow rank or ""."""
         rank = max(range(len(times)), key=lambda rank: times[rank].own)
         slow, others = times[rank], [one for other, one in enumerate(times) if other != rank]
         middle = median(one.own for one in others)
@@ -138,9 +136,9 @@ class Stragglers:
     """Measures own times in the loop of one rank. Every method is called on all ranks alike.
 
     Args:
-        issued: ``distributed.process.flight.issued``: what the recorder remembers since a moment.
-        exchange: gives every rank what all of them say.
-        now_ns: Unix time.
+        issued: ``distributed.process.flight.issued``: returns the recorder's entries since a time.
+        exchange: returns the reports of all ranks, on every rank.
+        now_ns: returns the Unix time.
     """
 
     def __init__(
@@ -156,22 +154,20 @@ class Stragglers:
         self._data = 0.0
         self._taken, self._window = 0, WINDOW_STEPS[0]
         self.sentence = ""
-        """What is to be said since the last ``met`` that exchanged; "" for nothing."""
+        """The report of the last ``met``; "" without one."""
 
     def got_data(self, seconds: float) -> None:
-        """The step's batch is there; it took so long."""
+        """Record how long the step waited for its batch."""
         self._data = seconds
 
     def disturbed(self) -> None:
-        """Something that is no step (a validation, a save) happened since ``met``: the step that follows is not
-        counted.
-        """
+        """Leave out the next step, since other work than a step (a validation, a save) was done since ``met``."""
         self._begun = None
 
     def met(self, step: int) -> dict[str, float]:
-        """Return the ranks have just met at the end of ``step``.
+        """Record that the ranks have just met at the end of ``step``.
 
-        The figures of a window where one ends here (then it is collective).
+        Returns the figures of a window that ends here (then the call is collective), else nothing.
         """
         now = self._now_ns()
         if self._begun is not None:
@@ -182,10 +178,10 @@ class Stragglers:
         if self._taken < self._window:
             return {}
         self._taken = 0
-        said = self._exchange(Said(socket.gethostname(), self._remembered()))
+        reports = self._exchange(Said(socket.gethostname(), self._remembered()))
         self._cycles.clear()
-        self._begun = None  # the exchange was no part of the next step
-        return self._judge(said)
+        self._begun = None  # the exchange is not part of the next step
+        return self._judge(reports)
 
     def _remembered(self) -> dict[int, Cycle]:
         if not self._cycles:
@@ -194,18 +190,18 @@ class Stragglers:
         found = {}
         for step, begun, end, data in self._cycles:
             inside = [one for one in seen if begun <= one.created_ns < end]
-            if inside and seen[0].created_ns < begun:  # else the recorder may have forgotten part of it
+            if inside and seen[0].created_ns < begun:  # else the recorder may have dropped part of it
                 meetings = tuple((one.ranks, one.number, (one.created_ns - begun) / 1e9) for one in inside)
                 found[step] = Cycle((end - begun) / 1e9, data, meetings)
         return found
 
-    def _judge(self, said: Sequence[Said]) -> dict[str, float]:
-        times = own_times(said)
+    def _judge(self, reports: Sequence[Said]) -> dict[str, float]:
+        times = own_times(reports)
         if not times:
             return {}
         low, high = WINDOW_STEPS
-        # from figures that all ranks have: they must choose alike
+        # from figures that all ranks have, since they must choose the same window
         self._window = min(high, max(low, math.ceil(WINDOW_SEC / max(1e-6, mean(one.wall for one in times)))))
-        self.sentence = self._verdict.add(times, [one.host for one in said])
+        self.sentence = self._verdict.add(times, [one.host for one in reports])
         own = [one.own for one in times]
         return {"own_time_max": max(own), "own_time_mean": mean(own), "slowest_rank": own.index(max(own))}

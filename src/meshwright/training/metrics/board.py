@@ -17,11 +17,11 @@ MODES = ("auto", "on", "off")
 
 
 def check(mode: str) -> None:
-    """Refuse a mode that cannot be had.
+    """Refuse a mode that is unknown or unavailable.
 
     Raises:
         ConfigError: ``mode`` is none of auto, on, off.
-        MissingExtraError: it is on, and the package is not installed.
+        MissingExtraError: ``mode`` is on, and the package is not installed.
     """
     if mode not in MODES:
         raise ConfigError(f"logging.tensorboard = {mode!r} is none of {', '.join(MODES)}")
@@ -30,7 +30,7 @@ def check(mode: str) -> None:
 
 
 def why_not(mode: str) -> str:
-    """Why a run in this mode writes no TensorBoard files; empty where it does. Raises as ``check``."""
+    """Return the reason why this mode writes no TensorBoard files; empty if it does. Raises as ``check``."""
     check(mode)
     if mode == "off":
         return "off (tensorboard = 'off')"
@@ -42,11 +42,9 @@ def why_not(mode: str) -> str:
 
 
 class TensorBoard:
-    """The tracker that writes the numbers among a run's figures into ``<run_folder>/tensorboard``.
+    """The tracker that writes a run's numeric figures, but no events, to ``<run_folder>/tensorboard``.
 
-    Events are not among them.
-
-    After a resume TensorBoard is told to forget the steps above.
+    After a resume TensorBoard purges the later steps.
     """
 
     def __init__(self, run_folder: str | Path):
@@ -61,7 +59,7 @@ class TensorBoard:
                 writer.add_scalar(name, float(value), global_step=step)
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def resumed(self, step: int) -> None:
         self.close()

@@ -8,8 +8,8 @@ from meshwright.core.errors import ConfigError
 
 _BF16 = ("bfloat16", "float16")
 
-# (pattern in the device's name, dtypes, dense FLOP/s of one device as torch counts devices). First match wins: the odd
-# siblings stand before the common name. Vendors' data sheets, without sparsity, accumulating in fp32.
+# (pattern in the device's name, dtypes, dense FLOP/s of one device as torch counts devices). First match wins: special
+# variants stand before the common name. Vendors' data sheets, without sparsity, accumulating in fp32.
 _PEAKS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     (r"\bGB200\b", _BF16, 2.5e15),
     (r"\bB200\b", _BF16, 2.25e15),
@@ -44,20 +44,18 @@ def training_flops_per_token(
     seq_len: int,
     frozen_matmul_parameters: int = 0,
 ) -> float:
-    """FLOPs that one token of training takes, forward and backward: ``6 * N + 12 * n_layers * dim_attention *
-    seq_len``.
+    """Count the training FLOPs of a token, forward and backward: ``6 * N + 12 * n_layers * dim_attention * seq_len``.
 
     * 6 per parameter: 2 (multiply and add) in the forward, 2 for the gradient of its input, 2 for its own. A frozen
-      parameter has no gradient of its own and counts 4. * The attention term is the two products of queries with keys
-      and of probabilities with values, over the WHOLE
-      sequence: like PaLM, and unlike what a causal kernel computes, the masked half is counted. Figures compare with
-      published ones; at long sequences they flatter a causal kernel by up to twice its attention share. * What is
-      recomputed for activation checkpointing does not count: this gives MFU, not hardware utilisation (HFU).
+      parameter has no gradient of its own and counts 4.
+    * The attention term is the two products of queries with keys and of probabilities with values, over the WHOLE
+      sequence: as in PaLM, the masked half counts, although a causal kernel skips it. Figures compare with published
+      ones; at long sequences they flatter a causal kernel by up to twice its attention share.
+    * Recomputation for activation checkpointing does not count: this gives MFU, not hardware utilisation (HFU).
 
     Args:
-        matmul_parameters: trainable parameters that enter a matrix product, for each token: of experts only the
-            routed share; without the input embedding (a lookup), norms and biases; with the output head, also where
-            it is tied.
+        matmul_parameters: trainable parameters that enter a matrix product for each token: only the routed share of
+            experts; without the input embedding (a lookup), norms and biases; with the output head, even if tied.
         n_layers: layers with attention.
         dim_attention: n_heads * head_dim, the width of all query heads together.
         seq_len: tokens of one sequence.
@@ -67,9 +65,9 @@ def training_flops_per_token(
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of one device, from its data sheet.
+    """Return the dense FLOP/s of one device, from its data sheet.
 
-    None where no figure is known, as for every CPU and every MIG slice.
+    None if no figure is known, as for every CPU and every MIG slice.
 
     Args:
         device_name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
@@ -85,10 +83,10 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, world: int) -> float | None:
-    """Model FLOPs utilisation, a fraction: observed tokens per second over those of all devices at their peak.
+    """Return the model FLOPs utilisation, a fraction: observed tokens per second over those at all devices' peak.
 
     Args:
-        tokens_per_second: of the whole run, all ranks together.
+        tokens_per_second: speed of the whole run, all ranks together.
         flops_per_token: from :func:`training_flops_per_token`.
         peak: FLOP/s of one device from :func:`peak_flops`; None gives None.
         world: number of devices.

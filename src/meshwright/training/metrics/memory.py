@@ -22,16 +22,15 @@ class MemoryReading:
     peak: int
     """Bytes at the highest point: on a GPU since the last reset, on a CPU since the process began."""
     label: str
-    """What ``peak`` measures, short enough for a progress line."""
+    """Name of the quantity in ``peak``, short enough for a progress line."""
 
 
 def read_memory(device: torch.device) -> MemoryReading:
-    """Memory that this process holds for ``device``.
+    """Read the memory that this process holds for ``device``.
 
-    On CUDA (and ROCm) bytes that torch's allocator gave out to tensors: neither its cache, nor the context, nor NCCL's
-    buffers are in it. Elsewhere the resident set of the whole process: weights, but also the interpreter and its
-    libraries, shared ones included. Where the system keeps no peak of that (it does on Linux), the label says that
-    the present value is shown.
+    On CUDA (and ROCm): bytes that torch's allocator gave to tensors, without its cache, the context and NCCL's buffers.
+    Elsewhere: the resident set of the whole process, which is weights, but also the interpreter and its libraries,
+    shared ones included. If the system records no peak (Linux does), the label says that the current value is shown.
     """
     if device.type == "cuda":
         import torch

@@ -28,8 +28,8 @@ class MemoryShares:
     """The cut of a rank's step into microbatches.
 
     Attributes:
-        rows: of a microbatch.
-        microbatches: of a step.
+        rows: rows of a microbatch.
+        microbatches: microbatches of a step.
     """
 
     rows: int
@@ -37,10 +37,10 @@ class MemoryShares:
 
 
 def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
-    """Return bytes at peak by kind, of those that a plan knows.
+    """Return bytes at peak by kind, for the kinds that a plan estimates.
 
     Args:
-        kept: of what a step makes, as it was foreseen (``planning.memory.step``).
+        kept: estimated bytes of a step besides model states (``planning.memory.step``).
     """
     m = plan_memory(plan, microbatches=shares.microbatches)
     return {
@@ -54,7 +54,7 @@ def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = 
 def memory_table(
     found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
 ) -> str:
-    """One line for each kind: the most that was held, and the plan's figure where it has one."""
+    """Format one line for each kind: the measured peak, and the plan's estimate if it has one."""
     planned = estimated(plan, shares, kept)
     rows = [
         (
@@ -83,10 +83,10 @@ def _where(kind: MemoryUse, plan: Plan) -> str:
 def suggestions(
     found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
 ) -> list[str]:
-    """Return the switches that would save most, best first, with about how many bytes of this rank.
+    """Return the switches that would save most on this rank, best first, with the approximate bytes.
 
-    A step that failed has found less than it
-    would have held: then what was foreseen counts."""
+    A failed step has measured less than its peak: then the estimate counts.
+    """
     planned = estimated(plan, shares, kept)
     known = {kind: max(found.get(kind, 0), planned.get(kind, 0)) for kind in (*found, *planned)}
     best = sorted(_savings(known, plan, shares), reverse=True)
@@ -127,7 +127,7 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether torch could not get memory, of a GPU or of the host."""
+    """Tell whether an error is a failed allocation by torch, on a GPU or the host."""
     import torch
 
     words = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
@@ -142,7 +142,7 @@ def out_of_memory(
     shares: MemoryShares,
     kept: Mapping[MemoryUse, int] = NOTHING,
 ) -> str:
-    """Return what a user is told of it."""
+    """Return the error text for a step that ran out of memory."""
     what = str(error).splitlines()[0] if str(error) else type(error).__name__
     better = suggestions(found, plan, shares, kept)
     ways = (

@@ -43,21 +43,18 @@ class MetricsWriter:
         """Write the figures of ``step`` (finished optimizer steps).
 
         Raises:
-            ConfigError: a name that the file uses itself, or a value that is no number, text, truth value or None.
-                Tensors are refused, because reading one waits for the device: the caller decides when, with
-                ``.item()``.
+            ConfigError: a reserved name, or a value that is not a number, text, truth value or None. Tensors are
+                refused, because reading one waits for the device: the caller decides when, with ``.item()``.
         """
         self._write({"step": step, "time": _now(), **_encode(values)})
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Write something that happens once, such as ``event("startup", {"imports": 1.9, "data": 0.8})``."""
+        """Write an event that happens once, such as ``event("startup", {"imports": 1.9, "data": 0.8})``."""
         at = {} if step is None else {"step": step}
         self._write({"event": name, **at, "time": _now(), **_encode(values)})
 
     def resumed(self, step: int) -> None:
-        """Say that the run goes on from ``step``: lines written before with a higher step belong to an abandoned
-        future.
-        """
+        """Record that the run continues from ``step``: earlier lines of higher steps are abandoned."""
         self.event("resume", {}, step)
 
     def close(self) -> None:
@@ -78,12 +75,12 @@ class MetricsWriter:
 def metric_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a ``metrics.jsonl``, one at a time, non-finite numbers restored.
 
-    Those of an abandoned future are among them.
+    Abandoned lines (of steps that a resume repeats) are included.
 
-    A last line without its newline is being written, or was when the machine went down, and is left out.
+    A last line without its newline is left out: it is being written, or was when the machine went down.
 
     Raises:
-        IntegrityError: another line is no JSON object, or none that meshwright wrote.
+        IntegrityError: another line is not a JSON object, or was not written by meshwright.
     """
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         for number, text in enumerate(file, start=1):
@@ -92,7 +89,7 @@ def metric_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl`` that belong to the run as it went on, in file order.
+    """Return the lines of a ``metrics.jsonl`` without abandoned ones, in file order.
 
     Lines of a step above that of a later resume are left out; events without a step stay.
 
@@ -112,7 +109,7 @@ def _encode(values: Mapping[str, object]) -> dict[str, Any]:
     nonfinite: dict[str, str] = {}
     for name, value in values.items():
         if name in RESERVED:
-            raise ConfigError(f"a metric may not be named '{name}': {', '.join(RESERVED)} are the file's own")
+            raise ConfigError(f"a metric may not be named '{name}': {', '.join(RESERVED)} are reserved")
         if value is None or isinstance(value, str | bool | int):
             encoded[name] = value
         elif isinstance(value, numbers.Integral):
@@ -124,7 +121,7 @@ def _encode(values: Mapping[str, object]) -> dict[str, Any]:
                 nonfinite[name] = str(number)
         else:
             raise ConfigError(
-                f"metric '{name}' is a {type(value).__name__}: give a number, text, truth value or None (of a tensor,"
+                f"metric '{name}' is a {type(value).__name__}: give a number, text, truth value or None (for a tensor,"
                 f" its .item())"
             )
     return {**encoded, "nonfinite": nonfinite} if nonfinite else encoded
@@ -141,16 +138,16 @@ def _decode(text: str, where: str) -> dict[str, Any]:
     kinds = line.pop("nonfinite", {})
     is_resume = line.get("event") == "resume"
     if ("step" in line or is_resume) and not (isinstance(step := line.get("step"), int) and not isinstance(step, bool)):
-        raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}, where it is a whole number. {foreign}')
+        raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}; it must be a whole number. {foreign}')
     if not isinstance(kinds, dict) or not all(kind in ("nan", "inf", "-inf") for kind in kinds.values()):
         raise IntegrityError(
-            f'{where}: "nonfinite" is {str(kinds)[:80]!r}, where it says nan, inf or -inf of some names. {foreign}'
+            f'{where}: "nonfinite" is {str(kinds)[:80]!r}; it must map names to nan, inf or -inf. {foreign}'
         )
     return line | {name: float(kind) for name, kind in kinds.items()}
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that never got its newline, so that the next line does not grow onto it."""
+    """Remove a last line without its newline, so that the next line is not appended to it."""
     if not path.exists():
         return
     with path.open("rb+") as file:

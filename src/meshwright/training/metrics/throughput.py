@@ -36,5 +36,5 @@ class Throughput:
         return sum(s for _, s in self._steps) / len(self._steps) if self._steps else 0.0
 
     def eta_seconds(self, remaining_steps: int) -> float | None:
-        """Seconds that ``remaining_steps`` more steps will take at this speed; None before the first step."""
+        """Estimate the seconds of ``remaining_steps`` more steps at this speed; None before the first step."""
         return self.seconds_per_step * remaining_steps if self._steps else None

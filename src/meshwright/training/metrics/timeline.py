@@ -14,14 +14,14 @@ class StartupTimeline:
 
     Example::
 
-        timeline = Timeline()
+        timeline = StartupTimeline()
         timeline.record_process_age("imports")
         with timeline.phase("weights"):
             model.materialise()
         timeline.line()  # "imports 1.9 s · weights 0.2 s"
 
     Args:
-        on_phase: told the name of each phase as it begins.
+        on_phase: called with the name of each phase as it begins.
     """
 
     def __init__(self, on_phase: Callable[[str], object] | None = None) -> None:
@@ -34,13 +34,11 @@ class StartupTimeline:
         return dict(self._seconds)
 
     def record(self, name: str, seconds: float) -> None:
-        """Add ``seconds`` that were measured elsewhere; a name that is there already grows."""
+        """Add ``seconds`` that were measured elsewhere; those of one name are summed."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def record_process_age(self, name: str = "imports") -> None:
-        """Record the seconds since this process began, less what is recorded already: the interpreter's start and all
-        imports.
-        """
+        """Record the seconds since this process began, minus the recorded ones: the interpreter's start and imports."""
         import psutil
 
         age = time.time() - psutil.Process().create_time()

@@ -12,31 +12,31 @@ from .metrics import MetricsWriter
 
 
 class Tracker(Protocol):
-    """A tracker of the figures of a run. One rank has trackers; a step is a number of finished optimizer steps."""
+    """A destination of a run's figures. One rank has trackers; a step is a number of finished optimizer steps."""
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Keep the figures of a step; steps rise between two calls of ``resumed``."""
+        """Store the figures of a step; steps rise between two calls of ``resumed``."""
         ...
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Keep something that happens once."""
+        """Store an event that happens once."""
         ...
 
     def resumed(self, step: int) -> None:
-        """The run goes on from ``step``: what was kept of higher steps belongs to an abandoned future."""
+        """Record that the run continues from ``step``: stored figures of higher steps are abandoned."""
         ...
 
     def close(self) -> None:
-        """Write what is left; closing twice is harmless."""
+        """Write pending figures; closing twice is harmless."""
         ...
 
 
 class Trackers:
-    """Several trackers as one, in order; none on ranks that keep nothing, so that callers need no ``if rank == 0``.
+    """Several trackers as one, in order; empty on ranks that write nothing, so that callers need no ``if rank == 0``.
 
     Attributes:
-        has_past: whether figures of an earlier part of the run are there.
-        places: (name, where in the run folder its figures are, or why there are none) of each, for people.
+        has_past: whether figures of an earlier part of the run exist.
+        places: (name, place of its figures in the run folder or the reason for their absence) of each tracker.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Trackers:
         self.has_past, self.places = has_past, list(places)
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Raises OSError where the disk does, ConfigError for a value that is no figure."""
+        """Store figures in all trackers. Raises OSError if the disk does, ConfigError for an unsupported value."""
         for tracker in self._trackers:
             tracker.log(step, values)
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Raise as ``log`` does."""
+        """Store an event in all trackers. Raises as ``log``."""
         for tracker in self._trackers:
             tracker.event(name, values, step)
 
     def resumed(self, step: int) -> None:
-        """Raise as ``log`` does."""
+        """Record in all trackers that the run continues from ``step``. Raises as ``log``."""
         for tracker in self._trackers:
             tracker.resumed(step)
 
@@ -68,10 +68,10 @@ class Trackers:
 
 
 def check_trackers(logging: Any) -> None:
-    """Refuse what cannot be had, before a run folder is made for it.
+    """Refuse unavailable trackers, before a run folder is created.
 
     Raises:
-        MissingExtraError: a tracker that is asked for is not installed.
+        MissingExtraError: a requested tracker is not installed.
     """
     board.check(logging.tensorboard)
     weights_biases.check(logging.wandb)
@@ -80,17 +80,17 @@ def check_trackers(logging: Any) -> None:
 def open_trackers(
     folder: Path, logging: Any, name: str, facts: Mapping[str, Any], say: Callable[[str], None]
 ) -> Trackers:
-    """Return the trackers that a config asks for. Call it on the rank that keeps figures.
+    """Open the trackers that a config requests. Call it on the rank that writes figures.
 
     Args:
-        folder: the run's; all of them write below it.
-        logging: the config's section.
-        name: the run's.
+        folder: folder of the run; all trackers write below it.
+        logging: the config's logging section.
+        name: name of the run.
         facts: the config as nested dicts, for trackers that show it.
-        say: told when a tracker stops to take figures.
+        say: called with a message when a tracker stops accepting figures.
 
     Raises:
-        MissingExtraError: one is not installed.
+        MissingExtraError: a tracker is not installed.
         MeshwrightError: Weights & Biases cannot be reached.
     """
     file = MetricsWriter(folder)

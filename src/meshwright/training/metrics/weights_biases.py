@@ -19,11 +19,11 @@ MODES = ("off", "online", "offline")
 
 
 def check(mode: str) -> None:
-    """Refuse a mode that cannot be had.
+    """Refuse a mode that is unknown or unavailable.
 
     Raises:
         ConfigError: ``mode`` is none of off, online, offline.
-        MissingExtraError: it is not off, and the package is not installed.
+        MissingExtraError: ``mode`` is not off, and the package is not installed.
     """
     if mode not in MODES:
         raise ConfigError(f"logging.wandb = {mode!r} is none of {', '.join(MODES)}")
@@ -32,24 +32,22 @@ def check(mode: str) -> None:
 
 
 class WeightsAndBiases:
-    """The tracker of one W&B run, whose id is kept in ``<run_folder>/wandb.json`` and used again by a run that is
-    continued.
+    """The tracker of one W&B run, whose id is stored in ``<run_folder>/wandb.json`` and reused when the run continues.
 
-    W&B takes steps in rising order only and forgets none. So the furthest step that it was given is kept beside the
-    id, and a step that is taken again after a resume is not sent again: each step is there once, as it was taken
-    first.
+    W&B accepts steps in rising order only and deletes none. So the furthest step that was sent is stored beside the
+    id, and a step that is repeated after a resume is not sent again: W&B has each step once, as first taken.
 
     Args:
         run_folder: W&B's own files go into ``wandb/`` below it.
         mode: "online" or "offline".
         project: W&B's word for a collection of runs.
         facts: the config, shown beside the figures.
-        say: told once when W&B no longer takes figures; they stay in ``metrics.jsonl``, and the run goes on.
+        say: called once when W&B no longer accepts figures; they stay in ``metrics.jsonl``, and the run continues.
 
     Raises:
         MissingExtraError: the package is not installed.
         MeshwrightError: W&B refuses, or cannot be reached.
-        IntegrityError: ``wandb.json`` is not what it was.
+        IntegrityError: ``wandb.json`` was changed.
     """
 
     def __init__(
@@ -63,21 +61,21 @@ class WeightsAndBiases:
         wandb, name = self._wandb, Path(run_folder).absolute().name
         options: dict[str, Any] = {"mode": mode, "dir": str(run_folder), "config": dict(facts), "reinit": "create_new"}
         if mode == "online":
-            options["resume"] = "allow"  # offline it would only be warned about: the id alone makes it the same run
+            options["resume"] = "allow"  # offline it would only cause a warning: the id alone makes it the same run
         try:
             settings = wandb.Settings(console="off", silent=True)
             self._run: Any = wandb.init(id=self._id, project=project, name=name, settings=settings, **options)
         except (wandb.errors.Error, OSError, ValueError) as error:
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise MeshwrightError(
-                f"logging.wandb = '{mode}': Weights & Biases refused ({type(error).__name__}: {said}). Log in with:"
+                f"logging.wandb = '{mode}': Weights & Biases refused ({type(error).__name__}: {reason}). Log in with:"
                 f" wandb login;"
                 f' or set logging.wandb = "offline" and send the files later with: wandb sync'
             ) from error
         self._keep()
         files = Path(run_folder) / "wandb" / "offline-run-*"
         self.place = f"wandb  (wandb sync --id {self._id} {files})" if mode == "offline" else str(self._run.url)
-        """Return the place of the figures, for people."""
+        """The place of the figures, as shown to the user."""
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         if step > self._furthest:
@@ -86,7 +84,7 @@ class WeightsAndBiases:
             self._send(lambda: self._run.log(dict(values), step=step))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Into the run's summary: a step of its own would break the order."""
+        """Store an event in the run's summary: a step of its own would break the order."""
         at = {} if step is None else {f"{name}/step": step}
         self._send(lambda: self._run.summary.update(at | {f"{name}/{key}": value for key, value in values.items()}))
 
@@ -103,18 +101,18 @@ class WeightsAndBiases:
         self._run = None
 
     def _keep(self) -> None:
-        """Note the step before it is sent: after a crash W&B may lack a step, but is never given one twice."""
+        """Store the step before it is sent: after a crash W&B may lack a step, but never receives one twice."""
         temporary = self._path.with_name(NAME + ".new")
         temporary.write_text(json.dumps({"id": self._id, "furthest": self._furthest}))
         os.replace(temporary, self._path)
 
     def _send(self, action: Callable[[], object]) -> None:
-        """Do it, unless W&B was lost: then it was said, and the figures are in the file of metrics."""
+        """Run an action unless W&B was lost, which was reported then; the figures are in the metrics file."""
         if self._run is None:
             return
         try:
             action()
-        except Exception as error:  # noqa: BLE001  (whatever a client of a server far away raises, training does not stop for it)
+        except Exception as error:  # noqa: BLE001  (training continues whatever error a remote client raises)
             self._run = None
             self._say(
                 f"wandb takes no more figures ({type(error).__name__}: {error}); they are in metrics.jsonl, and the"
@@ -127,12 +125,12 @@ def _read(path: Path) -> tuple[str, int]:
     if not path.is_file():
         return secrets.token_hex(4), 0
     try:
-        said = json.loads(path.read_text())
-        known, furthest = said["id"], said["furthest"]
+        stored = json.loads(path.read_text())
+        known, furthest = stored["id"], stored["furthest"]
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{path} is not what meshwright wrote ({error}); remove it to begin a new W&B run"
         ) from None
     if not (isinstance(known, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", known) and type(furthest) is int):
-        raise IntegrityError(f"{path} holds no id of a W&B run; remove it to begin a new one")
+        raise IntegrityError(f"{path} holds no valid id and step of a W&B run; remove it to begin a new one")
     return known, furthest
