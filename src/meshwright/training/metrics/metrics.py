@@ -138,7 +138,7 @@ def _decode(text: str, where: str) -> dict[str, Any]:
     kinds = line.pop("nonfinite", {})
     is_resume = line.get("event") == "resume"
     if ("step" in line or is_resume) and not (isinstance(step := line.get("step"), int) and not isinstance(step, bool)):
-        raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}; it must be a whole number. {foreign}')
+        raise IntegrityError(f'{where}: "step" is {str(step)[:40]!r}, where it is a whole number. {foreign}')
     if not isinstance(kinds, dict) or not all(kind in ("nan", "inf", "-inf") for kind in kinds.values()):
         raise IntegrityError(
             f'{where}: "nonfinite" is {str(kinds)[:80]!r}; it must map names to nan, inf or -inf. {foreign}'

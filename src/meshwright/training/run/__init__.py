@@ -1,1 +1,1 @@
-"""Keep a run's folder: its files, its one user, its continuation and export."""
+"""Manage a run's folder: its files, its lock, its continuation and export."""

@@ -21,7 +21,7 @@ from .folder import RunFolder
 
 @dataclass
 class Position:
-    """The progress of a run. A checkpoint keeps it beside the tensors, with the loader's state (samples consumed)."""
+    """The progress of a run. A checkpoint stores it beside the tensors, with the loader's state (samples consumed)."""
 
     step: int = 0
     """Finished optimizer steps."""
@@ -34,7 +34,7 @@ class Checkpointing:
     """Saves a run and continues it. Every method is collective.
 
     Attributes:
-        latest: the checkpoint that the run would be continued from, None where there is none.
+        latest: the checkpoint that the run would continue from, None without one.
     """
 
     def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
@@ -45,7 +45,7 @@ class Checkpointing:
         """Write this step's checkpoint, then move ``latest`` to it, then remove old ones.
 
         Raises:
-            IntegrityError: a rank could not write (then on every rank); ``latest`` names the checkpoint before.
+            IntegrityError: a rank could not write (raised on every rank); ``latest`` names the previous checkpoint.
         """
         begun = time.perf_counter()
         path = self.folder.of_step(self.at.step)
@@ -72,10 +72,10 @@ class Checkpointing:
         self.folder.keep_last(self.r.config.checkpoint.keep_last)
 
     def resume(self, timeline: StartupTimeline) -> bool:
-        """Take up the latest checkpoint, and say what lies there that is not used. False where there is none.
+        """Load the latest checkpoint, and report unusable ones beside it. Returns False without a checkpoint.
 
         Raises:
-            IntegrityError, ConfigError: it cannot be loaded.
+            IntegrityError, ConfigError: the checkpoint cannot be loaded.
         """
         for leftover in self.folder.half_written():
             self.say(f"{leftover} was never finished (an interrupted save); it is not used")

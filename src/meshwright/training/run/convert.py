@@ -36,11 +36,11 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A model of transformers that computes what a run's model does.
+    """A model of transformers that computes the same as a run's model.
 
     Attributes:
-        source: it.
-        made_of: its tensors' names -> those of the run's that they are made of; None: each of the one of its name.
+        source: the model of transformers.
+        made_of: tensor name -> names of the run's tensors that it is made of; None: every name is the run's.
         config: the keys of its config.json.
     """
 
@@ -60,10 +60,10 @@ class ExportedModel:
 
 
 def of_hugging_face(folder: Path, config: Config) -> Counterpart:
-    """Convert a run whose model is one of transformers already.
+    """Return the counterpart of a run that trained a model of transformers.
 
     Raises:
-        ConfigError: its model is our decoder.
+        ConfigError: the run trained the built-in decoder.
     """
     if not config.model.hf:
         raise ConfigError(
@@ -82,13 +82,14 @@ def convert(
 ) -> ExportedModel:
     """Write the newest checkpoint of a run (or that of ``step``) to the folder ``out``, for ``from_pretrained(out)``.
 
-    It is written beside its place and renamed when it is whole and its names and shapes are those of the model.
+    The files are written to a folder beside ``out``, which is renamed once it is complete and its tensors' names and
+    shapes are those of the model.
 
     Args:
-        dtype: of the weights, by name; None: as the run keeps them.
+        dtype: dtype of the weights, by name; None: as in the checkpoint.
 
     Raises:
-        ConfigError: ``out`` is there and not empty, or there is no such checkpoint.
+        ConfigError: ``out`` exists and is not empty, or there is no such checkpoint.
         IntegrityError: the checkpoint is damaged.
     """
     out = Path(os.path.abspath(out.expanduser()))
@@ -105,8 +106,8 @@ def convert(
         has_tokenizer = _copy_small_files(folder, partial)
         stored = dtype or _dtype_of(checkpoint)
         config = {key: value for key, value in counterpart.config.items() if key != "torch_dtype"}
-        said = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": stored}
-        (partial / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        written = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": stored}
+        (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         sync_folder(partial)
         os.rename(partial, out)
     except OSError as error:
@@ -123,9 +124,9 @@ def _dtype_of(checkpoint: Path) -> str:
 
 
 def _copy_small_files(run: Path, out: Path) -> bool:
-    """Return what lay beside the model that the run began from; of tokenizers the one that it trained with.
+    """Copy the run's small files of its model, and the tokenizer that it trained with.
 
-    Whether there is one.
+    Returns whether there is a tokenizer.
     """
     model, own = run / FOLDER, run / TOKENIZER_FOLDER
     kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}

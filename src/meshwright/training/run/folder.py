@@ -44,12 +44,12 @@ class RunFolder:
 
     @property
     def trace_check(self) -> Path:
-        """What the comparison of the first steps with a trace found."""
+        """File with the result of comparing the first steps with a trace."""
         return self.path / "trace_check.json"
 
     @property
     def is_new(self) -> bool:
-        """Whether it does not say yet what run it holds."""
+        """Whether the folder does not yet hold a run's identity."""
         return not (self.path / "identity.json").is_file()
 
     def checkpoint(self, step: int | None = None) -> Path:
@@ -67,16 +67,16 @@ class RunFolder:
     def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
         """Return the folder that the config names, or a new one.
 
-        Call it on one rank; nothing of an older run is touched.
+        Call it on one rank; existing runs are not changed.
 
-        The name of a new one ends with the time, or with the Slurm job: requeued, that job continues the run that it
-        began.
+        The name of a new folder ends with the time, or with the Slurm job's number, so that a requeued job continues
+        its own run.
 
         Args:
-            identity: what must not change between the parts of one run, as JSON values.
+            identity: facts that must not change when a run is continued, as JSON values.
 
         Raises:
-            ConfigError: the folder holds a run of another identity, or files that are no run.
+            ConfigError: the folder holds a run of another identity, or other files than a run's.
         """
         run = config.run or run_of_requeued_job(config)
         if not run:
@@ -92,7 +92,7 @@ class RunFolder:
         return folder
 
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Refuse to continue somebody else's run. Raises ConfigError."""
+        """Refuse to continue a run of another identity. Raises ConfigError."""
         stored = self.path / "identity.json"
         if not stored.is_file():
             if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
@@ -111,8 +111,8 @@ class RunFolder:
             )
 
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
-        """Write what the run is made of (each file whole or not at all)."""
-        # first: without it the folder is nobody's
+        """Write the run's identity, config, plan, tokenizer and model files, each of them atomically."""
+        # first: without an identity the other files would count as foreign
         replace_text(self.path / "identity.json", json.dumps(identity, indent=1))
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
@@ -121,9 +121,7 @@ class RunFolder:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Tell whether a file in a folder without an identity is somebody else's, and not what a start that broke off
-    left behind.
-    """
+    """Tell whether a file in a folder without an identity is anything but the remnant of an interrupted start."""
     return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
 
 
@@ -142,7 +140,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
-    """Yield what is no longer as it was, in words, by dotted key; of JSON values."""
+    """Describe each value that changed, by its dotted key; both arguments are JSON values."""
     if isinstance(there, dict) and isinstance(now, dict):
         for name in now:
             yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)

@@ -23,7 +23,7 @@ from .folder import RunFolder
 
 
 def describe_run(path: Path, config: Config) -> str:
-    """Model, data, how far it came, its checkpoints, its plan."""
+    """Describe a run: name, data, progress, checkpoints and plan."""
     folder = RunFolder(path)
     identity = read_object(path / "identity.json") if (path / "identity.json").is_file() else {}
     lines = [
@@ -46,7 +46,7 @@ def describe_run(path: Path, config: Config) -> str:
 
 
 def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
-    """Facts of a Hugging Face model, and what weights lie beside its config."""
+    """Describe a Hugging Face model, and the weights beside its config."""
     facts = model_facts(as_module(read_causal_lm(path, trust_remote_code=trusted)))
     lines = [describe_model(facts), describe_structure(facts), describe_premises(facts)]
     if path.is_dir() and holds_weights(path):

@@ -16,24 +16,24 @@ from meshwright.core.errors import ConfigError
 
 NAME = "running.lock"
 _PATIENCE_SEC = 5.0
-"""A job that was just killed may need a moment to let go."""
+"""A job that was just killed may need a moment to release its lock."""
 
 
 @contextlib.contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for the time of the block. The system lets go of it when this process dies, however it dies.
+    """Lock ``folder`` for the time of the block. The system releases the lock when this process dies, however it dies.
 
-    Where files cannot be locked (some network file systems) nothing is held.
+    If files cannot be locked (some network file systems), there is no lock.
 
     Raises:
-        ConfigError: another job holds it; names its process and host.
+        ConfigError: another job holds the lock; the message names its process and host.
     """
     held = _take(folder / NAME)
     try:
         yield
     finally:
         if held is not None:
-            (folder / NAME).unlink(missing_ok=True)  # before the lock goes: whoever waits sees that its file is no more
+            (folder / NAME).unlink(missing_ok=True)  # before the lock is released: who waits sees that it is gone
             os.close(held)
 
 
@@ -75,7 +75,7 @@ def _is_there(file: int, path: Path) -> bool:
 
 def _holder(file: int) -> str:
     try:
-        said = json.loads(os.pread(file, 1000, 0))
-        return f"another job (process {said['pid']} on {said['host']}, since {said['since']})"
+        holder = json.loads(os.pread(file, 1000, 0))
+        return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return "another job"

@@ -19,7 +19,7 @@ from .folder import RunFolder
 
 class Sampler:
     """A run's model, read from its latest checkpoint (or that of ``step``) onto this machine's device, in the dtype
-    at rest.
+    of its master weights.
 
     Raises:
         ConfigError: the run has no checkpoint yet, or none of that step.

@@ -1,7 +1,7 @@
-"""Find the values of a config that run somebody's code, and ask for consent.
+"""Find the values of a config that run foreign code, and require consent.
 
-A config file may come from anybody, with the run or the model that it describes, so no file allows its own code: such
-a value counts where it is given as a flag on this command line, or where ``--trust`` stands there. Torch-free.
+A config file may come from anybody, with the run or the model that it describes, so no file can allow its own code:
+such a value is accepted only as a flag on this command line, or together with ``--trust``. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ environment of a job.
 
 
 def code_in(config: Config, keys: Collection[str] = tuple(RUNS_CODE)) -> dict[str, Any]:
-    """Keys of a config whose values run code, and the values."""
+    """Return the keys of a config whose values run code, and the values."""
     values = {key: reduce(lambda node, name: getattr(node, name, None), key.split("."), config) for key in keys}
     return {key: value for key, value in values.items() if value is not None and RUNS_CODE[key](value)}
 
@@ -39,19 +39,19 @@ def refuse_code(
     """Refuse values of a file that run code and are not repeated on the command line.
 
     Args:
-        config: as the file says.
-        file: it, for the error.
+        config: the config that the file holds.
+        file: path of the file, for the error.
         given: keys that the command line sets itself.
-        keys: those that the verb heeds.
+        keys: keys that the command uses.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the file has such a value.
     """
     found = {key: value for key, value in code_in(config, keys).items() if key not in given}
     if found:
-        said = " and ".join(f"{key} = {shown(value)}" for key, value in found.items())
+        values = " and ".join(f"{key} = {shown(value)}" for key, value in found.items())
         raise ConfigError(
-            f"{file} holds {said}, which runs code, and no file can allow that, nor an earlier command for this one:"
+            f"{file} holds {values}, which runs code, and no file can allow that, nor an earlier command for this one:"
             f" read that code, then"
             f" add {FLAG} to this command, or give another value with --{next(iter(found))}"
         )

@@ -10,7 +10,7 @@ _NOT_A_NUMBER = "×"
 
 
 class LossCurve:
-    """Keeps a whole run's losses in bounded memory and draws them in any width.
+    """Stores a whole run's losses in bounded memory and draws them in any width.
 
     When ``capacity`` points are held, neighbours are averaged, and from then on a point stands for twice as many
     losses.
@@ -34,9 +34,9 @@ class LossCurve:
             self._losses_per_point *= 2
 
     def draw(self, width: int) -> str:
-        """At most ``width`` characters, one per equal part of the run, between the lowest and the highest loss.
+        """Draw at most ``width`` characters, one per equal part of the run, from the lowest to the highest loss.
 
-        Empty before a loss.
+        Empty without a loss.
         """
         points = self._points + ([_mean(self._pending)] if self._pending else [])
         if not points or width < 1:
@@ -55,7 +55,7 @@ def _bar(value: float, low: float, high: float) -> str:
 
 
 def _chunks(points: Sequence[float], count: int) -> list[Sequence[float]]:
-    """``points`` cut into ``count`` runs (at most one per point) whose lengths differ by at most 1."""
+    """Cut ``points`` into ``count`` runs (at most one per point) whose lengths differ by at most 1."""
     edges = [round(index * len(points) / count) for index in range(count + 1)]
     return [points[start:end] for start, end in zip(edges, edges[1:], strict=False)]
 

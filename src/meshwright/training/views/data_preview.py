@@ -1,4 +1,4 @@
-"""Show the first samples of a run's data, learnt tokens apart from those only read."""
+"""Show the first samples of a run's data, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SHOWN = 2000
 """Tokens of a document that are shown."""
 
 Run = tuple[bool, np.ndarray]
-"""Whether a run of ids is learnt, and the ids."""
+"""Whether a run of token ids is trained on, and the ids."""
 
 
 def show_data(config: Config, documents: int, console: Console) -> None:
-    """Print each source's format, task and first documents: on a terminal what is only read is grey, elsewhere it
-    stands in [[ ]].
+    """Print each source's format, task and first documents: tokens that are not trained on are grey on a terminal, and
+    in [[ ]] elsewhere.
 
     Raises:
-        ConfigError: what training on it would raise, if one of these documents is the cause.
+        ConfigError: as training would, if one of these documents is the cause.
     """
     tokenizer = run_tokenizer(config, console.print)
     memory = Path(config.data.cache).expanduser() if config.data.cache else default_cache_dir()

@@ -13,14 +13,14 @@ from .progress import PlainProgress, Progress, SilentProgress
 def build_progress(
     *, is_main: bool, style: Literal["auto", "plain"] = "auto", stream: TextIO | None = None
 ) -> Progress:
-    """Return the progress that fits: silent on ranks that are not ``is_main``, live on a terminal, plain lines
+    """Return the progress for the output: silent on ranks that are not ``is_main``, live on a terminal, plain lines
     elsewhere.
 
     A terminal that cannot place a cursor (``TERM=dumb``) or show the bars (not UTF-8) gets plain lines too.
 
     Args:
-        is_main: whether this rank speaks for the run.
-        style: ``"plain"`` keeps to plain lines on a terminal as well.
+        is_main: whether this rank prints for the run.
+        style: ``"plain"`` prints plain lines on a terminal as well.
         stream: where to write; standard output by default.
 
     Raises:
@@ -33,7 +33,7 @@ def build_progress(
     target = stream or sys.stdout
     if style == "plain" or not target.isatty():
         return PlainProgress(stream)
-    from rich.console import Console  # a terminal is there: 0.03 s that batch jobs do not pay
+    from rich.console import Console  # imported for terminals only: batch jobs save 0.03 s
 
     from .live import LiveProgress
 

@@ -1,4 +1,4 @@
-"""Show a run live on a terminal: a bar, present figures, the loss so far, the last logged steps."""
+"""Show a run live on a terminal: a bar, current figures, the loss so far, the last logged steps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LiveProgress:
         self._console.print(Text(text))
 
     def portion(self, what: str, done: int, total: int) -> None:
-        """Draw a bar that goes when it is full."""
+        """Draw a bar that disappears when it is full."""
         now = self._clock()
         if done >= total:
             self._end_bar()

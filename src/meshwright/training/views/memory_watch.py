@@ -18,10 +18,10 @@ from meshwright.training.metrics.memory_table import MemoryShares, is_out_of_mem
 
 
 class MemoryWatch:
-    """Looks at the first step that this process takes.
+    """Measures the memory of the first step that this process takes.
 
     Attributes:
-        found: bytes by what they are held for, once the step was taken.
+        found: peak bytes by use, after that step.
     """
 
     def __init__(self, run: Run):
@@ -33,9 +33,9 @@ class MemoryWatch:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around forward and backward.
+        """Measure the memory of forward and backward.
 
-        Operators inside compiled blocks are not seen; of these runs the states are counted alone.
+        Operators inside compiled blocks cannot be observed: in such runs only the states are counted.
         """
         account = self._account
         try:
@@ -51,7 +51,7 @@ class MemoryWatch:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the optimizer's step."""
+        """Explain an out-of-memory error of the optimizer step."""
         try:
             yield
         except Exception as error:
@@ -59,7 +59,7 @@ class MemoryWatch:
             raise
 
     def told(self) -> str:
-        """Return the first step was taken: what there is to say, else nothing."""
+        """Return the report on the first step's memory; empty after the first call."""
         account, self._account = self._account, None
         if account is None:
             return ""
@@ -85,7 +85,7 @@ class MemoryWatch:
 
 
 def memory_shares(run: Run) -> MemoryShares:
-    """Tell how this rank's part of a step is cut."""
+    """Return the cut of this rank's part of a step into microbatches."""
     plan, batch = run.plan, run.config.batch
     own = max(1, batch.global_batch // plan.data_ranks)
     suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own

@@ -12,7 +12,7 @@ from typing import Protocol, Self, TextIO
 from meshwright.core.units import bytes_text, count_text, duration_text
 
 UNBALANCED = 2.0
-"""From so many times its layer's mean on, the busiest expert is worth a word."""
+"""Multiple of its layer's mean from which the busiest expert is reported."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepReport:
     learning_rate: float
     tokens_per_second: float
     memory_bytes: int
-    """Bytes held by this rank; ``memory_label`` says of what."""
+    """Bytes held by this rank; ``memory_label`` names the quantity."""
     memory_label: str
     mfu: float | None = None
     """Model FLOPs utilisation as a fraction; None where the device's peak is unknown."""
@@ -38,8 +38,7 @@ class StepReport:
     skipped: int = 0
     """Steps so far that were skipped for gradients that were not finite."""
     busiest_expert: float | None = None
-    """Tokens of the expert that was given most in its layer, as a multiple of the layer's mean; None where it was not
-    counted."""
+    """Tokens of the expert that received most in its layer, as a multiple of the layer's mean; None if not counted."""
     eta_seconds: float | None = None
     """Estimated seconds to the end; None while unknown."""
 
@@ -68,7 +67,7 @@ class StepReport:
         return " · ".join([*parts, self.eta_text()] if self.eta_text() else parts)
 
     def eta_text(self) -> str:
-        """``"ETA 3 min 2 s"``; empty while unknown and on the last step."""
+        """Return ``"ETA 3 min 2 s"``; empty while unknown and on the last step."""
         if self.eta_seconds is None or self.step >= self.total_steps:
             return ""
         return f"ETA {duration_text(math.ceil(self.eta_seconds))}"
@@ -82,7 +81,7 @@ class Progress(Protocol):
         ...
 
     def update(self, report: StepReport) -> None:
-        """Take the figures of a step. Cheap: call it on every step; how often to show them is decided here."""
+        """Take the figures of a step. Cheap: call it on every step; the implementation decides when to show them."""
         ...
 
     def say(self, text: str) -> None:
@@ -90,7 +89,7 @@ class Progress(Protocol):
         ...
 
     def portion(self, what: str, done: int, total: int) -> None:
-        """Show how far a long preparation is. Cheap: call it often."""
+        """Show the progress of a long preparation. Cheap: call it often."""
         ...
 
     def close(self) -> None:
@@ -106,19 +105,19 @@ class SilentProgress:
     """The whole interface without effect, for ranks that show nothing: callers need no ``if rank == 0``."""
 
     def start(self, header_lines: Sequence[str]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def update(self, report: StepReport) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def portion(self, what: str, done: int, total: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +164,7 @@ class PlainProgress:
         """Print ``text`` and flush."""
         stream = self._stream or sys.stdout
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        # A log in a narrow encoding loses a dot or an arrow, not the run.
+        # In a narrow encoding the log loses a dot or an arrow, but the run continues.
         print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
     def portion(self, what: str, done: int, total: int) -> None:
@@ -176,7 +175,7 @@ class PlainProgress:
             self._portion_at = now
 
     def close(self) -> None:
-        """Print the last report if it was held back: after a stop or a failure it tells where."""
+        """Print the last report if it was not shown yet: after a stop or a failure it tells the step."""
         if self._unshown is not None:
             self.say(self._unshown.line())
             self._unshown = None

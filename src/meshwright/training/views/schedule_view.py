@@ -1,4 +1,4 @@
-"""Draw the work of a pipeline's ranks over time, by schedule or as the last step was measured."""
+"""Draw the work of a pipeline's ranks over time, as scheduled or as measured in the last step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meshwright.planning.pipeline.schedules.simulate import simulate
 from meshwright.planning.pipeline.schedules.table import read_schedule
 
 TIMES = "schedule_times.json"
-"""In a run's folder: what each rank of the pipeline did in the run's last step, and when."""
+"""File in a run's folder: each pipeline rank's actions in the run's last step, and their times."""
 DEEP = 64
-"""Blocks of the model that is thought of where nothing is said: as many as any schedule asks for."""
+"""Assumed blocks per rank if the stages per rank are not given: enough for any schedule."""
 
 
 def keep_times(model: ParallelModel, folder: Path) -> None:
-    """Write what the pipeline did in its last step; nothing without a pipeline. Collective."""
-    said = {rank: spans for rank, spans in filter(None, agree.everybody_says(model.action_times())) if spans}
-    if said and is_rank_zero():
-        ranks = [[[str(action), begin, end] for action, begin, end in said[rank]] for rank in sorted(said)]
+    """Write the actions and times of the pipeline's last step; nothing without a pipeline. Collective."""
+    times = {rank: spans for rank, spans in filter(None, agree.everybody_says(model.action_times())) if spans}
+    if times and is_rank_zero():
+        ranks = [[[str(action), begin, end] for action, begin, end in times[rank]] for rank in sorted(times)]
         replace_text(
             folder / TIMES,
             json.dumps({"schedule": model.plan.pipeline.schedule if model.plan.pipeline else "", "ranks": ranks}),
@@ -38,7 +38,7 @@ def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) 
     """Find a schedule by name, or in a CSV file, which states ranks and microbatches itself.
 
     Raises:
-        ConfigError: an unknown name, or numbers that it cannot do.
+        ConfigError: an unknown name, or numbers that the schedule does not support.
     """
     if name.endswith(".csv"):
         return read_schedule(name)
@@ -56,7 +56,7 @@ def schedule_of(name: str, ranks: int, microbatches: int, per_rank: int | None) 
 
 
 def drawn(schedule: PipelineSchedule) -> tuple[str, str]:
-    """Draw a schedule as text and SVG; forward, input and weight gradient take equally long, messages no time."""
+    """Draw a schedule as text and SVG; forward, input and weight gradient take the same time, messages none."""
     timeline = simulate(schedule)
     title = (
         f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches: bubble"
@@ -91,14 +91,14 @@ def drawn_run(folder: Path) -> tuple[str, str]:
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
 
 
-def _measured(said: dict[str, Any]) -> tuple[str, list[list[Span]]]:
-    """Return the name of a schedule, and of each rank what it did and when."""
-    times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in said["ranks"]]
-    return str(said["schedule"]), times
+def _measured(raw: dict[str, Any]) -> tuple[str, list[list[Span]]]:
+    """Return the name of a schedule, and each rank's actions with their times."""
+    times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in raw["ranks"]]
+    return str(raw["schedule"]), times
 
 
 def _means(spans: list[tuple[Action, float, float]]) -> str:
-    """Return the time that one piece of each kind of work took."""
+    """Return the mean time of each kind of work."""
     by_work: dict[str, list[float]] = {}
     for action, begin, end in spans:
         by_work.setdefault(str(action.work), []).append(end - begin)

@@ -1,4 +1,4 @@
-"""Print and write what a run reports: its header, the figures of each step, the closing report."""
+"""Print and write a run's reports: its header, the figures of each step, the closing report."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Validated:
 
 
 class Teller:
-    """Tells of a run on the rank that speaks; silent on the others, with the same methods. Making one is collective.
+    """Reports a run on the first rank; silent on the others, with the same methods. Construction is collective.
 
     Attributes:
-        trouble: what went wrong while figures were written, on the rank that writes them; the loop agrees on it.
+        trouble: the error while writing figures, on the rank that writes them; the loop shares it with all ranks.
     """
 
     def __init__(self, run: Run, folder: RunFolder, at: Position, progress: Progress):
@@ -81,7 +81,7 @@ class Teller:
         self.progress.say(text)
 
     def header(self) -> None:
-        """Print what the run is made of."""
+        """Print the run's model, layout, data and optimizer."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
         axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
@@ -106,7 +106,7 @@ class Teller:
     def measured(
         self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]
     ) -> StepReport:
-        """Return the figures of the step that was just taken; ``loads`` of its experts, where they are told."""
+        """Return the figures of the step that was just taken; ``loads`` are its experts' loads, if reported."""
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
         self.throughput.add(loss.tokens, seconds)
@@ -156,18 +156,18 @@ class Teller:
             self.note(lambda: self.trackers.log(self.at.step, figures))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
-        """Keep something that happens once."""
+        """Write an event that happens once."""
         self.note(lambda: self.trackers.event(name, values, step))
 
     def note(self, write: Callable[[], None]) -> None:
-        """A disk that fails here fails on one rank: the others must hear of it before anybody stops."""
+        """Write figures, and store a disk error for the loop: it occurs on one rank, and all must stop together."""
         try:
             write()
         except OSError as error:
             self.trouble = self.trouble or error
 
     def left_out(self, samples: list[str]) -> None:
-        """Say which samples could not be read, a few of them by name."""
+        """Report the samples that could not be read, a few of them by name."""
         if samples:
             more = f"; and {len(samples) - 3} more" if len(samples) > 3 else ""
             why = "could not be read and were left out (data.on_bad_row = 'skip')"
@@ -182,7 +182,7 @@ class Teller:
             )
 
     def close(self, stopped: int, seconds: float, checkpoints: Checkpointing, sample: str | None) -> None:
-        """The closing report, and how to go on."""
+        """Print the closing report, and the command to continue or to sample."""
         report = ClosingReport(
             run_folder=self.folder.path,
             step=self.at.step,
@@ -212,7 +212,7 @@ class Teller:
 
 
 def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
-    """Metrics of how tokens spread over experts: of the worst layer, and of each."""
+    """Return metrics of the distribution of tokens over experts: for the worst layer, and for each."""
     if not loads:
         return {}
     worst = {
@@ -232,7 +232,7 @@ def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:
 
 
 def in_words(action: Callable[[], Result], what: str) -> Callable[[], Result]:
-    """Return the same action, which says in a sentence what the disk refused."""
+    """Wrap an action so that a disk error becomes a MeshwrightError that begins with ``what``."""
 
     def worded() -> Result:
         try:

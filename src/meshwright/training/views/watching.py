@@ -26,11 +26,11 @@ from .telling import Teller, in_words
 
 
 def check_watching(config: Config) -> None:
-    """Refuse what cannot be had here, before anything is made for it.
+    """Refuse trackers and recordings that are unavailable here, before the run is built.
 
     Raises:
-        MissingExtraError: a tracker that is not installed.
-        UnsupportedError: a recording that this device cannot give.
+        MissingExtraError: a tracker is not installed.
+        UnsupportedError: this device does not support a recording.
     """
     check_trackers(config.logging)
     check_recordings(config.logging, choose_backend(config.process.backend)[1])
@@ -40,8 +40,8 @@ class Watch:
     """Watches a loop; every method is called on all ranks alike.
 
     Args:
-        teller: hears what there is to say.
-        trace: compares the first steps.
+        teller: prints the messages.
+        trace: compares the first steps; None without a trace.
     """
 
     def __init__(self, run: Run, folder: RunFolder, teller: Teller, trace: TraceCheck | None):
@@ -57,10 +57,10 @@ class Watch:
         self.stragglers = None if agree.alone() else Stragglers(flight.issued, agree.everybody_says)
 
     def begin(self, step: int) -> None:
-        """The run goes on from ``step``.
+        """Prepare to continue from ``step``.
 
         Raises:
-            ConfigError: past the steps that were to be compared with a trace.
+            ConfigError: the run is past the steps to compare with a trace, and has not compared them.
         """
         self.recordings.announce(step, self.teller.say)
         if step and self.trace is not None:
@@ -74,45 +74,45 @@ class Watch:
             self.trace = None
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Start the recordings that begin with this step."""
         if self.recordings.begins_before(step):
             self.disturbed()
             self.recordings.before(step)
 
     def got_data(self, seconds: float) -> None:
-        """Its batch is there; that took so long."""
+        """Record how long the step waited for its batch."""
         if self.stragglers is not None:
             self.stragglers.got_data(seconds)
 
     def computing(self, batch: Any) -> AbstractContextManager[None]:
-        """Around its forward and backward."""
+        """Observe the step's forward and backward for the trace."""
         return nullcontext() if self.trace is None else self.trace.watching(batch)
 
     def after(self, step: int, loss: StepLoss, result: StepResult) -> None:
-        """It was taken.
+        """Compare the finished step with the trace, and stop the recordings that end with it.
 
         Raises:
-            IntegrityError: it is not what the trace says.
+            IntegrityError: the step differs from the trace.
         """
         if self.trace is not None:
             self._compare(self.trace, loss, result)
         if self.recordings.ends_after(step):
-            self.disturbed()  # writing is no part of the step
+            self.disturbed()  # writing is not part of the step
             self.teller.note(lambda: self.recordings.after(step))
 
     def _compare(self, trace: TraceCheck, loss: StepLoss, result: StepResult) -> None:
         found = trace.compared(loss, result)
         if found is None:
             return
-        said = json.dumps({"trace": str(trace.trace.path), **found.plain()}, indent=1)
-        writing = in_words(lambda: replace_text(self.folder.trace_check, said), f"cannot write in {self.folder.path}")
+        text = json.dumps({"trace": str(trace.trace.path), **found.plain()}, indent=1)
+        writing = in_words(lambda: replace_text(self.folder.trace_check, text), f"cannot write in {self.folder.path}")
         agree.together(writing, here=is_rank_zero())
         trace.refuse(found)
         self.teller.say(trace.text(found))
         self.trace = None
 
     def met(self, step: int) -> dict[str, float]:
-        """Return the ranks have just agreed to go on after ``step``. More figures of it, where there are any."""
+        """Record that the ranks have just agreed to continue after ``step``; return further figures, if any."""
         if self.stragglers is None:
             return {}
         figures = self.stragglers.met(step)
@@ -122,10 +122,10 @@ class Watch:
         return figures
 
     def disturbed(self) -> None:
-        """Something that is no step happened since."""
+        """Leave the next step out of the search for stragglers: other work was done since the last one."""
         if self.stragglers is not None:
             self.stragglers.disturbed()
 
     def close(self) -> None:
-        """The run ends."""
+        """Write the recordings that are still open at the end of the run."""
         self.teller.note(self.recordings.close)

@@ -30,8 +30,8 @@ class Chart:
     """A figure with one or more curves.
 
     Attributes:
-        marks: (what, steps) that are drawn as vertical lines; "resume" and "skipped" have a style.
-        text: how a value is written at the axis and in the hover's text.
+        marks: (event, steps) that are drawn as vertical lines; "resume" and "skipped" have a style.
+        text: formats a value at the axis and in the hover's text.
     """
 
     title: str
@@ -59,7 +59,7 @@ class ChartAxis:
 
 
 def step_axis(charts: Sequence[Chart]) -> ChartAxis:
-    """One axis of steps for all charts, so that they can be compared."""
+    """Build one axis of steps for all charts, so that they can be compared."""
     steps = [point[0] for chart in charts for curve in chart.curves for point in curve.points]
     low, high = (min(steps), max(steps)) if steps else (0, 1)
     if low == high:
@@ -69,7 +69,7 @@ def step_axis(charts: Sequence[Chart]) -> ChartAxis:
 
 
 def value_axis(chart: Chart) -> ChartAxis:
-    """Around the finite values of a chart."""
+    """Build the value axis of a chart, around its finite values."""
     values = [value for curve in chart.curves for _, value in curve.points if math.isfinite(value)]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low > 0 and high / low >= LOG_FROM:
@@ -79,7 +79,7 @@ def value_axis(chart: Chart) -> ChartAxis:
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
     unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "bytes" and high > 1 else 1.0
-    ticks = [min(max(tick * unit, low), high) for tick in _nice(low / unit, high / unit, 5)]  # a product rounds
+    ticks = [min(max(tick * unit, low), high) for tick in _nice(low / unit, high / unit, 5)]  # clamped: it rounds
     return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, False, ticks)
 
 
@@ -102,9 +102,7 @@ def figure(chart: Chart, x: ChartAxis) -> str:
 
 
 def hover_data(chart: Chart, x: ChartAxis) -> dict[str, Any]:
-    """Return what the script needs to tell the values under the pointer: steps and values as they are drawn, null
-    where not finite.
-    """
+    """Return the data that the script shows under the pointer: steps and values as drawn, null if not finite."""
     curves = [
         {
             "name": curve.name,
@@ -149,7 +147,7 @@ def _mark(what: str, place: float) -> str:
 
 
 def _nice(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` round numbers in [low, high]."""
+    """Return about ``count`` round numbers in [low, high]."""
     raw = (high - low) / count
     if not 0 < raw < math.inf:
         return []

@@ -1,4 +1,4 @@
-"""Write the page: everything that a run folder tells, in one file."""
+"""Write a run's page: its curves, events, plan and config in one HTML file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .charts import Chart, Curve, figure, hover_data, step_axis
 from .history import BY_SOURCE, History, read_history, thinned
 
 MOST_POINTS = 1500
-"""Of a curve; a longer one is thinned."""
+"""Most points of a curve; a longer one is thinned."""
 MOST_MARKS = 200
 
 COLLECTIVE = ("operation", "axis", "ranks", "unit", "elements", "dtype", "calls")
@@ -35,7 +35,7 @@ def page(folder: Path, config: Config) -> str:
     """Return the run in ``folder`` as an HTML page.
 
     Raises:
-        IntegrityError: a line of its metrics is nothing that meshwright wrote.
+        IntegrityError: a line of its metrics was not written by meshwright.
     """
     history = read_history(folder / NAME)
     charts = _charts(history)
@@ -74,7 +74,7 @@ def page(folder: Path, config: Config) -> str:
 
 
 def _fingerprint(text: str) -> str:
-    """Lets the browser run this very text and nothing that came with the data."""
+    """Return the hash by which the browser accepts this text, but nothing that came with the data."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -30,12 +30,12 @@ BY_SOURCE = "validation_loss/"
 MOST_SOURCES = 12
 MOST_EVENTS = 1000
 LARGEST = 1e300
-"""Beyond it no axis can be drawn: such a number counts as one that is not finite."""
+"""Larger numbers count as not finite, since no axis can be drawn for them."""
 
 
 @dataclass
 class Series:
-    """One number over the steps, which rise."""
+    """A series of numbers over rising steps."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -46,7 +46,7 @@ class Series:
             self.values.append(value)
 
     def forget_after(self, step: int) -> None:
-        """Drop what a run took back when it went on from ``step``."""
+        """Drop the steps that a run abandoned when it continued from ``step``."""
         end = bisect_right(self.steps, step)
         del self.steps[end:], self.values[end:]
 
@@ -57,12 +57,12 @@ class Series:
 
 @dataclass
 class History:
-    """The metrics of a run as it went on.
+    """The metrics of a run, without abandoned steps.
 
     Attributes:
-        series: by name; those of SINGLE, and validation losses by source.
-        events: lines that are no step's, the last MOST_EVENTS of them; ``dropped`` counts the others.
-        left_out: sources of validation above MOST_SOURCES.
+        series: name -> series, for the names in SINGLE and for validation losses by source.
+        events: the last MOST_EVENTS lines without a step's figures; ``dropped`` counts earlier ones.
+        left_out: validation sources beyond MOST_SOURCES.
         seconds: Unix time of the first line and of the last.
     """
 
@@ -86,7 +86,7 @@ class History:
         return self.series[name].last if name in self.series else None
 
     def rises(self, name: str) -> list[int]:
-        """Steps at which a count went up."""
+        """Return the steps at which a count rose."""
         series, before, found = self.series.get(name, Series()), 0.0, []
         for step, value in zip(series.steps, series.values, strict=True):
             if value > before:
@@ -96,10 +96,10 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Return the history that a ``metrics.jsonl`` tells; an empty one where there is no file.
+    """Read the history from a ``metrics.jsonl``; an empty one without a file.
 
     Raises:
-        IntegrityError: a line of it is nothing that meshwright wrote.
+        IntegrityError: a line of the file was not written by meshwright.
     """
     history = History()
     for line in metric_lines(path) if path.is_file() else ():
@@ -150,9 +150,9 @@ def _number(value: object) -> float | None:
 
 
 def thinned(series: Series, most: int) -> list[tuple[int, float]]:
-    """At most ``most`` points of a series (8 or more): all of them, or of each of equal portions the lowest, the
-    highest, and one that is not finite; the first point and the last are always there. So no peak and no failure gets
-    lost.
+    """Thin a series to at most ``most`` points (8 or more) without losing a peak or a failure.
+
+    Keeps the first and the last point and, of each of equal portions, the lowest, the highest and a non-finite one.
     """
     points = list(zip(series.steps, series.values, strict=True)) if len(series.steps) <= most else None
     if points is not None:
