@@ -121,7 +121,7 @@ class WeightsAndBiases:
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """Return (id, furthest step) of the run so far; a new id where there is none."""
+    """Return (id, furthest step) of the run so far; a new id without a file."""
     if not path.is_file():
         return secrets.token_hex(4), 0
     try:

@@ -124,7 +124,7 @@ def _dtype_of(checkpoint: Path) -> str:
 
 
 def _copy_small_files(run: Path, out: Path) -> bool:
-    """Copy the run's small files of its model, and the tokenizer that it trained with.
+    """Copy the small files of the run's model, and the tokenizer that the run trained with.
 
     Returns whether there is a tokenizer.
     """

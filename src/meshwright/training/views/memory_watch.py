@@ -1,4 +1,4 @@
-"""Watch the memory of a run's first step, and explain when there is not enough."""
+"""Watch the memory of a run's first step, and explain out-of-memory errors."""
 
 from __future__ import annotations
 

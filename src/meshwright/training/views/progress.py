@@ -17,7 +17,7 @@ UNBALANCED = 2.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """The figures of one optimizer step, of the whole run and not of one rank unless it says so."""
+    """The figures of one optimizer step, of the whole run and not of one rank unless noted."""
 
     step: int
     """Finished optimizer steps, this one included: the first report has 1."""

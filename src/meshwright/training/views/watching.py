@@ -57,7 +57,7 @@ class Watch:
         self.stragglers = None if agree.alone() else Stragglers(flight.issued, agree.everybody_says)
 
     def begin(self, step: int) -> None:
-        """Prepare to continue from ``step``.
+        """Prepare to train from ``step`` on.
 
         Raises:
             ConfigError: the run is past the steps to compare with a trace, and has not compared them.

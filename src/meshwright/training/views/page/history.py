@@ -152,7 +152,7 @@ def _number(value: object) -> float | None:
 def thinned(series: Series, most: int) -> list[tuple[int, float]]:
     """Thin a series to at most ``most`` points (8 or more) without losing a peak or a failure.
 
-    Keeps the first and the last point and, of each of equal portions, the lowest, the highest and a non-finite one.
+    Returns all points if they fit; else the first, the last, and the extremes and a non-finite point of equal portions.
     """
     points = list(zip(series.steps, series.values, strict=True)) if len(series.steps) <= most else None
     if points is not None:
