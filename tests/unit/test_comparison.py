@@ -73,8 +73,8 @@ def test_what_ranks_see_of_their_tokens_adds_up_to_what_one_sees_of_all(length, 
     whole, filled = torch.randn(4, length, *features).double(), torch.full((4, ranks, *features), torch.nan).double()
     total, modules = torch.zeros(4, 8).double(), []
     for rank in range(ranks):
-        tokens = TokensOfRank(rank, ranks, length)
-        part = torch.cat([whole, filled], 1)[:, rank * tokens.share :][:, : tokens.share].requires_grad_()
+        tokens = TokensOfRank.run(rank, ranks, length)
+        part = torch.cat([whole, filled], 1)[:, rank * tokens.filled :][:, : tokens.filled].requires_grad_()
         model = nn.Identity()
         with observing(model, tokens=tokens) as observed:
             (model(part) * 2).sum().backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,32 +27,36 @@ from .sketch import sketch_rows
 
 @dataclass(frozen=True)
 class TokensOfRank:
-    """The tokens of each row that a rank has where ranks share out sequences.
+    """The tokens of each row that a rank has where ranks have parts of rows.
 
-    These tokens are the ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉, the last one padded."""
+    Attributes:
+        places: the places of these tokens in a row.
+        filled: number of tokens in the rank's tensors, those included that only fill up.
+        length: number of tokens of a whole row.
+    """
 
-    rank: int = 0
-    ranks: int = 1
+    places: Sequence[int] = ()
+    filled: int = 0
     length: int = 0
-    """Number of tokens of a whole row."""
 
-    @property
-    def share(self) -> int:
-        return -(-self.length // self.ranks)
+    @classmethod
+    def run(cls, rank: int, ranks: int, length: int) -> TokensOfRank:
+        """The ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉ tokens, the last one filled up."""
+        share = -(-length // ranks)
+        return cls(range(min(rank * share, length), min((rank + 1) * share, length)), share, length)
 
     def are_those_of(self, tensor: Tensor) -> bool:
         """Tell whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
         return (
-            self.share < self.length
+            self.filled < self.length
             and tensor.dim() > 2
-            and tensor.shape[1] == self.share
+            and tensor.shape[1] == self.filled
             and not hasattr(tensor, "full_tensor")
         )
 
     def sketch(self, part: Tensor) -> Tensor:
-        """Sketch a part without its padding; the ranks' sketches add up to the sketch of the whole."""
-        first = min(self.rank * self.share, self.length)
-        return sketch_rows(part[:, : self.length - first], first, self.length)
+        """Sketch a part without its filling; the ranks' sketches add up to the sketch of the whole."""
+        return sketch_rows(part[:, : len(self.places)], torch.tensor(self.places, dtype=torch.int64), self.length)
 
 
 @dataclass

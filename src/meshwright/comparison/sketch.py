@@ -23,12 +23,13 @@ VECTORS = 2
 """Number of directions along the last dim."""
 
 
-def sketch_rows(tensor: Tensor, first: int = 0, length: int | None = None) -> Tensor:
+def sketch_rows(tensor: Tensor, places: Tensor | None = None, length: int | None = None) -> Tensor:
     """Sketch each row: (rows, …, features) of any float dtype → (rows, ROW_WIDTH) float64, on the tensor's device.
 
     Args:
-        first, length: for a tensor that is a part of each row, (rows, tokens, …, features): the index of its first
-            token, and the number of tokens of a whole row. The sketches of disjoint parts add up to the whole's.
+        places, length: for a tensor that is a part of each row, (rows, tokens, …, features): the (tokens,) places of
+            its tokens in a whole row, and the number of a whole row's. The sketches of disjoint parts add up to the
+            whole's.
     """
     n_rows, features = tensor.shape[0], tensor.shape[-1]
     whole = tensor.shape[1:-1] if length is None else (length, *tensor.shape[2:-1])
@@ -37,8 +38,8 @@ def sketch_rows(tensor: Tensor, first: int = 0, length: int | None = None) -> Te
     along = _products(tensor.reshape(-1, features), _signs(VECTORS, features, "last", tensor.dtype, tensor.device))
     along = along.unflatten(1, (n_rows, math.prod(tensor.shape[1:-1]))).double()  # (VECTORS, rows, places)
     weights = _signs(ROW_WIDTH, math.prod(whole), "others", along.dtype, along.device).view(VECTORS, -1, *whole)
-    if length is not None:
-        weights = weights.narrow(2, first, tensor.shape[1])
+    if places is not None:
+        weights = weights.index_select(2, places.to(weights.device))
     weights = weights.flatten(2)
     return (along @ weights.mT).transpose(0, 1).reshape(n_rows, ROW_WIDTH) / ROW_WIDTH**0.5
 

@@ -13,7 +13,6 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
-from meshwright.planning.rules import absent_sizes, raise_all
 from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
 
 
@@ -55,14 +54,13 @@ NEMO_NAMES = ("data_parallel", "tensor_parallel")
 
 
 def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> DeviceMesh:
-    """Return a mesh after a check that its axes are known, and that there is a technique for each larger than 1.
+    """Return a mesh after a check that its axes are known.
 
     Args:
         understands: other names to translate: the result is another mesh, of the same ranks by meshwright's names.
 
     Raises:
         ConfigError: an axis with another name, or without one; the text lists the legal ones.
-        UnsupportedError: an axis without a technique in this version.
     """
     names = device_mesh.mesh_dim_names or ()
     legal = [axis.value for axis in WORLD_AXES]
@@ -80,7 +78,6 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> De
         device_mesh = _renamed(
             device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
         )
-    raise_all(list(absent_sizes(axis_sizes(device_mesh))))
     return device_mesh
 
 

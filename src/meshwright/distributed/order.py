@@ -18,6 +18,7 @@ from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
 from meshwright.planning.shares import EXPERTS, REPLICAS, SHARDS
 
+from .context import context_parallel
 from .data import fully_sharded, idle_parameters, replicated
 from .experts import expert_parallel
 from .float8 import float8
@@ -110,6 +111,12 @@ ORDER: tuple[Technique, ...] = (
         lambda plan, site: plan.experts is not None,
         lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
         shares=EXPERTS,
+    ),
+    Technique(
+        "context_parallel",
+        lambda plan, site: plan.context is not None,
+        lambda model, plan, site: context_parallel.apply(model, plan, _mesh(site)[Axis.CP.value], site.facts),
+        shares=(Axis.CP,),
     ),
     Technique(
         "fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)

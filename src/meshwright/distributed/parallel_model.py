@@ -13,20 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
+from meshwright.planning.context.cut import head_tail
 from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import COPIES
+from meshwright.planning.shares import COPIES, TOKENS
 
+from .context.context_parallel import runtime_of
 from .data import accumulation, fully_sharded, replicated
 from .experts import routing
 from .experts.load import ExpertLoad, LayerLoad
 from .experts.router_loss import SharedRouterLoss
-from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage
+from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage, tensor_position
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .optimizer.loss_scale import LossScale
@@ -72,15 +75,18 @@ class ParallelModel:
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *COPIES)
+        self._row_groups = groups_of(mesh, *TOKENS)
         self._token_groups = groups_of(mesh, *plan.shares.routed)
         self._routers = routing.routers_of(self.parts)
         routing.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
         router = plan.router_loss
         self._router_loss = None if router is None else SharedRouterLoss(router, parts[0].model, self._token_groups)
-        inputs = lambda batch: self._signature.inputs(batch, self.device)  # noqa: E731
+        self._context = [found for part in self.parts if (found := runtime_of(part)) is not None]
         self.loss_scale = LossScale(plan.precision.loss_scale) if plan.precision.loss_scale else None
-        self._runner = runner_of(self._parts, plan, mesh, loss_fn, inputs, self.device, self._router_loss)
+        self._runner = runner_of(
+            self._parts, plan, mesh, loss_fn, self._inputs, self.device, self._router_loss, self._enter
+        )
 
     # --- what it consists of
 
@@ -128,6 +134,14 @@ class ParallelModel:
             with self._evaluating():
                 apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
             self._signature = replace(self._signature, positions_part_documents=apart)
+
+    def own_tokens(self, length: int) -> TokensOfRank:
+        """Return which tokens of rows of this length lie on this rank between the model's blocks."""
+        if self._context:
+            own = head_tail(length, self.plan.size(Axis.CP))[self._context[0].group.rank]
+            places = [place for run in own for place in range(*run)]
+            return TokensOfRank(places, len(places), length)
+        return TokensOfRank.run(*tensor_position(self.mesh), length)
 
     # --- the step
 
@@ -207,7 +221,7 @@ class ParallelModel:
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        tokens, weight, routed = 0, 0.0, 0
+        tokens, weight, routed, rows_word = 0, 0.0, 0, 0
         try:
             if isinstance(batch, Exception):
                 raise batch
@@ -217,10 +231,19 @@ class ParallelModel:
                 step_batch.check(
                     piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss
                 )
+            rows_word = step_batch.fingerprint(pieces)
+            for context in self._context:
+                pieces = [context.cut(piece, self._signature, self.device) for piece in pieces]
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
+        same_rows = agree.is_equal(rows_word if refusal is None else None, self._row_groups)
+        if refusal is None and not same_rows:
+            refusal = ConfigError(
+                f"the {self.plan.size(Axis.CP)} ranks of the cp axis brought different rows: they share the tokens of"
+                f" the same rows. Give a loader the rank and size of the data axes (dp_replicate × dp_shard) alone"
+            )
         words = torch.tensor(
             [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.float64
         )
@@ -230,13 +253,23 @@ class ParallelModel:
         tokens, routed = int(tokens), int(routed)
         if refused:
             agree.raise_first(refusal, self._data_groups)
-        ranks = self.plan.data_ranks
+        ranks = self.plan.shares.batch_ranks
         if number * number != squares * ranks:
             raise ConfigError(
                 f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
                 f" {len(pieces)}): give as many"
             )
         return pieces, tokens, weight, routed
+
+    def _inputs(self, batch: step_batch.Batch) -> dict[str, Any]:
+        """Return the arguments of the model's forward, for whole rows or for this rank's part of them."""
+        self._enter(batch)
+        return self._signature.inputs(batch, self.device)
+
+    def _enter(self, batch: step_batch.Batch) -> None:
+        """Let attention reach the other ranks' tokens of this microbatch."""
+        for context in self._context:
+            context.enter(batch)
 
     def _suggested_rows(self, batch: Any) -> int:
         """Choose rows per microbatch by default: all, or in a pipeline the number that keeps its ranks busy."""

@@ -25,6 +25,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
 from . import order
+from .context.rehearsal import prove as prove_context
 from .float8.float8 import refuse_absent
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
@@ -132,6 +133,8 @@ def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> None:
         own_loss.refuse_dropped(facts)
     if plan.tensor is not None:
         prove(facts, plan.tensor)
+    if plan.context is not None:
+        prove_context(facts, plan.context)
     if plan.pipeline is not None:
         prove_stages(facts, plan.pipeline, plan.size(Axis.TP))
 

@@ -13,6 +13,7 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
+from .mixing.calls import Mixing, measure_mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
@@ -82,6 +83,17 @@ class Measurements:
         model = self.model
         assert model is not None
         return self._once(("stacks", ranks), lambda: measure_stacks(model, Signature.of(model).takes, ranks))
+
+    def mixing(self) -> Mixing:
+        """Find the calls by which the model's tokens see each other.
+
+        Raises:
+            UnsupportedError: there are none, or their masks follow no known rule.
+        """
+        model = self.model
+        if model is None:
+            raise UnsupportedError("rows of this model cannot be cut: the model itself is not at hand")
+        return self._once("mixing", lambda: measure_mixing(model))
 
     def router_loss(self) -> RouterLoss | None:
         """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.

@@ -22,6 +22,8 @@ from meshwright.introspection.structure.experts import find_stacks
 from . import notes
 from .case import Case
 from .collectives import step_collectives
+from .context.collectives import context_collectives
+from .context.plan import ContextPlan
 from .data.units import trained_cuts, units_of
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
@@ -37,7 +39,7 @@ from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stage
 from .plan import Plan
 from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
-from .shares import shares_of
+from .shares import SHARDS, shares_of
 from .techniques import Techniques
 from .tensor.collectives import tensor_collectives
 from .tensor.make import make_tensor_plan
@@ -106,8 +108,9 @@ def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
 
 
 def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
-    ranks = shares_of(layout).data_ranks
-    if requested.data_parallel == "fully_shard" or (layout.dp_shard > 1 and requested.data_parallel == "auto"):
+    ranks = shares_of(layout).batch_ranks
+    cuts = layout.dp_shard * layout.cp > 1
+    if requested.data_parallel == "fully_shard" or (cuts and requested.data_parallel == "auto"):
         return "fully_shard"
     if requested.data_parallel == "auto" and (
         precision.is_mixed or requested.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)
@@ -161,6 +164,7 @@ def _assemble(
         compiled=facts.blocks if requested.compile else (),
         compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
+        context=ContextPlan(layout.cp, facts.measurements.mixing()) if layout.cp > 1 else None,
         pipeline=pipeline,
         experts=experts,
         loss=loss,
@@ -208,6 +212,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
         *scales_of_gathered(plan.float8, tensor, shares.shards),
         *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
+        *(context_collectives(facts, plan.context, precision, recomputed) if plan.context is not None else ()),
     )
     trained = sum(p.trainable for p in facts.parameters)
     return step_collectives(
@@ -240,13 +245,13 @@ def _data_plan(
         requested.cpu_offload is True,
         pin_memory=device == "cuda",
         gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
-        idle=_idle(facts) if shares_of(layout).data_ranks > 1 and layout.pp == 1 else (),
+        idle=_idle(facts) if shares_of(layout).batch_ranks > 1 and layout.pp == 1 else (),
     )
 
 
 def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
     """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
-    if shares_of(layout).data_ranks == 1:
+    if shares_of(layout).batch_ranks == 1:
         return facts
     idle = set(facts.measurements.premises().idle)
     skipped = {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}
@@ -306,7 +311,7 @@ def _parameters(
     tensor: TensorPlan | None,
     experts: ExpertPlan | None,
 ) -> tuple[ParameterPlan, ...]:
-    sharded = {Axis.DP_SHARD: "Shard(0)"} if technique == "fully_shard" else {}
+    sharded = dict.fromkeys(SHARDS, "Shard(0)") if technique == "fully_shard" else {}
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
     for p in parameters:

@@ -32,3 +32,7 @@ class Case:
     @property
     def data_ranks(self) -> int:
         return shares_of(self.layout).data_ranks
+
+    @property
+    def batch_ranks(self) -> int:
+        return shares_of(self.layout).batch_ranks

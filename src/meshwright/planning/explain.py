@@ -64,6 +64,7 @@ def _header(plan: Plan) -> str:
         *_optimizer(plan),
         *_float8(plan),
         *_tensor(plan),
+        *_context(plan),
         *_experts(plan),
         f"  recompute       {plan.activation_checkpointing}" + _where(plan.checkpointed) + _kept(plan),
         f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
@@ -108,6 +109,17 @@ def _tensor(plan: Plan) -> list[str]:
     if loss is not None:
         lines.append(f"  loss            by {loss.head}, in {loss.chunks} chunks of a microbatch's tokens")
     return lines
+
+
+def _context(plan: Plan) -> list[str]:
+    if plan.context is None:
+        return []
+    callers = plan.context.mixing.callers
+    paths = ", ".join(dict.fromkeys(pattern(caller.path) for caller in callers))
+    return [
+        f"  context parallel {plan.context.ranks} ranks, rows cut at head and tail; keys and values gathered for"
+        f" {len(callers)} attentions: {paths}"
+    ]
 
 
 def _experts(plan: Plan) -> list[str]:

@@ -9,6 +9,7 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.router_loss import RouterLoss
 
+from .context.plan import ContextPlan
 from .experts.plan import ExpertPlan
 from .float8.plan import Float8Plan
 from .optimizer.plan import OptimizerPlan
@@ -39,6 +40,7 @@ class Plan:
     compile_options: tuple[tuple[str, str | bool], ...] = ()
     collectives: tuple[Collective, ...] = ()
     tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
     pipeline: PipelinePlan | None = None
     stage_units: tuple[tuple[Unit, ...], ...] = ()
     experts: ExpertPlan | None = None

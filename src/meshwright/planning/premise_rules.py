@@ -33,7 +33,7 @@ def rows_stand_alone(case: Case) -> Found:
             f" which a cut table does"
             f" not know. Leave it out, or set layout.tp = 1."
         )
-    elif case.data_ranks * case.layout.pp > 1 and where:
+    elif case.batch_ranks * case.layout.pp > 1 and where:
         yield UnsupportedError(
             f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result"
             f" would be another one"
@@ -45,8 +45,8 @@ def rows_stand_alone(case: Case) -> Found:
 
 def _others(case: Case) -> str:
     return (
-        f"The {case.data_ranks} data ranks have other rows each"
-        if case.data_ranks > 1
+        f"The {case.batch_ranks} ranks have other tokens each"
+        if case.batch_ranks > 1
         else "A pipeline cuts the batch into microbatches"
     )
 
@@ -61,9 +61,9 @@ def state_stays(case: Case) -> Found:
         "what an earlier batch was" if seen.remembers else ""
     )
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
-    if case.data_ranks > 1 and by_data:
+    if case.batch_ranks > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.data_ranks} data ranks"
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.batch_ranks} ranks"
             f" have other rows each,"
             f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use"
             f" one data rank."
@@ -166,7 +166,7 @@ def hooks_are_called(case: Case) -> Found:
         return
     keeps = case.technique in ("ddp", "none") and case.layout.tp == 1  # the module's own parameters
     for hook in hooks_of(case.facts.module):
-        if hook.kind == "accumulated" and (case.data_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
+        if hook.kind == "accumulated" and (case.batch_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
             yield UnsupportedError(
                 f"{hook.parameter} has a hook that is called once its gradient is there"
                 f" (register_post_accumulate_grad_hook): each rank"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from meshwright.core.axes import Axis
@@ -13,6 +13,8 @@ from meshwright.core.names import matching
 from meshwright.introspection.facts import ModelFacts
 
 from .case import Case, Found
+from .context.cut import refuse_shorter
+from .context.rules import context_companions
 from .data.zero import zero_fits
 from .experts.rules import experts_companions, experts_fit, own_loss_of_experts
 from .float8.plan import RECIPES
@@ -35,10 +37,6 @@ from .values import Batch, PrecisionPlan
 if TYPE_CHECKING:
     from .plan import Plan
 
-ABSENT = {Axis.CP: "context parallelism"}
-"""Axes whose technique does not exist yet."""
-
-
 LEGAL = {
     "data_parallel": ("auto", "ddp", "fully_shard"),
     "zero_stage": ("auto", 0, 1, 2, 3),
@@ -57,21 +55,6 @@ def legal_words(case: Case) -> Found:
         if value not in legal:
             words = ", ".join(str(word).lower() for word in legal)
             yield ConfigError(f"techniques.{key} = {value!r}: legal are {words}.{nearest(str(value), legal)}")
-
-
-def absent_axes(case: Case) -> Found:
-    yield from absent_sizes({axis.value: case.layout.size(axis) for axis in ABSENT})
-
-
-def absent_sizes(sizes: Mapping[str, int]) -> Found:
-    """Refuse axes of a mesh that are larger than 1 and have no technique in this version."""
-    for axis, technique in ABSENT.items():
-        if (size := sizes.get(axis.value, 1)) > 1:
-            yield UnsupportedError(
-                f"layout.{axis} = {size}: {technique} is not in this version. Set layout.{axis} = 1 and give the"
-                f" ranks to"
-                f" layout.dp_shard (sharded) or layout.dp_replicate (replicated)."
-            )
 
 
 def half_precision(case: Case) -> Found:
@@ -186,7 +169,7 @@ def something_trains(case: Case) -> Found:
 RULES: tuple[Callable[[Case], Found], ...] = (
     legal_words,
     tensor_words,
-    absent_axes,
+    context_companions,
     tensor_fits,
     tensor_companions,
     async_tensor_fits,
@@ -248,6 +231,8 @@ def check_batch(plan: Plan, batch: Batch) -> None:
             f" {plan.size(Axis.DP_REPLICATE)} ×"
             f" dp_shard = {plan.size(Axis.DP_SHARD)}). Use a multiple of {ranks}, such as {near} or {near + ranks}."
         )
+    if plan.context is not None:
+        refuse_shorter(batch.seq_len, plan.context.ranks)
     if plan.pipeline is not None:
         check_microbatches(plan.pipeline, rows // ranks, batch.microbatch_rows)
 

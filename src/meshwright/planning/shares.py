@@ -56,6 +56,11 @@ class Shares:
         return self.size(*SAMPLES)
 
     @property
+    def batch_ranks(self) -> int:
+        """Number of ranks that hold other tokens of the batch: of other rows, or of other parts of the same rows."""
+        return self.size(*BATCH)
+
+    @property
     def shards(self) -> int:
         """Number of parts that fully_shard cuts a dense parameter in; 1 without it."""
         return self.size(*SHARDS) if self.sharded else 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
 
+from .context.cut import head_tail
 from .rules import check_batch
 from .values import Batch
 
@@ -47,7 +48,14 @@ def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
     """Count tokens of a microbatch on one rank; ``filled``: padded to a multiple of the tensor axis."""
     rows = _rows(plan, batch)
     ranks = plan.size(Axis.TP) if filled else 1
-    return rows * -(-batch.seq_len // ranks) * ranks
+    return rows * -(-_own_tokens(plan, batch) // ranks) * ranks
+
+
+def _own_tokens(plan: Plan, batch: Batch) -> int:
+    """Count tokens of a row on the rank of the context axis that has most."""
+    if plan.context is None:
+        return batch.seq_len
+    return max(sum(stop - start for start, stop in runs) for runs in head_tail(batch.seq_len, plan.context.ranks))
 
 
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
@@ -69,7 +77,8 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
     rows: dict[tuple, Traffic] = {}
     for c in plan.collectives:
         times = repeats if c.per == "microbatch" else 1
-        tokens = _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
+        whole = plan.size(Axis.CP) if c.axis == Axis.CP else 1
+        tokens = whole * _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
         calls = 1 if c.by_token or c.by_row else c.calls or 1
         moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
         key = (c.op, c.axis, c.ranks)

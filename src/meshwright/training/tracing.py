@@ -14,11 +14,11 @@ from torch import Tensor
 
 from meshwright.comparison.equality import traced_bound
 from meshwright.comparison.findings import Comparison, Difference
-from meshwright.comparison.observe import Observed, TokensOfRank, observing
+from meshwright.comparison.observe import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of, tensor_position
+from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.step.results import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
@@ -110,7 +110,7 @@ class TraceCheck:
         if self._step == 0:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
-        tokens = TokensOfRank(*tensor_position(self.r.model.mesh), batch["tokens"].shape[1])
+        tokens = self.r.model.own_tokens(batch["tokens"].shape[1])
         with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts), tokens=tokens) as self._observed:
             yield
         self._gradients = sketches(

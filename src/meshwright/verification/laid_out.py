@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.names import clean
 from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
@@ -30,15 +31,13 @@ class LaidOut:
         models: the local modules, wrappers included.
         place: (rank, size) among the ranks that hold different rows.
         stage: rank on the pipeline axis; ranks of other stages have other modules.
-        part, parts: rank on the tensor axis, and its size; the axis's other ranks have other tokens of the same rows,
-            or the same tokens.
         is_staged: whether there are several pipeline stages.
     """
 
     def __init__(self, models: Sequence[nn.Module], mesh: Any, problem: Problem):
         self.models, self.problem = models, problem
         self.place, self.stage = data_position(mesh), get_pp_rank(mesh)
-        self.part, self.parts = tensor_position(mesh)
+        self._part = tensor_position(mesh)
         self.is_staged = get_pp_size(mesh) > 1
         for model in models if problem.evaluating else ():
             model.eval()
@@ -65,6 +64,10 @@ class LaidOut:
         """Clip the gradients, step and clear them; return the norm before clipping."""
         raise NotImplementedError
 
+    def tokens(self, length: int) -> TokensOfRank:
+        """Return which tokens of each row lie on this rank between blocks."""
+        return TokensOfRank.run(*self._part, length)
+
     def summed_elsewhere(self) -> tuple[str, ...]:
         """Name modules whose output is another's in one process: sums of several layers are reduced at once."""
         return ()
@@ -86,6 +89,9 @@ class Ours(LaidOut):
 
     def optimizer(self) -> torch.optim.Optimizer:
         return self.problem.make_optimizer(self.parallel.parameters())
+
+    def tokens(self, length: int) -> TokensOfRank:
+        return self.parallel.own_tokens(length)
 
     def summed_elsewhere(self) -> tuple[str, ...]:
         tensor = self.parallel.plan.tensor

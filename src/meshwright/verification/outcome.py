@@ -191,7 +191,9 @@ def reference(
         with counting(seen.products, problem, step):
             options = {"microbatches": problem.microbatches, "means": problem.means}
             computed = one.forward_backward(batch, observe=watches(problem, step), replay=replay, **options)
-        outcome.routes.append(put_together([((0, 1), 0, computed.routes)], *batch["tokens"].shape, nowhere=nowhere))
+        outcome.routes.append(
+            put_together([((0, 1), TokensOfRank(), computed.routes)], *batch["tokens"].shape, nowhere=nowhere)
+        )
         if replay is not None:
             outcome.lacks |= {(step, what): lack for what, lack in replay.lacks.items()}
             outcome.scores |= {(step, what): torch.cat(scores) for what, scores in replay.scores.items()}
@@ -236,7 +238,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
-        tokens = TokensOfRank(laid_out.part, laid_out.parts, batch["tokens"].shape[1])
+        tokens = laid_out.tokens(batch["tokens"].shape[1])
         watched = (
             observing(*laid_out.models, opaque=opaque, tokens=tokens)
             if watches(problem, step)
@@ -263,7 +265,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     }
     if nowhere:
         for step, said in enumerate(
-            zip(*agree.everybody_says([(laid_out.place, laid_out.part, one) for one in noted]), strict=True)
+            zip(*agree.everybody_says([(laid_out.place, tokens, one) for one in noted]), strict=True)
         ):
             outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
     said = agree.everybody_says(seen)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -68,9 +69,11 @@ class Pipeline:
         loss_fn: LossFunction | None,
         inputs: Inputs,
         device: torch.device,
+        enter: Callable[[Batch], None],
     ):
         assert plan.pipeline is not None
         self.plan, self.pipeline, self.device, self._inputs = plan, plan.pipeline, device, inputs
+        self._enter = enter
         self.parts = {part.stage: part for part in parts}
         self.group = mesh.get_group(Axis.PP.value)
         self.rank = mesh.get_local_rank(Axis.PP.value)
@@ -149,6 +152,7 @@ class Pipeline:
             self._deferred[step.stage].do(step.microbatch)
             del self._kept[step.stage, step.microbatch]
         else:
+            self._enter(pieces[step.microbatch])  # recomputed forwards are about this microbatch
             self._backward(step, given)
             self._shard_gradients(step.stage)
         if torch.is_grad_enabled():
@@ -274,11 +278,8 @@ class Pipeline:
                 f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}"
             )
         labels = pieces[-1]["labels"]
-        blank = {
-            **pieces[-1],
-            "labels": torch.full_like(labels, IGNORED),
-            "document_ids": torch.full_like(labels, PADDING),
-        }
+        blank = copy.copy(dict(pieces[-1]) if not isinstance(pieces[-1], dict) else pieces[-1])
+        blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(labels, PADDING)}
         return [*pieces, *[blank] * (number - len(pieces))]
 
     def _room(self, piece: Batch) -> Tensor:

@@ -86,6 +86,18 @@ def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Te
     return same
 
 
+def is_equal(word: int | None, groups: list[dist.ProcessGroup]) -> bool:
+    """Tell whether the ranks of each group bring the same number (one small all-reduce per group); None: none."""
+    if not groups:
+        return True
+    least = torch.iinfo(torch.int64).min
+    both = torch.tensor([least, least] if word is None else [word, -word], dtype=torch.int64, device=word_device())
+    for group in groups:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = both.tolist()
+    return largest in (-smallest, least)
+
+
 def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
     """Set the time limit of collectives of these groups, and of the default group, to ``seconds``."""
     for group in [dist.group.WORLD, *groups]:

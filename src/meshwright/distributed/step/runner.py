@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from meshwright.distributed.pipeline.split import StagePart
 from meshwright.planning.plan import Plan
 
 from .objective import LossFunction
-from .part import Inputs, ModelPart, Runner
+from .part import Batch, Inputs, ModelPart, Runner
 from .whole_model import WholeModel
 
 
@@ -26,8 +26,14 @@ def runner_of(
     inputs: Inputs,
     device: torch.device,
     router_loss: SharedRouterLoss | None,
+    enter: Callable[[Batch], None],
 ) -> Runner:
+    """Return the runner of a plan.
+
+    Args:
+        enter: called before a microbatch's backward, in which forwards may be recomputed.
+    """
     if plan.pipeline is None:
         return WholeModel(parts[0], loss_fn, inputs, device, router_loss)
     assert mesh is not None
-    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device)
+    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device, enter)

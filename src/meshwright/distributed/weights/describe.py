@@ -18,10 +18,14 @@ from meshwright.core.units import bytes_text, count_text
 from meshwright.distributed.recompute.host_activations import OFFLOADED
 from meshwright.distributed.recompute.recompute import RECOMPUTED
 from meshwright.introspection.module_kinds import config_at
+from meshwright.planning import shares
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
 
 from .shards import SHARDS
+
+FLATTENED = tuple(axis.value for axis in shares.SHARDS)
+"""Axes that are one axis of the mesh over which fully_shard cuts."""
 
 
 def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -31,7 +35,11 @@ def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
     places, mesh = {}, plan.mesh
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        places = dict(zip(names, parameter.placements, strict=True))
+        places = {
+            axis: place
+            for name, place in zip(names, parameter.placements, strict=True)
+            for axis in (FLATTENED if name == "_".join(FLATTENED) else (name,))
+        }
         if Axis.EP in names and plan.experts is not None:
             mesh = plan.experts.mesh
     return tuple((axis, _words(places.get(axis, Replicate()))) for axis, size in mesh if size > 1 and axis != Axis.PP)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.names import clean
 from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
 from meshwright.models.moe import is_recomputing
@@ -54,7 +55,7 @@ def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
 
 
 def put_together(
-    said: Sequence[tuple[tuple[int, int], int, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]
+    said: Sequence[tuple[tuple[int, int], TokensOfRank, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]
 ) -> Routes:
     """Assemble the routes of a batch of ``rows`` × ``seq`` tokens, in stacks that each token meets once.
 
@@ -62,17 +63,17 @@ def put_together(
     show what was chosen.
 
     Args:
-        said: for every rank, its place among ranks with other rows, its place among ranks with other tokens of the
-            same rows (or the same ones), and the routes of its own tokens.
+        said: for every rank, its place among ranks with other rows, its tokens of each row where it has a part of
+            them, and the routes of its own tokens.
         nowhere: by stack, the number that stands for no expert.
     """
     found: Routes = {}
     for path in dict.fromkeys(path for *_, routes in said for path in routes):
-        by_rows: dict[int, list[Tensor]] = {}
+        by_rows: dict[int, list[tuple[TokensOfRank, Tensor]]] = {}
         own_rows = rows // said[0][0][1]
-        for (rank, _), _, routes in sorted(said, key=lambda one: one[:2]):
+        for (rank, _), tokens, routes in said:
             if path in routes and len(routes[path]) % own_rows == 0:
-                by_rows.setdefault(rank, []).append(routes[path].unflatten(0, (own_rows, -1)))
+                by_rows.setdefault(rank, []).append((tokens, routes[path].unflatten(0, (own_rows, -1))))
         shares = [_row(parts, seq) for _, parts in sorted(by_rows.items())]
         if len(shares) == said[0][0][1] and all(share is not None for share in shares):
             whole = torch.cat(shares)  # type: ignore[arg-type]
@@ -82,12 +83,17 @@ def put_together(
     return found
 
 
-def _row(parts: Sequence[Tensor], seq: int) -> Tensor | None:
-    """Join whole rows, where ranks have all of them or each an equal part, the last one padded; else return None."""
-    lengths = {part.shape[1] for part in parts}
-    if lengths == {seq}:
-        return parts[0]
-    return torch.cat(list(parts), dim=1)[:, :seq] if lengths == {-(-seq // len(parts))} else None
+def _row(parts: Sequence[tuple[TokensOfRank, Tensor]], seq: int) -> Tensor | None:
+    """Join whole rows, where ranks have all of them or each its own tokens; else return None."""
+    if {part.shape[1] for _, part in parts} == {seq}:
+        return parts[0][1]
+    if any(part.shape[1] != tokens.filled for tokens, part in parts):
+        return None
+    first = parts[0][1]
+    whole = first.new_empty((first.shape[0], seq, *first.shape[2:]))
+    for tokens, part in parts:
+        whole[:, list(tokens.places)] = part[:, : len(tokens.places)]
+    return whole
 
 
 def flips(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Apply context parallelism: rows cut over ranks, and attention over whole rows."""

@@ -1,0 +1,28 @@
+"""Apply context parallelism: each rank computes a part of every row's tokens, and attention reaches the others'."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.record import recall
+from meshwright.distributed.tensor.group import ProcessGroupRanks
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
+
+from .rehearsal import refuse_padding
+from .runtime import ContextRuntime, wrap_modules
+
+
+def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> nn.Module:
+    """Intercept the calls of attention that the plan names, for rows cut over a mesh axis."""
+    assert plan.context is not None
+    wrap_modules(model, plan.context, ProcessGroupRanks(mesh.get_group()), partial(refuse_padding, facts, plan.context))
+    return model
+
+
+def runtime_of(model: nn.Module) -> ContextRuntime | None:
+    """Return what context parallelism keeps on a model; None without it."""
+    return recall(model, ContextRuntime)

@@ -1,0 +1,184 @@
+"""Rehearse context parallelism on a small copy of a model before its first use, with threads for ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.losses import IGNORED
+from meshwright.core.names import clean
+from meshwright.core.torch_private import tree_leaves
+from meshwright.distributed.tensor.group import TensorGroup
+from meshwright.distributed.tensor.rehearsal import on_threads
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.mixing.calls import batches, small_copy
+from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import copy_of
+from meshwright.planning.context.plan import ContextPlan
+
+from .rows import MASK, CutRows, select
+from .runtime import wrap_modules
+
+LENGTH = 26
+"""Tokens of a rehearsed row: no multiple of the number of ranks or runs."""
+LARGEST_ERROR = 1e-6
+"""In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
+
+
+def prove(facts: ModelFacts, plan: ContextPlan) -> None:
+    """Rehearse the plan on a small copy of the model, unless it was before. No communication.
+
+    Raises:
+        UnsupportedError: the plan does not give what one process gives; the text names the module.
+    """
+    if plan in facts.measurements.proven or facts.module is None:
+        return
+    model = small_copy(facts.module)
+    for kind, batch in rehearsed(model).items():
+        if not kind.startswith("padded"):
+            _refuse_wrong(facts, plan, model, kind, batch)
+    facts.measurements.proven.add(plan)
+
+
+def refuse_padding(facts: ModelFacts, plan: ContextPlan) -> None:
+    """Rehearse batches with a padding mask, unless they were before; raises UnsupportedError as ``prove`` does."""
+    if (plan, MASK) in facts.measurements.proven or facts.module is None:
+        return
+    model = small_copy(facts.module)
+    for kind, batch in rehearsed(model).items():
+        if kind.startswith("padded"):
+            _refuse_wrong(facts, plan, model, kind, batch)
+    facts.measurements.proven.add((plan, MASK))
+
+
+def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> None:
+    start = f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}, and"
+    end = "Set layout.cp = 1." if not kind.startswith("padded") else "Leave attention_mask out, or set layout.cp = 1."
+    try:
+        errors = rehearse(model, plan, batch)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
+        ) from error
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    if not errors[worst] <= LARGEST_ERROR:
+        what = "the loss" if worst == "loss" else f"the gradient of {worst}"
+        where = first_apart(model, plan, batch)
+        mixes = f" {where} mixes tokens by a way that is not intercepted." if where else ""
+        raise UnsupportedError(f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}")
+
+
+def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Make the rehearsed batches: plain rows, packed documents and padding, as far as the model takes them."""
+    made: dict[str, dict[str, Tensor]] = dict(zip(("plain", "packed"), batches(model, LENGTH), strict=False))
+    if MASK in Signature.of(model).arguments:
+        tokens = made["plain"]["tokens"]
+        for kind, where in (("padded behind", slice(-3, None)), ("padded before", slice(0, 3))):
+            mask = torch.ones_like(tokens)
+            mask[1, where] = 0
+            made[kind] = {"tokens": tokens, MASK: mask}
+    return made
+
+
+def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process."""
+    signature = Signature.of(model)
+    reference = copy_of(model)
+    logits = logits_of(reference(**signature.inputs(batch, torch.device("cpu"))))
+    labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
+    labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    batch = batch | {"labels": labels}
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group))
+    errors = {"loss": abs(sum(part for part, _ in found) - loss.item()) / abs(loss.item())}
+    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        total = torch.stack([gradients[name] for _, gradients in found]).sum(0)
+        errors[name] = float((total - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
+    return errors
+
+
+def _on_rank(
+    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: TensorGroup
+) -> tuple[float, dict[str, Tensor]]:
+    signature = Signature.of(model)
+    runtime = wrap_modules(model, plan, group)
+    own = runtime.cut(batch, signature, torch.device("cpu"))
+    runtime.enter(own)
+    logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
+    labels = own["labels"]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = loss / (batch["labels"] != IGNORED).sum()
+    loss.backward()
+    return loss.item(), {
+        clean(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()
+    }
+
+
+def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> str:
+    """Name the first module whose inputs are those of one process, and whose output is not; "" if none is found."""
+    signature = Signature.of(model)
+    whole = _seen(copy_of(model), lambda made: made(**signature.inputs(batch, torch.device("cpu"))))
+
+    def on_rank(group: TensorGroup) -> tuple[dict[str, Seen], CutRows]:
+        made = copy_of(model)
+        runtime = wrap_modules(made, plan, group)
+        own = runtime.cut(batch, signature, torch.device("cpu"))
+        runtime.enter(own)
+        return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows
+
+    try:
+        with torch.no_grad():
+            found = on_threads(plan.ranks, on_rank)
+    except Exception:  # noqa: BLE001  (the refusal is the same without the place)
+        return ""
+    for path in found[0][0]:
+        if path and path in whole:
+            pairs = [(seen[path], rows) for seen, rows in found if path in seen]
+            same = all(_alike(seen[0], whole[path][0], rows) for seen, rows in pairs)
+            if same and not all(_alike(seen[1], whole[path][1], rows) for seen, rows in pairs):
+                return f"{path} ({type(model.get_submodule(path)).__name__})"
+    return ""
+
+
+Seen = tuple[list[Tensor], list[Tensor]]
+"""Tensors that a module was given, and those that it returned."""
+
+
+def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
+    """Note inputs and outputs of every module, in the order in which modules return."""
+    found: dict[str, Seen] = {}
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[path] = (_tensors((args, kwargs)), _tensors(output))
+
+        return hook
+
+    for path, module in model.named_modules():
+        module.register_forward_hook(note(clean(path)), with_kwargs=True)
+    run(model)
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _alike(own: list[Tensor], whole: list[Tensor], rows: CutRows) -> bool:
+    """Compare this rank's tokens of tensors (rows, tokens, …) with those of one process; others are not compared."""
+    for mine, full in zip(own, whole, strict=False):
+        if full.dim() > 1 and full.shape[1] == rows.length and mine.shape[1] == rows.counts[rows.rank]:
+            expected = select(full, rows.own, 1)
+            if mine.shape == expected.shape and not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9):
+                return False
+    return True

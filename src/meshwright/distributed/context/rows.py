@@ -1,0 +1,122 @@
+"""Cut a microbatch's rows over the ranks of the context axis, and know where every token lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.introspection.mixing.masks import segments_of
+from meshwright.planning.context.cut import head_tail
+
+FILLER = -1
+MASK = "attention_mask"
+"""Key of a batch: (rows, length), 0 for padding, as models of transformers take it."""
+
+
+@dataclass(frozen=True, eq=False)
+class CutRows:
+    """Where the tokens of a microbatch's rows lie.
+
+    Attributes:
+        rank: this process's rank on the context axis.
+        length: tokens of a whole row.
+        places: (ranks, rows or 1, most) int64: the place in its row of each token that a rank has, in the order in
+            which it has them; FILLER behind the last one of a rank that has fewer than ``most``. 1: alike in all rows.
+        counts: tokens of a row on each rank.
+        positions: (rows, length) int64, the whole rows' positions; None where the batch has none.
+        segments: (rows, length) int64, the runs of consecutive positions; None where each row is one.
+        documents: (rows, length) int64, the whole rows' documents; None where the batch has none.
+        has_mask: the batch brings a padding mask of its own.
+    """
+
+    rank: int
+    length: int
+    places: Tensor
+    counts: tuple[int, ...]
+    positions: Tensor | None = None
+    segments: Tensor | None = None
+    documents: Tensor | None = None
+    has_mask: bool = False
+
+    @property
+    def most(self) -> int:
+        """Tokens of a row on the rank that has most."""
+        return self.places.shape[-1]
+
+    @property
+    def own(self) -> Tensor:
+        """(rows or 1, own tokens) int64: the places of this rank's tokens."""
+        return self.places[self.rank, :, : self.counts[self.rank]]
+
+    @property
+    def slots(self) -> Tensor:
+        """(rows or 1, length) int64: rank · most + number on that rank, for each token of a whole row."""
+        ranks, rows, most = self.places.shape
+        real = self.places.transpose(0, 1).reshape(rows, ranks * most)
+        order = torch.where(real == FILLER, self.length, real).argsort(dim=1, stable=True)
+        return order[:, : self.length]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of (rows, length, …)."""
+        return select(whole, self.own, 1)
+
+
+def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows."""
+    if index.shape[0] == 1:
+        return x.index_select(dim, index[0])
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return torch.take_along_dim(x, index.view(shape), dim)
+
+
+def cut_rows(
+    batch: Mapping[str, Tensor],
+    ranks: int,
+    rank: int,
+    device: torch.device | str = "cpu",
+    *,
+    by_positions: bool = False,
+) -> CutRows:
+    """Decide where the tokens of a microbatch lie.
+
+    Args:
+        batch: whole rows: tokens (rows, length), optional positions, document_ids and attention_mask.
+        by_positions: positions that do not follow each other keep documents apart, as in transformers.
+
+    Raises:
+        ConfigError: rows have fewer tokens than there are ranks.
+    """
+    length = batch["tokens"].shape[1]
+    own = [torch.cat([torch.arange(*run) for run in mine]) for mine in head_tail(length, ranks)]
+    most = max(len(places) for places in own)
+    places = torch.full((len(own), 1, most), FILLER, dtype=torch.int64)
+    for number, mine in enumerate(own):
+        places[number, 0, : len(mine)] = mine
+    positions, documents = (
+        None if key not in batch else batch[key].to(device) for key in ("positions", "document_ids")
+    )
+    segments = segments_of(positions) if by_positions and positions is not None else None
+    counts = tuple(len(mine) for mine in own)
+    has_mask = MASK in batch
+    return CutRows(rank, length, places.to(device), counts, positions, segments, documents, has_mask)
+
+
+class CutBatch(dict[str, Tensor]):
+    """A microbatch with one rank's tokens of each row; ``rows``: where the others lie."""
+
+    rows: CutRows
+
+
+def cut_batch(batch: Mapping[str, Tensor], rows: CutRows) -> CutBatch:
+    """Return a microbatch with this rank's tokens alone; a padding mask stays whole."""
+    size = batch["tokens"].shape
+    places = rows.own.to(batch["tokens"].device)
+    made = CutBatch()
+    for key, value in batch.items():
+        made[key] = select(value, places, 1) if value.shape[:2] == size and key != MASK else value
+    made.rows = rows
+    return made

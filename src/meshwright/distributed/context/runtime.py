@@ -1,0 +1,174 @@
+"""Compute the intercepted attention calls of one model over the ranks of the context axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.record import remember, wrap
+from meshwright.distributed.tensor.group import TensorGroup
+from meshwright.introspection.mixing.calls import Caller, Mixing, allowed_of
+from meshwright.introspection.mixing.interception import (
+    AttentionCall,
+    Handled,
+    handling,
+    intercept_sdpa,
+    intercept_transformers,
+    sdpa_call,
+)
+from meshwright.introspection.mixing.masks import (
+    MaskFunction,
+    TokenMask,
+    causal,
+    dense,
+    everything,
+    in_segments,
+)
+from meshwright.introspection.signature import Signature
+from meshwright.planning.context.plan import ContextPlan
+
+from .attention import gather_keys
+from .rows import MASK, CutBatch, CutRows, cut_batch, cut_rows
+
+
+class ContextRuntime:
+    """The state that a model's intercepted modules share.
+
+    Attributes:
+        group: the ranks of the context axis.
+        rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
+    """
+
+    def __init__(self, group: TensorGroup, mixing: Mixing, check_mask: Callable[[], None]):
+        self.group, self.mixing, self._check_mask = group, mixing, check_mask
+        self.rows: CutRows | None = None
+        self._masks_made = 0
+        self._checked: set[tuple[str, int]] = set()
+
+    def enter(self, batch: Mapping[str, Tensor]) -> None:
+        """Compute the tokens of this batch from now on: those that ``cut`` chose, or whole rows of any other batch."""
+        self.rows = batch.rows if isinstance(batch, CutBatch) else None
+
+    def begin_forward(self) -> None:
+        """Count masks anew: which of them keep documents apart is known by their order."""
+        self._masks_made = 0
+
+    def cut(self, batch: Mapping[str, Tensor], signature: Signature, device: torch.device) -> CutBatch:
+        """Return this rank's tokens of a microbatch of whole rows.
+
+        Raises:
+            ConfigError: rows have fewer tokens than there are ranks.
+            UnsupportedError: a padding mask that this model cannot be given in parts.
+        """
+        if MASK in batch:
+            self._check_mask()
+        by_positions = bool(self.mixing.implementation)
+        rows = cut_rows(batch, self.group.size, self.group.rank, device, by_positions=by_positions)
+        whole = dict(batch)
+        shape = batch["tokens"].shape
+        if signature.takes["positions"] is not None and "positions" not in whole:
+            whole["positions"] = torch.arange(shape[1], device=batch["tokens"].device).expand(shape)
+        if self.mixing.implementation and MASK in signature.arguments and MASK not in whole:
+            # a mask of whole rows tells transformers their length, and that positions are not to be searched for breaks
+            whole[MASK] = torch.ones(shape, dtype=torch.int64, device=batch["tokens"].device)
+        return cut_batch(whole, rows)
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        rows = self.rows
+        if rows is None:
+            return plain()
+        number, self._masks_made = self._masks_made, self._masks_made + 1
+        if not rows.has_mask:  # transformers looks for documents in a row only where no mask is given
+            padding = None
+            if rows.segments is not None and rows.positions is not None and self.mixing.packed[number]:
+                function = in_segments(function, rows.positions, rows.segments)
+        return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given), None))
+
+    @torch.compiler.disable  # rows change with each microbatch, and a graph would keep those of its first
+    def attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
+        rows = self.rows
+        if rows is None:
+            return call.as_given()
+        own = rows.counts[rows.rank]
+        if call.query.shape[2] != own or call.key.shape[2] != own:
+            raise UnsupportedError(
+                f"attention is called with {call.query.shape[2]} queries and {call.key.shape[2]} keys, where this rank"
+                f" has {own} tokens of a row"
+            )
+        function, padding = self._rule(call, caller, rows)
+        key, value = gather_keys(call.key, call.value, rows, self.group)
+        mask = dense(function, rows.own, rows.length, len(call.query), padding)
+        return call.compute(call.query, key, value, mask, False)
+
+    def _rule(self, call: AttentionCall, caller: Caller | None, rows: CutRows) -> tuple[MaskFunction, Tensor | None]:
+        if isinstance(call.mask, TokenMask):
+            return call.mask.function, call.mask.padding
+        if call.interface or caller is None:
+            return (causal if call.is_causal else everything), None
+        self._refuse_other_mask(call, caller, rows)
+        return caller.rule.function(rows.documents), None
+
+    def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rows: CutRows) -> None:
+        """Compare the mask that the model made, of this rank's tokens alone, with the measured rule."""
+        own = call.query.shape[2]
+        if (caller.path, own) in self._checked:
+            return
+        self._checked.add((caller.path, own))
+        documents = None if rows.documents is None else rows.take(rows.documents)
+        places = torch.arange(own, device=call.query.device)[None]
+        if not bool((allowed_of(call) == dense(caller.rule.function(documents), places, own, len(call.query))).all()):
+            raise UnsupportedError(
+                f"{caller.path} masks {own} tokens by another rule than the one that was measured ({caller.rule})"
+            )
+
+
+class OfCaller:
+    """The handler of one module's calls."""
+
+    def __init__(self, runtime: ContextRuntime, caller: Caller):
+        self._runtime, self._caller = runtime, caller
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return self._runtime.mask(function, padding, plain)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return self._runtime.attend(call, self._caller)
+
+
+def wrap_modules(
+    model: nn.Module, plan: ContextPlan, group: TensorGroup, check_mask: Callable[[], None] = lambda: None
+) -> ContextRuntime:
+    """Intercept a model's calls of attention in place, and return the state that they share.
+
+    Args:
+        check_mask: called for a batch with a padding mask; raises where the model's positions follow from the mask.
+    """
+    runtime = ContextRuntime(group, plan.mixing, check_mask)
+    change = f"keys and values of cp {group.size}"
+    modules = {clean(path): module for path, module in model.named_modules()}
+    if plan.mixing.implementation:
+        intercept_transformers(model)
+    for caller in plan.mixing.callers:
+        if (module := modules.get(caller.path)) is None:
+            continue  # on another pipeline stage
+        if caller.interface:
+            remember(module, Handled(OfCaller(runtime, caller)))
+        else:
+            intercept_sdpa(module, OfCaller(runtime, caller), change)
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def context_forward(*args: Any, **kwargs: Any) -> Any:
+            runtime.begin_forward()
+            with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
+                return forward(*args, **kwargs)
+
+        return context_forward
+
+    wrap(model, make, f"rows cut over cp {group.size}")
+    remember(model, runtime)
+    return runtime

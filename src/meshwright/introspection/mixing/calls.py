@@ -1,0 +1,272 @@
+"""Find the calls of attention in a model, on a small copy, and the rule of each call's mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.record import remember
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import ids_of, samples_of
+
+from .interception import (
+    AttentionCall,
+    Handled,
+    SdpaCalls,
+    handling,
+    intercept_transformers,
+)
+from .masks import MaskFunction, causal, dense, everything, in_segments, segments_of, shorter_than, within
+
+ROWS, LENGTH = 2, 48
+"""Size of the batches on which masks are read."""
+BLOCKED = -1e4
+"""Summands of scores below this block a key."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """A mask by places.
+
+    Attributes:
+        causal: a token attends to itself and earlier tokens only.
+        window: number of tokens that a token attends to, itself included; 0: all.
+        documents: tokens attend within their document only, by the batch's ``document_ids``.
+    """
+
+    causal: bool = True
+    window: int = 0
+    documents: bool = False
+
+    def function(self, documents: Tensor | None) -> MaskFunction:
+        """Return the rule as a function of places, for a batch with these (rows, length) documents."""
+        made = causal if self.causal else everything
+        made = shorter_than(made, self.window) if self.window else made
+        return within(made, documents) if self.documents and documents is not None else made
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "full"
+        return f"{kind}{f' window {self.window}' if self.window else ''}{' per document' if self.documents else ''}"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A module whose forward calls attention.
+
+    Attributes:
+        path: the module.
+        heads, key_heads: of one call.
+        key_features, value_features: of one head.
+        interface: called through transformers' interface, which gives the mask's rule; else
+            ``F.scaled_dot_product_attention`` is called.
+        rule: of the mask, for other calls.
+        is_dense: the model gives the mask as a tensor.
+    """
+
+    path: str
+    heads: int
+    key_heads: int
+    key_features: int
+    value_features: int
+    interface: bool
+    rule: MaskRule = MaskRule()
+    is_dense: bool = False
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The calls by which a model's tokens see each other.
+
+    Attributes:
+        callers: modules that call attention, in the order of their calls.
+        implementation: the name of transformers' implementation that computes them; "" for other models.
+        packed: whether each mask of a forward, in the order in which transformers makes them, keeps runs of positions
+            apart.
+    """
+
+    callers: tuple[Caller, ...]
+    implementation: str = ""
+    packed: tuple[bool, ...] = ()
+
+
+class Recorder:
+    """A handler that computes every call as the model would, and notes the calls."""
+
+    def __init__(self, *, computes: bool = True):
+        self.calls: list[tuple[str, AttentionCall]] = []
+        self.masks: list[MaskFunction] = []
+        self.path, self.computes = "", computes
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        self.masks.append(function)
+        return plain()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.calls.append((self.path, call))
+        if not self.computes:
+            return call.query.new_zeros((*call.query.shape[:3], call.value.shape[-1]))
+        return call.as_given()
+
+
+@contextmanager
+def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Note the calls of attention of a small copy's forward, with the innermost module that makes each."""
+    stack: list[str] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            stack.append(path)
+            recorder.path = path
+
+        return note
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+        recorder.path = stack[-1] if stack else ""
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks += [module.register_forward_pre_hook(enter(clean(path))), module.register_forward_hook(leave)]
+    try:
+        with handling(recorder), SdpaCalls(recorder):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def measure_mixing(model: nn.Module) -> Mixing:
+    """Find a model's calls of attention on a small copy.
+
+    Raises:
+        UnsupportedError: there are none, or a mask follows no known rule; the text names the module.
+    """
+    model = copy_of(small_copy(model))
+    base = intercept_transformers(model)
+    seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
+    masks: list[list[MaskFunction]] = []
+    given = list(batches(model))
+    for batch in given:
+        recorder = record(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
+        masks.append(recorder.masks)
+        for path, call in recorder.calls:
+            seen.setdefault(path, []).append((call, inputs))
+    if not seen:
+        raise UnsupportedError(
+            f"{type(model).__name__} calls attention neither through transformers' interface nor by"
+            f" F.scaled_dot_product_attention"
+        )
+    callers = tuple(_caller(path, calls) for path, calls in seen.items())
+    return Mixing(callers, base, _packed(masks, given[-1]) if len(given) > 1 else ())
+
+
+def small_copy(model: nn.Module) -> nn.Module:
+    """Return the smallest copy of a model that computes; UnsupportedError where none does."""
+    return next(iter(samples_of(model, Signature.of(model).takes, 1))).model
+
+
+def record(model: nn.Module, inputs: dict[str, Any], *, computes: bool = True) -> Recorder:
+    """Run a forward and return its calls of attention with the modules that make them.
+
+    Args:
+        computes: compute attention; else zeros are returned in its place.
+    """
+    recorder = Recorder(computes=computes)
+    for module in model.modules():
+        remember(module, Handled(recorder))
+    with torch.no_grad(), recording(model, recorder):
+        model(**inputs)
+    return recorder
+
+
+def _packed(masks: list[list[MaskFunction]], batch: dict[str, Tensor]) -> tuple[bool, ...]:
+    """Compare each mask of a packed batch with that of a plain one: does it keep runs of positions apart?"""
+    positions = batch["positions"]
+    segments = segments_of(positions)
+    assert segments is not None
+    rows, length = positions.shape
+    places = torch.arange(length)[None]
+    found = []
+    for plain, packed in zip(*masks, strict=True):
+        allowed = dense(packed, places, length, rows)
+        apart = dense(in_segments(plain, positions, segments), places, length, rows)
+        if not bool((allowed == apart).all() or (allowed == dense(plain, places, length, rows)).all()):
+            raise UnsupportedError("a mask of packed documents follows no known rule")
+        found.append(bool((allowed == apart).all()))
+    return tuple(found)
+
+
+def batches(model: nn.Module, length: int = LENGTH) -> Iterator[dict[str, Tensor]]:
+    """Yield batches: plain rows, and rows of several documents where the model takes such."""
+    signature = Signature.of(model)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
+    plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
+    yield plain
+    if any(signature.takes[key] for key in ("positions", "document_ids")):
+        documents = torch.stack([documents_of(length, shift) for shift in range(ROWS)])
+        starts = torch.stack([torch.searchsorted(row, row) for row in documents])
+        yield plain | {"positions": plain["positions"] - starts, "document_ids": documents}
+
+
+def documents_of(length: int, shift: int) -> Tensor:
+    """Return the documents of a row, (length,) int64: of one, two, three … tokens, and a long one last."""
+    sizes = torch.tensor([1, 2, 3 + shift, 5, 7], dtype=torch.int64)
+    sizes = sizes[sizes.cumsum(0) < length]
+    return torch.repeat_interleave(torch.arange(len(sizes) + 1), torch.cat((sizes, length - sizes.sum()[None])))
+
+
+def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Caller:
+    call, _ = calls[0]
+    sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3])
+    if call.interface:
+        return Caller(path, *sizes, interface=True)
+    if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
+        raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
+    rules = _candidates(calls)
+    rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
+    if rule is None:
+        raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
+    return Caller(path, *sizes, interface=False, rule=rule, is_dense=any(isinstance(c.mask, Tensor) for c, _ in calls))
+
+
+def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[MaskRule]:
+    allowed = allowed_of(calls[0][0])
+    window = int(allowed[..., -1, :].sum(-1).max())
+    for size in dict.fromkeys((0, window)):
+        for is_causal in (True, False):
+            for documents in (False, True):
+                yield MaskRule(is_causal, size, documents)
+
+
+def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> bool:
+    allowed = allowed_of(call)
+    length = allowed.shape[-1]
+    expected = dense(rule.function(inputs.get("document_ids")), torch.arange(length)[None], length, len(call.query))
+    return bool((allowed == expected).all())
+
+
+def allowed_of(call: AttentionCall) -> Tensor:
+    """Return which keys a call's queries attend to: (rows or 1, heads or 1, queries, keys) bool.
+
+    Raises:
+        UnsupportedError: the mask adds other numbers to scores than 0 and those that block a key.
+    """
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if not isinstance(call.mask, Tensor):
+        rule = causal if call.is_causal else everything
+        return dense(rule, torch.arange(queries, device=call.query.device)[None], keys, 1)
+    mask = call.mask.reshape((1,) * (4 - call.mask.dim()) + call.mask.shape)
+    if mask.dtype is torch.bool:
+        return mask
+    if bool(((mask != 0) & (mask > BLOCKED)).any()):
+        raise UnsupportedError("a mask adds numbers to the scores of attention, by the distance of tokens or otherwise")
+    return mask == 0

@@ -1,0 +1,223 @@
+"""Intercept calls of attention: through transformers' interfaces, or of ``F.scaled_dot_product_attention``.
+
+Nothing global is patched. A model of transformers is told the name of an implementation that is registered here, by
+the public registry; of other modules the forward runs under torch's function mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import recall, wrap
+
+from .masks import MaskFunction, TokenMask, sdpa_arguments
+
+PREFIX = "meshwright_"
+"""Registered names are this and the name of the implementation that computes: ``meshwright_sdpa``."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of attention.
+
+    Attributes:
+        query: (rows, heads, queries, features).
+        key, value: (rows, key heads, keys, features).
+        mask: made by a handler, or the model's own tensor, or None.
+        is_causal: without a mask: attend to earlier tokens only.
+        compute: (query, key, value, mask, is_causal) -> (rows, heads, queries, features), as the model would; a mask
+            of (rows or 1, 1, queries, keys) may be bool whatever the model's own are.
+        interface: the call came through transformers' interface, and masks by rules of places.
+        scale: factor of the products; None: features^-0.5.
+        dropout: probability.
+        extras: other arguments by which transformers' models change attention (a soft cap, sinks, biases).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    is_causal: bool
+    compute: Callable[[Tensor, Tensor, Tensor, Any, bool], Tensor]
+    interface: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_given(self) -> Tensor:
+        """Compute the call as the model would."""
+        return self.compute(self.query, self.key, self.value, self.mask, self.is_causal)
+
+
+class Handler(Protocol):
+    """Computes the calls of attention that are intercepted."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return (rows, heads, queries, features)."""
+        ...
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        """Return a mask by a rule of places; ``plain`` makes the one that the model would have."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Handled:
+    """The handler of one module's calls, kept on the module."""
+
+    handler: Handler
+
+
+_running = threading.local()
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Let a handler make the masks of transformers' models whose forward runs inside, on this thread."""
+    before = getattr(_running, "handler", None)
+    _running.handler = handler
+    try:
+        yield
+    finally:
+        _running.handler = before
+
+
+# --- F.scaled_dot_product_attention
+
+
+class SdpaCalls(TorchFunctionMode):
+    """Hands calls of ``F.scaled_dot_product_attention`` to a handler."""
+
+    def __init__(self, handler: Handler):
+        super().__init__()
+        self.handler = handler
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.handler.attend(sdpa_call(sdpa_arguments(args, kwargs or {})))
+
+
+def sdpa_call(given: dict[str, Any]) -> AttentionCall:
+    """Describe a call of ``F.scaled_dot_product_attention`` by its named arguments."""
+    others = {key: value for key, value in given.items() if key in ("scale", "enable_gqa", "dropout_p")}
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool = False) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, **others)
+
+    query, key, value = given["query"], given["key"], given["value"]
+    return AttentionCall(
+        query,
+        key,
+        value,
+        given.get("attn_mask"),
+        bool(given.get("is_causal", False)),
+        compute,
+        scale=given.get("scale"),
+        dropout=given.get("dropout_p", 0.0),
+    )
+
+
+def intercept_sdpa(module: nn.Module, handler: Handler, change: str) -> None:
+    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
+            with SdpaCalls(handler):
+                return forward(*args, **kwargs)
+
+        return intercepted_forward
+
+    wrap(module, make, change)
+
+
+# --- transformers
+
+
+def intercept_transformers(model: nn.Module) -> str:
+    """Let a model of transformers compute attention, and make masks, through the handler of each module.
+
+    Returns:
+        The name of the implementation that computes ("sdpa", "eager" …); "" for models without the interface, which
+        are left as they are.
+    """
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    chooser: Any = model
+    choose = getattr(chooser, "set_attn_implementation", None)
+    if not isinstance(name, str) or not callable(choose) or "transformers" not in sys.modules:
+        return ""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    base = name.removeprefix(PREFIX)
+    AttentionInterface.register(PREFIX + base, functools.partial(_attention, base))
+    AttentionMaskInterface.register(PREFIX + base, functools.partial(_mask, base))
+    choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
+    return base if chooser.config._attn_implementation == PREFIX + base else ""
+
+
+def _mask(base: str, **given: Any) -> Any:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    plain = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **given)
+    handler: Handler | None = getattr(_running, "handler", None)
+    return plain() if handler is None else handler.mask(given["mask_function"], given.get("attention_mask"), plain)
+
+
+def _attention(
+    base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    function, handled = _function_of(base, module), recall(module, Handled)
+    if handled is None and not isinstance(attention_mask, TokenMask):
+        return function(module, query, key, value, attention_mask, **given)
+    handler = getattr(_running, "handler", None) if handled is None else handled.handler
+    is_causal = given.pop("is_causal", None)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool | None = None) -> Tensor:
+        if base == "eager" and isinstance(mask, Tensor) and mask.dtype is torch.bool:
+            blocked = torch.finfo(query.dtype).min
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, blocked)
+        output, _ = function(module, query, key, value, mask, is_causal=is_causal, **given)
+        return output.transpose(1, 2)
+
+    known = ("scaling", "dropout")
+    extras = {key: value for key, value in given.items() if isinstance(value, (Tensor, float)) and key not in known}
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        attention_mask,
+        bool(is_causal),
+        compute,
+        interface=True,
+        scale=given.get("scaling"),
+        dropout=given.get("dropout", 0.0),
+        extras=extras,
+    )
+    assert handler is not None
+    return handler.attend(call).transpose(1, 2).contiguous(), None
+
+
+def _function_of(base: str, module: nn.Module) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if base != "eager":
+        return ALL_ATTENTION_FUNCTIONS[base]
+    for kind in type(module).__mro__:
+        home = inspect.getmodule(kind)
+        if callable(found := getattr(home, "eager_attention_forward", None)):
+            return found
+    raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")

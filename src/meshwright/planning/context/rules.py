@@ -1,0 +1,35 @@
+"""Check context parallelism; the functions are rows of the table in ``rules``."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.models.moe import Router
+from meshwright.planning.case import Case, Found
+
+
+def context_companions(case: Case) -> Found:
+    """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
+    ranks = case.layout.cp
+    if ranks == 1:
+        return
+    if case.technique != "fully_shard":
+        yield ConfigError(
+            f"layout.cp = {ranks} shards parameters over dp_shard × cp, and techniques.data_parallel ="
+            f" {case.technique} keeps them whole. Set techniques.data_parallel = fully_shard."
+        )
+    if case.reduction == "mean":
+        yield UnsupportedError(
+            f"the mesh has cp = {ranks}, and this function leaves the step to your own loop, which would have to cut"
+            f" the rows. Use parallelize(), or make the mesh with cp = 1."
+        )
+    yield from _routers(case)
+
+
+def _routers(case: Case) -> Found:
+    routers = [] if case.facts.module is None else [m for m in case.facts.module.modules() if isinstance(m, Router)]
+    for key in ("capacity_factor", "sequence_loss"):
+        if value := next((getattr(r.config, key) for r in routers if getattr(r.config, key)), 0):
+            yield UnsupportedError(
+                f"model.moe.{key} = {value} with layout.cp = {case.layout.cp}: it is about whole sequences, of which a"
+                f" rank has a part. Set model.moe.{key} = 0, or layout.cp = 1."
+            )
