@@ -1,8 +1,8 @@
-"""Share experts out over ranks (arXiv 2006.16668): tokens travel to their experts and back.
+"""Distribute experts over ranks (arXiv 2006.16668): dispatch tokens to their experts, and combine the results.
 
-A token's row is sent once for each of its experts that is elsewhere, and only then: nothing is filled up, and nothing
-is dropped. What a rank sends to each of the others is known from one small message of counts, for which it waits once
-in a layer. A rank that is given no token, or an expert that is, still takes part in everything.
+Each token's row is sent once for each of its experts on another rank: there is no padding, and no token is dropped.
+One small all-to-all of counts tells each rank how many rows to send and receive; the host waits for it once per layer.
+A rank or an expert without tokens still takes part in every collective and in the backward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from meshwright.planning.plan import Plan
 
 
 def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
-    """Share the plan's stacks of experts out over the mesh's ``ep`` axis, in place. ``model`` may be on meta."""
+    """Distribute the plan's stacks of experts over the mesh's ``ep`` axis, in place. ``model`` may be on meta."""
     assert plan.experts is not None
     axis = expert_mesh[Axis.EP.value]
-    # the mean over all ranks' tokens: FSDP2 would divide by its own ranks
+    # gradients are means over the tokens of all data ranks; FSDP2 would divide by its own number of ranks
     factor = 1 / plan.data_ranks if plan.data.reduction == "mean" else 1.0
     for stack in plan.experts.stacks:
         module = model.get_submodule(stack.path)
@@ -46,15 +46,14 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
         wrap(
             module,
             functools.partial(_dispatching, stack, axis.get_group()),
-            f"experts shared out over ep {plan.experts.ranks}",
+            f"experts distributed over ep {plan.experts.ranks}",
         )
     remember(model, plan.experts)
     return model
 
 
 MEANWHILE = "meanwhile"
-"""The argument by which a stack of experts may be told what else there is to compute while rows travel: something
-without arguments.
+"""Name of an optional argument of a stack of experts: a function without arguments, to run while rows are dispatched.
 """
 
 
@@ -62,19 +61,18 @@ def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., 
     signature = inspect.signature(forward)
 
     def call(given: dict[str, Tensor]) -> Any:
-        # by position: a kernel behind the signature may name them otherwise
+        # by position: a kernel with this signature may have other argument names
         bound = inspect.BoundArguments(signature, OrderedDict(given))
         return forward(*bound.args, **bound.kwargs)
 
     @torch.compiler.disable
     def dispatched_experts_forward(*args: Any, **kwargs: Any) -> Tensor:
-        said = signature.bind(*args, **kwargs).arguments
-        rows, index, weights = stack.arguments(said)
+        arguments = signature.bind(*args, **kwargs).arguments
+        rows, index, weights = stack.arguments(arguments)
         compute = functools.partial(stack.compute, call)
-        made = _everywhere(compute, stack, group, rows, index, said.get(MEANWHILE))
-        shape = said[
-            stack.rows
-        ].shape  # no view is returned: FSDP2's hook would be lost where somebody adds to it in place
+        made = _everywhere(compute, stack, group, rows, index, arguments.get(MEANWHILE))
+        shape = arguments[stack.rows].shape
+        # sum and cast return no view: an in-place addition to a view would lose FSDP2's hook
         return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
 
     return dispatched_experts_forward
@@ -88,28 +86,27 @@ def _everywhere(
     index: Tensor,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
-    """Return (n, k, dim): what each token's experts make of it, wherever they are.
-
-    Zeros of those that it does not go to.
+    """Return (n, k, dim): each token's outputs from its experts on all ranks; zeros where ``index`` names no expert.
 
     Args:
-        compute: rows (m, dim) and the numbers (m,) of their experts among those of this rank → (m, dim).
+        compute: rows (m, dim) and the local numbers (m,) of their experts on this rank → (m, dim).
         rows: (n, dim).
-        index: (n, k) int64 experts; ``stack.experts``: nowhere.
-        meanwhile: called while rows are on their way to experts. Its backward runs while their gradients are on their
-            way back: autograd takes what is ready in the reverse order of the forward.
+        index: (n, k) int64 experts; ``stack.experts`` means no expert.
+        meanwhile: called while rows are sent to experts. Its backward runs while their gradients are sent back:
+            autograd runs nodes that are ready in the reverse order of the forward.
     """
     n, k = index.shape
     ranks, flat = group.size(), index.flatten()
-    order = flat.argsort(stable=True)  # by expert, so by rank; what goes nowhere comes last
+    order = flat.argsort(stable=True)  # by expert, so by rank; no expert: last
     mine = tokens_per_expert(flat, stack.experts)
     theirs = exchanged(lambda: _counts_of_all(mine, group))  # (ranks, experts of this rank)
-    sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()  # the one wait
+    # the only point where the host waits for the device
+    sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()
     order = order[: sum(sends)]
     given = _exchange(rows[order // k], sends, receives, group, meanwhile)
     own = stack.experts // ranks
     numbers = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(theirs, output_size=sum(receives))
-    if not len(given):  # the experts' parameters have a gradient nevertheless: other ranks wait for it
+    if not len(given):  # the experts' parameters need a gradient nevertheless: other ranks reduce with this one
         given, numbers = given.new_zeros(1, rows.shape[1]) + given.sum(), numbers.new_zeros(1)
     made = _exchange(compute(given, numbers)[: sum(receives)], receives, sends, group)
     return made.new_zeros(n * k, made.shape[1]).index_copy(0, order, made).view(n, k, made.shape[1])
@@ -117,9 +114,9 @@ def _everywhere(
 
 @dataclass
 class _Journey:
-    """Rows on their way: the first ``sends[0]`` to the first rank, and so on.
+    """An asynchronous all-to-all of rows: the first ``sends[0]`` go to the first rank, and so on.
 
-    In the backward gradients on their way back.
+    Its backward sends the gradients the opposite way.
     """
 
     sends: list[int]
@@ -129,7 +126,7 @@ class _Journey:
     _found: Tensor | None = None
 
     def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Return what comes, when ``end`` has returned."""
+        """Start to send ``rows``, and return the receive buffer, which is valid once ``end`` has returned."""
 
         def send() -> Tensor:
             found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
@@ -157,7 +154,7 @@ def _counts_of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Begin(torch.autograd.Function):
-    """Rows leave; they are also returned. Its backward waits for their gradients."""
+    """Start to send rows, and return them unchanged. The backward waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
@@ -171,9 +168,9 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Rows that left → rows that came.
+    """Wait for the received rows, and return them in place of the sent ones.
 
-    Its backward sends their gradients off, and returns what will be those of the former.
+    The backward starts to send their gradients, and returns the buffer that receives those of the sent rows.
     """
 
     @staticmethod

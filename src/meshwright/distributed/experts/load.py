@@ -1,4 +1,4 @@
-"""Count how tokens spread over experts, where experts are given them."""
+"""Count the tokens that each expert receives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LayerLoad:
     """The load of one layer's experts, over all ranks.
 
     Attributes:
-        path: of their module.
-        tokens: that each expert was given.
-        dropped: choices that came to nothing: padding, and what was over an expert's capacity.
-        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None where that is none of
-            ours.
+        path: path of the experts' module.
+        tokens: number of tokens that each expert received.
+        dropped: number of choices that reached no expert: padding, and tokens beyond an expert's capacity.
+        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None unless the router is
+            a ``models.moe.Router``.
     """
 
     path: str
@@ -36,22 +36,20 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """1 where experts are given equally many, and their number where one is given all."""
+        """Largest over mean number of tokens: 1 for a balanced load, the number of experts if one receives all."""
         total = sum(self.tokens)
         return max(self.tokens) * len(self.tokens) / total if total else 1.0
 
     @property
     def entropy(self) -> float:
-        """Of the shares of tokens, as a part of that of equal shares: 1 where they are, 0 where one expert is given
-        all.
-        """
+        """Entropy of the experts' shares of tokens, over its maximum: 1 if all are equal, 0 if one receives all."""
         shares = torch.tensor(self.tokens, dtype=torch.float64)
         shares = shares / shares.sum().clamp(min=1)
         return float(torch.special.entr(shares).sum()) / math.log(len(self.tokens))
 
 
 class ExpertLoad:
-    """Counts, in training forwards, for every stack of experts of some modules."""
+    """Counts the tokens of every stack of experts of some modules, in training forwards."""
 
     def __init__(self, models: Sequence[nn.Module]):
         self._counts: dict[str, Tensor] = {}
@@ -82,11 +80,11 @@ class ExpertLoad:
         return count
 
     def take(self, groups: Sequence[dist.ProcessGroup], pipeline: Sequence[dist.ProcessGroup]) -> list[LayerLoad]:
-        """Return what was counted since the last time, on all ranks. Collective.
+        """Return the counts since the last call, over all ranks. Collective.
 
         Args:
-            groups: of the axes along which ranks have other tokens.
-            pipeline: of those along which they have other layers.
+            groups: groups of the axes along which ranks hold other tokens.
+            pipeline: groups of the axes along which ranks hold other layers.
         """
         found: list[LayerLoad] = []
         if self._counts:
@@ -97,11 +95,11 @@ class ExpertLoad:
                 found.append(LayerLoad(path, tuple(tokens), dropped, sizes.get(path)))
                 self._counts[path].zero_()
         if pipeline:
-            found = list({load.path: load for said in agree.everybody_says(found) for load in said}.values())
+            found = list({load.path: load for loads in agree.everybody_says(found) for load in loads}.values())
         return found
 
     def _take_sizes(self, groups: list[dist.ProcessGroup]) -> dict[str, float]:
-        """Return the size of our own routers' logits, by the path of their experts."""
+        """Return the mean ``router_z`` of each ``models.moe.Router``, by the path of its experts."""
         if not self._routers:
             return {}
         none = torch.zeros(2, dtype=torch.float64)

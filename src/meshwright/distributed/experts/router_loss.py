@@ -17,22 +17,23 @@ from .routing import routed_tokens, sum_over
 
 
 class SharedRouterLoss:
-    """Attributes:
-    loss_share: what the loss of one token's routing counts for in that of the step: 0 dims.
+    """Computes a model's own router loss over the tokens of several ranks.
+
+    Attributes:
+        loss_share: weight of one token's router loss in the loss of the step, 0 dims.
     """
 
     def __init__(self, loss: RouterLoss, model: nn.Module, groups: Sequence[dist.ProcessGroup]):
-        """Args:
-        groups: of the axes along which ranks have other tokens.
-        """
+        """Record the router logits of ``model``. ``groups``: of the axes along which ranks hold other tokens."""
         self.loss_share: Tensor | None = None
         self._loss, self._groups, self._logits = loss, groups, RouterLogits(model, loss)
         runtime = runtime_of(model)
         self._sequence = runtime.sequence if runtime is not None and runtime.sequence.cut else None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return this rank's summand of the loss of a microbatch whose forward was the last one, 0 dims: of the
-        choices of all ranks' tokens and the probabilities of its own.
+        """Return this rank's summand of the router loss of the microbatch of the last forward, 0 dims.
+
+        It combines the choices of all ranks' tokens with the probabilities of this rank's tokens.
         """
         logits = self._logits.take()
         real = self._own(routed_tokens(batch), batch["tokens"].shape)
@@ -47,15 +48,15 @@ class SharedRouterLoss:
         )
 
     def begin(self) -> None:
-        """A microbatch's forward begins."""
+        """Prepare for a microbatch's forward."""
         self._logits.begin()
 
     def forget(self) -> None:
-        """A forward and backward failed."""
+        """Discard the recorded logits after a failed forward or backward."""
         self._logits.take()
 
     def _own(self, real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """Tell which of the tokens that this rank routes are real: no padding, and no filling of its part."""
+        """Return a mask of this rank's routed tokens, False for padding of rows or of the sequence shard; None: all."""
         if self._sequence is None:
             return real
         if real is None and not self._sequence.filled:

@@ -1,7 +1,6 @@
-"""Weigh routers' losses in a step, and move routers' biases.
+"""Weight the router losses of a step, and update the router biases.
 
-Both follow from numbers of the whole step, over all data ranks and microbatches: tokens that are routed, and tokens
-per expert.
+Both depend on counts over all data ranks and microbatches of the step: routed tokens, and tokens per expert.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from meshwright.models.moe import Router
 
 
 def routers_of(models: Iterable[nn.Module]) -> list[Router]:
-    """List the routers in the order of the models' modules, alike on all ranks that have them."""
+    """List the routers in the order of the models' modules, which is the same on all ranks that hold them."""
     return [module for model in models for module in model.modules() if isinstance(module, Router)]
 
 
 def count_routed(pieces: Sequence[Batch]) -> int:
-    """Tokens that are not padding."""
+    """Count the tokens that are not padding."""
     real = [(piece["tokens"], routed_tokens(piece)) for piece in pieces]
     return sum(tokens.numel() if mask is None else int(mask.sum()) for tokens, mask in real)
 
 
 def routed_tokens(piece: Batch) -> Tensor | None:
-    """Return (rows, seq) bool, False for padding, by document_ids and by a mask of the batch's shape.
+    """Return (rows, seq) bool, False for padding by document_ids or an attention mask of the tokens' shape.
 
-    None where all are tokens.
+    Return None if the batch has neither.
     """
     documents, mask = piece.get("document_ids"), piece.get("attention_mask")
     real = None if documents is None else documents != PADDING
@@ -44,14 +43,15 @@ def routed_tokens(piece: Batch) -> Tensor | None:
 
 
 class TakesShare(Protocol):
-    """Who adds to a step's loss what is a mean over its routed tokens."""
+    """A module that adds to the step's loss a mean over its routed tokens."""
 
     loss_share: Tensor | None
 
 
 def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device, scale: float = 1.0) -> None:
-    """A forward and backward begins, of ``tokens`` routed tokens on all data ranks: auxiliary losses are means over
-    them, times ``scale``.
+    """Set the weight of one token's auxiliary loss, before the first forward of a step.
+
+    The auxiliary losses become means over ``tokens``, the routed tokens on all data ranks, times ``scale``.
     """
     if routers:
         share = torch.full((), scale / max(tokens, 1), dtype=torch.float64, device=device)
@@ -60,15 +60,15 @@ def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device,
 
 
 def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Losses per microbatch count the tokens of all ranks of ``groups``, which compute one together."""
+    """Let losses per microbatch count the tokens of all ranks of ``groups``, which share a microbatch."""
     for router in routers if groups else ():
         router.everywhere = _Everywhere(groups)
 
 
 class _Everywhere:
-    """The sum over all groups.
+    """Sums counts over all groups.
 
-    Not a function with the groups bound to it: what is compiled around its call would keep them for good.
+    This is not a function with the groups bound to it: code compiled around its call would hold the groups forever.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]):
@@ -88,12 +88,12 @@ def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 
 
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
-    """Move the biases by the tokens that each expert was given since the last step; not where the step is skipped.
+    """Update the biases by the tokens that each expert received since the last step, unless the step is skipped.
 
     Collective.
 
     Args:
-        groups: of the axes along which ranks have other tokens.
+        groups: groups of the axes along which ranks hold other tokens.
     """
     balanced = [router for router in routers if router.bias is not None]
     if balanced and not skipped:
@@ -105,7 +105,7 @@ def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, 
 
 
 def forget_step(routers: Sequence[Router]) -> None:
-    """A forward and backward failed: what it counted is no part of a step."""
+    """Discard the counts of a failed forward or backward: they belong to no step."""
     for router in routers:
         router.counts = None
 

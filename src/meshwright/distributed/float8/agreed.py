@@ -1,6 +1,7 @@
 """All-reduce amax over the tensor axis, so that a sharded operand has one tensorwise scale.
 
-So a part is rounded with the scale that the whole has in one process. Nothing travels where no operand asks for it.
+Each shard is then rounded with the scale of the whole operand, as in one process. No message is sent if no operand
+is sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .products import Largest, Products
 
 
 def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: TensorGroup) -> list[Largest]:
-    """Return what layers of one input need for their outputs; one message."""
+    """Return the amax values that layers of one input need for their outputs, with one message."""
     operands = [part for weight, way in zip(weights, ways, strict=True) for part in _of_forward(x, weight, way)]
     found = _agreed(operands, group)
     return [Largest(x, weight) for x, weight in zip(found[::2], found[1::2], strict=True)]
@@ -32,11 +33,12 @@ def before_gradients(
     needed: Sequence[bool],
     group: TensorGroup,
 ) -> list[Largest]:
-    """Return what layers of one input need for their gradients, with what they had for their outputs; one message.
+    """Add to ``earlier`` the amax values that layers of one input need for their gradients, with one message.
 
     Args:
-        gradients: of their outputs.
-        needed: whether a layer's gradients are asked for.
+        gradients: gradients of the layers' outputs.
+        earlier: values that ``before_outputs`` returned.
+        needed: for each layer, whether its gradients are needed.
     """
     operands = [
         g if asked and way.parts.gradient else None for g, way, asked in zip(gradients, ways, needed, strict=True)
@@ -45,17 +47,17 @@ def before_gradients(
 
 
 def to_save(largest: Sequence[Largest]) -> list[Tensor | None]:
-    """Return what ``before_outputs`` gave, as a node saves it for backward."""
+    """Flatten the values of ``before_outputs`` into a list of tensors that a node can save for backward."""
     return [tensor for one in largest for tensor in (one.x, one.weight)]
 
 
 def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
-    """Return what ``to_save`` made of it."""
+    """Invert ``to_save``."""
     return [Largest(x, weight) for x, weight in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: TensorGroup) -> Tensor:
-    """Return a linear layer between messages, differentiable: this rank's output features, or its summand."""
+    """Compute a linear layer, differentiable: this rank's output features, or its summand of the output."""
     if way.parts == WHOLE:
         return way.linear(x, weight, bias)
     made = _AgreedLinear.apply(x, weight, way, group)
@@ -85,7 +87,7 @@ def _of_forward(x: Tensor, weight: Tensor, way: Products) -> tuple[Tensor | None
 
 
 def _agreed(operands: Sequence[Tensor | None], group: TensorGroup) -> list[Tensor | None]:
-    """Return the largest magnitude of each on any rank."""
+    """Return the largest magnitude of each operand over the ranks of ``group``."""
     found = [operand.abs().max().float() for operand in operands if operand is not None]
     if not found:
         return [None] * len(operands)

@@ -1,4 +1,4 @@
-"""Convert linear layers to float8 training (arXiv 2209.05433), by torchao."""
+"""Convert linear layers to float8 training (arXiv 2209.05433) with torchao."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
 
 CAPABILITY = (8, 9)
-"""The first of NVIDIA's GPUs that multiply in float8."""
+"""Compute capability of the first NVIDIA GPUs that multiply in float8."""
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Convert the planned linear layers in place: parameters stay the very same, and so do names, hooks and modes.
+    """Convert the planned linear layers in place: parameter objects, names, hooks and modes stay as they are.
 
     Raises:
         MissingExtraError, UnsupportedError: see ``refuse_absent``.
-        ConfigError: the forward of a layer was replaced by another technique, which the converted one would not have.
+        ConfigError: another technique has replaced a layer's forward, and the conversion would drop that forward.
     """
     assert plan.float8 is not None
     refuse_absent(plan)
@@ -42,7 +42,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def refuse_absent(plan: Plan) -> None:
-    """Tell whether what the plan's float8 needs is here. Needs no process group.
+    """Refuse a float8 plan whose requirements this process lacks. Needs no process group.
 
     Raises:
         MissingExtraError: torchao is not installed.
@@ -60,9 +60,9 @@ def refuse_absent(plan: Plan) -> None:
 
 
 def config_of(plan: Float8Plan) -> Any:
-    """torchao's config of a plan. Raises MissingExtraError without torchao."""
+    """Return torchao's config of a plan. Raises MissingExtraError without torchao."""
     config = _torchao(plan).Float8LinearConfig.from_recipe_name(plan.recipe)
-    # a weight's gradient is a product over tokens, of which there may be any number
+    # pad_inner_dim: a weight's gradient is a product over tokens, whose number need not be a multiple of 16
     return replace(config, emulate=plan.emulated, pad_inner_dim=not plan.emulated)
 
 
@@ -75,7 +75,7 @@ def _torchao(plan: Float8Plan) -> Any:
 
 
 def _converted(linear: nn.Module, config: Any) -> nn.Module:
-    """torchao's takes over the parameters alone: hooks and what else was noted on the layer come along."""
+    """Convert one layer, and copy its hooks and other instance attributes: torchao takes over only its parameters."""
     made = _torchao_linear(linear, config)
     own = vars(made)
     own.update(

@@ -1,9 +1,9 @@
-"""Gather FSDP's weights in float8: a byte for each element, and one scale for the whole weight.
+"""All-gather FSDP's weights in float8: one byte per element, and one scale for the whole weight.
 
-torch asks the shard that it gathers how to (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao's answer is
-another class of tensor at rest, which optimizers, checkpoints and clipping then meet. Here an object answers in the
-shard's place, and what rests stays a plain tensor. It is cast to the dtype of the computation first: what is gathered
-is bit by bit what rounding the gathered weight gives.
+FSDP2 lets a shard define its all-gather (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao does so with a
+tensor subclass at rest, which optimizers, checkpoints and clipping then have to handle. Here a separate object defines
+the hooks in place of the shard, and the shard stays a plain tensor. Its values are cast to the compute dtype before
+they are rounded, so the gathered weight is bitwise equal to a rounded all-gathered weight.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from meshwright.distributed.torch_private import (
 from meshwright.introspection.module_kinds import config_at
 
 STALE = -1
-"""No parameter's version."""
+"""A version that no parameter has."""
 
 
 def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
-    """Let the converted layers' weights among torch's own ``parameters`` of ``root`` be gathered in float8.
+    """Gather in float8 the weights of converted layers among FSDP2's ``parameters`` of the sharded module ``root``.
 
-    Every forward of ``root``, which is sharded, begins with their scales: one message over the ranks that shard, one
-    over those that cut.
+    Every forward of ``root`` begins by computing their scales: one message over the ranks of FSDP's shards, and one
+    over the tensor axis.
     """
     weights = [p for p in parameters if layer_of(p)[1] == "weight" and config_at(layer_of(p)[0]) is not None]
     shards = [Shard(parameter) for parameter in weights]
@@ -66,7 +66,7 @@ _live: weakref.WeakSet[Shard] = weakref.WeakSet()
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """A fused or foreach step raises no version of a DTensor."""
+    """Mark scales as stale after optimizer steps: a fused or foreach step does not raise a DTensor's version."""
     register_optimizer_step_post_hook(_stepped)
 
 
@@ -78,20 +78,20 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, An
 
 
 def _begin(root: Any, shards: Sequence[Shard]) -> None:
-    """Run before torch's own hook, behind which its streams do not wait for ours.
+    """Compute the scales before FSDP2's own hook, after which its streams would not wait for this one.
 
-    What it sets up at a first forward is needed here.
+    ``begin_forward`` does that hook's set-up for a first forward, which is needed here.
     """
     begin_forward(root)
     agree(shards)
 
 
 class Shard:
-    """This rank's shard of a weight, as torch gathers it.
+    """This rank's shard of a weight, with FSDP2's all-gather hooks.
 
     Attributes:
-        scale: of the whole weight, (), float32; None before the first forward.
-        version: of the parameter when that was agreed on; ``STALE`` behind an optimizer's step.
+        scale: scale of the whole weight, (), float32; None before the first forward.
+        version: version of the parameter when the scale was computed; ``STALE`` after an optimizer step.
     """
 
     def __init__(self, parameter: FSDPParam):
@@ -103,21 +103,21 @@ class Shard:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor axis cuts the weight too."""
+        """Whether the tensor axis shards the weight too."""
         spec = spec_of_gathered(self.parameter)
         return spec is not None and not all(isinstance(placement, Replicate) for placement in spec.placements)
 
     def values(self) -> Tensor:
-        """Return (rows, filled up to those of the other ranks; columns) in the dtype of the computation."""
+        """Return (rows, columns) in the compute dtype; rows are padded to the size of the other ranks' shards."""
         p = self.parameter
         return padded_shard(p).to(p.device, p.param_dtype or p.orig_dtype)
 
     def take(self, largest: Tensor) -> None:
-        """The largest magnitude in the whole weight is known."""
+        """Set the scale from the largest magnitude in the whole weight."""
         self.scale, self.version = scale_for(largest, self.dtype), version_of(self.parameter.sharded_param)
 
     def to(self, *args: Any, **kwargs: Any) -> Shard:
-        """Offloaded weights come from host memory when they are asked for."""
+        """Return self: ``values`` copies offloaded weights to the device."""
         return self
 
     def size(self) -> torch.Size:
@@ -127,9 +127,8 @@ class Shard:
         if self.scale is None or self.version != version_of(self.parameter.sharded_param):
             raise IntegrityError(
                 f"{name_of(self.parameter)} is gathered in float8, and its scale is not that of its values now: they"
-                f" were changed behind"
-                " the beginning of the model's forward, or a part of the model was called by itself. Call the whole"
-                " model."
+                f" were changed after the model's forward began, or a part of the model was called by itself. Call the"
+                f" whole model."
             )
         rounded = rounded_by(self.values(), self.scale, self.dtype, self.kernels, "WEIGHT")
         return (codes_of(rounded).view(torch.uint8),), (self.scale,)
@@ -147,7 +146,7 @@ class Shard:
 
 @torch.no_grad()
 def agree(shards: Sequence[Shard]) -> None:
-    """The scales of whole weights, from what all ranks have of them now."""
+    """Set the scales of whole weights from the present values on all ranks. Collective."""
     found = torch.stack([shard.values().abs().max().float() for shard in shards])
     info: Any = shards[0].parameter.mesh_info
     _largest(found, info.shard_process_group)

@@ -1,7 +1,7 @@
-"""Define how a linear layer multiplies: its output and the gradients of input and weight.
+"""Compute the three products of a linear layer: its output, and the gradients of its input and its weight.
 
-Whoever computes them apart (tensor parallelism, which has messages between them; pipelines, which put the weight's
-off) asks the layer how it multiplies, so that one in float8 stays so.
+Tensor parallelism sends messages between them, and pipelines defer the weight's gradient. Both use the products
+defined here instead of calling the layer, so that a float8 layer still multiplies in float8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import torchao_private
 
 
 class Largest(NamedTuple):
-    """The largest magnitude of each operand, (), float32, where ranks agreed on one; None: that of what is given."""
+    """The largest magnitude of each operand over several ranks, (), float32; None: that of the local operand."""
 
     x: Tensor | None = None
     weight: Tensor | None = None
@@ -31,13 +31,11 @@ OWN = Largest()
 
 
 class Products(Protocol):
-    """The products of one linear layer. ``x``: (..., in); ``gradient``: (..., out), of the output."""
+    """The products of one linear layer. ``x``: (..., in); ``gradient``: the output's, (..., out)."""
 
     @property
     def parts(self) -> OperandParts:
-        """Which operands are parts of a whole that has one scale, so that ranks must agree on their ``Largest``
-        first.
-        """
+        """The operands that are shards of a whole with one scale, so that ranks must first reduce their ``Largest``."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,19 +43,19 @@ class Products(Protocol):
         ...
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Largest = OWN) -> Tensor:
-        """Return the output, of which no graph is needed."""
+        """Return the output, without recording a graph."""
         ...
 
     def of_input(self, gradient: Tensor, weight: Tensor, largest: Largest = OWN) -> Tensor:
-        """Return (..., in)."""
+        """Return the input's gradient, (..., in)."""
         ...
 
     def of_weight(self, gradient: Tensor, x: Tensor, largest: Largest = OWN) -> Tensor:
-        """As the weight is stored."""
+        """Return the weight's gradient, in the layout in which the weight is stored."""
         ...
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return (out, in), a view: for whoever multiplies with it himself."""
+        """Return a view of the weight of shape (out, in), for callers that multiply themselves."""
         ...
 
 
@@ -92,7 +90,7 @@ PLAIN, TRANSPOSED = Plain(transposed=False), Plain(transposed=True)
 class Float8:
     """Products in float8, as torchao's Float8Linear computes them (arXiv 2209.05433).
 
-    Each operand is rounded with the scale of what this rank has of it, or where ranks agreed on one, with that.
+    Each operand is rounded with the scale of its local values, or of the given ``Largest`` over several ranks.
 
     Attributes:
         config: torchao's Float8LinearConfig.
@@ -130,15 +128,13 @@ class Float8:
         return torch.mm(columns.t(), rows)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        raise NotImplementedError("a layer in float8 multiplies itself")
+        raise NotImplementedError("a float8 layer has no plain weight matrix: call output, of_input or of_weight")
 
     def _rounded(self, operand: Tensor, cast: Any, role: str, dim: int, largest: Tensor | None) -> Tensor:
-        """Return an operand in float8.
-
-        As it is where it is so already, or the recipe leaves this product in high precision.
+        """Round an operand to float8, unless it is rounded already or the recipe leaves it in high precision.
 
         Args:
-            dim: over which entries share a scale, where not all do.
+            dim: dim over which entries share a scale, if the operand has several scales.
             largest: see ``Largest``.
         """
         if torchao_private.is_disabled(cast) or is_rounded(operand):
@@ -151,11 +147,11 @@ class Float8:
 
 
 def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts = WHOLE) -> Products:
-    """Tell how a linear layer multiplies.
+    """Return the products of a linear layer.
 
     Args:
-        transposed: its weight is stored (in, out).
-        parts: which of its operands ranks have parts of.
+        transposed: whether its weight is stored (in, out).
+        parts: the operands that are sharded over ranks.
     """
     if (config := config_at(module)) is not None:
         return Float8(config, torchao_private.kernels_of(module), parts if _has_one_scale(config) else WHOLE)
@@ -163,8 +159,8 @@ def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts
 
 
 def _has_one_scale(config: Any) -> bool:
-    """Tell whether an operand has one scale.
+    """Return whether an operand has one scale.
 
-    Else each row has its own, a power of two: parts of a row then differ in what underflows alone.
+    Otherwise each row has its own, a power of two, and a shard of a row differs from the whole only in underflow.
     """
     return torchao_private.has_one_scale(config.cast_config_input)

@@ -1,8 +1,8 @@
-"""Reach the private parts of torchao; nothing else does.
+"""Wrap the private functions of torchao; no other file imports them.
 
-torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. These are the
-functions behind them, for products that stand apart from their module, and for a step of one parameter. Each waits
-for a public form of itself.
+torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. The functions here
+are called for products outside their module, and for the optimizer step of one parameter. Each should be replaced as
+soon as torchao has a public form of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rounded_by(operand: Tensor, scale: Tensor, dtype: torch.dtype, kernels: Any,
 
 
 def rounded(operand: Tensor, cast: Any, kernels: Any, role: str, dim: int, power_of_2: bool) -> Any:
-    """Round an operand with scales of its own. ``dim``: over which entries share a scale, where not all do."""
+    """Round an operand with its own scales. ``dim``: dim over which entries share one, if there are several."""
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole
 
@@ -56,45 +56,45 @@ def rounded(operand: Tensor, cast: Any, kernels: Any, role: str, dim: int, power
 
 
 def is_disabled(cast: Any) -> bool:
-    """Ask whether a recipe leaves an operand in high precision."""
+    """Return whether a recipe leaves an operand in high precision."""
     from torchao.float8.config import ScalingType
 
     return cast.scaling_type is ScalingType.DISABLED
 
 
 def has_one_scale(cast: Any) -> bool:
-    """Ask whether an operand has one scale, and not one for each row."""
+    """Return whether an operand has one scale instead of one per row."""
     from torchao.float8.config import ScalingGranularity
 
     return cast.scaling_granularity is ScalingGranularity.TENSORWISE
 
 
 def weight_in_float8(codes: Tensor, scale: Tensor, dtype: torch.dtype, kernels: Any) -> Any:
-    """Make a weight of codes and their scale, which stands for values of ``dtype``."""
+    """Make a float8 weight from codes and their scale; it represents values of ``dtype``."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     return Float8TrainingTensor(codes, scale, dtype, kernels, GemmInputRole.WEIGHT)
 
 
 def codes_of(tensor: Any) -> Tensor:
-    """Return the codes of a tensor in float8."""
+    """Return the codes of a float8 tensor."""
     return tensor._data
 
 
 def set_scale(tensor: Any, scale: Tensor) -> None:
-    """Give a tensor in float8, whose codes have changed, their scale."""
+    """Set the scale of a float8 tensor whose codes have changed."""
     tensor._scale = scale
 
 
 def role_of(operand: Any) -> str:
-    """Return what a tensor in float8 is in its product: input, weight or grad_output."""
+    """Return the role of a float8 tensor in its product: input, weight or grad_output."""
     return operand._gemm_input_role.name.lower()
 
 
 def step_of_adam(
     weight: Tensor, gradient: Tensor, step: Tensor, moments: tuple[Tensor, Tensor], rate: Tensor, options: Any
 ) -> None:
-    """Take AdamW's step of one parameter, in place. ``options``: beta1, beta2, weight decay, eps."""
+    """Take an AdamW step for one parameter, in place. ``options``: beta1, beta2, weight decay, eps."""
     from torchao.optim.adam import single_param_adam
 
     beta1, beta2, decay, eps = options
@@ -103,7 +103,7 @@ def step_of_adam(
 
 
 def kind_of_state(word: str) -> Any:
-    """Return the class of an optimizer's state in "8bit" or "4bit"."""
+    """Return the class of low-bit optimizer states, "8bit" or "4bit"."""
     from torchao.optim.subclass_4bit import OptimState4bit
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -111,7 +111,7 @@ def kind_of_state(word: str) -> Any:
 
 
 def quantize(blocks: Tensor, table: Tensor) -> Tensor:
-    """Return the codes of values (blocks, block size) by a table of 256 or 16 values."""
+    """Quantize values (blocks, block size) to codes, by a table of 256 or 16 values."""
     from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
 
     return (quantize_8bit_with_qmap if len(table) == 256 else quantize_4bit_with_qmap)(blocks, table)
