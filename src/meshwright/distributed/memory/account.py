@@ -1,4 +1,4 @@
-"""Account for every storage that a step's operators make: by its holder and by its maker."""
+"""Account for every storage that a step's operators allocate, by its owner and by the operator."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from meshwright.planning.memory.step import MemoryUse
 from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
 
 LOOKS_EVERY = 8
-"""Operators between two looks at what is there; messages and what FSDP2 does around them are further occasions, and
-whatever could be more than was ever seen."""
+"""Number of operators between two counts of the live storages. Messages, FSDP2's work around them, and a possible new
+maximum also cause a count."""
 UNSEEN = 0.01
-"""Share of the most by which something may grow before somebody looks."""
+"""Fraction of the maximum by which a kind of memory may grow without a new count."""
 
 
 class MemoryAccount(TorchDispatchMode):
     """``with MemoryAccount(models, vocabulary) as account: forward and backward``, then ``account.most``.
 
     Attributes:
-        most: of each kind the most bytes that were held at a time, between two operators. Parameters that are
-            gathered, or on their way, are parameters; gradients of gathered ones are gradients; what lies ready to be
-            sent, and what came, are messages.
-        most_together: the most of all kinds at a time, the optimizer's left out.
+        most: for each kind the largest number of bytes that were live at one time, between two operators. Gathered
+            parameters, and buffers of a running all-gather, count as parameters; gradients of gathered parameters
+            count as gradients; send and receive buffers count as communication.
+        most_together: largest number of bytes of all kinds at one time, without the optimizer state.
 
     Args:
         models: local modules.
-        vocabulary: last dims by which logits are known. One that is a width of the model too tells nothing: logits
-            are activations then.
-        looks_every: operators between two looks; by default ``LOOKS_EVERY``.
+        vocabulary: last dims that identify logits. A dim that is also a width of the model is ignored; such logits
+            then count as activations.
+        looks_every: operators between two counts; by default ``LOOKS_EVERY``.
     """
 
     def __init__(self, models: Sequence[nn.Module], vocabulary: Iterable[int], *, looks_every: int = 0):
@@ -56,7 +56,7 @@ class MemoryAccount(TorchDispatchMode):
         self._operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "prim":  # asks for a device and the like
+        if func.namespace == "prim":  # queries such as prim.device
             return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
@@ -77,34 +77,33 @@ class MemoryAccount(TorchDispatchMode):
         self.look()
 
     def note_messages(self, tensors: Iterable[Tensor]) -> None:
-        """These are sent, or come."""
+        """Count these tensors as send or receive buffers."""
         for tensor in tensors:
             self._note(tensor, MemoryUse.COMMUNICATION)
 
     def _copies_shards(self, given: Sequence[Tensor]) -> bool:
-        """Tell whether shards are made ready to be gathered: in another dtype, one behind the other."""
+        """Return whether an operator reads FSDP's shards: it casts or concatenates them for an all-gather."""
         return bool(self._shards) and not self._shards.isdisjoint(addresses(given))
 
     def _is_logits(self, tensor: Tensor) -> bool:
         return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
 
     def _note(self, tensor: Tensor, held: MemoryUse) -> None:
-        if tensor.device.type == "meta":  # it takes no memory
+        if tensor.device.type == "meta":  # takes no memory
             return
         self._storages.follow(tensor, held)
         self._since[held] += storage_of(tensor).nbytes()
 
     def _should_look(self) -> bool:
-        """Tell whether to take stock: from time to time, and where more may be held than ever.
+        """Return whether to count live storages: at regular intervals, and if a kind may exceed its maximum.
 
-        Nobody looks behind an operator that computes nothing: what was taken from one owner is then on its way to
-        another.
+        Callers do not ask after an operator that only makes views: a tensor may then be between two owners.
         """
         may_be_more = (self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
         return self._operators % self._looks_every == 0 or any(may_be_more)
 
     def look(self) -> None:
-        """Count what is there now."""
+        """Count the live storages."""
         now: Counter[MemoryUse] = Counter()
         owned: set[int] = set()
         for held, tensors in (
@@ -123,12 +122,12 @@ class MemoryAccount(TorchDispatchMode):
         self._seen, self._since = now, Counter()
 
     def now(self) -> Counter[MemoryUse]:
-        """Return the bytes held now, by kind."""
+        """Return the live bytes, by kind."""
         self.look()
         return self._seen
 
     def take(self) -> Counter[MemoryUse]:
-        """Return the most bytes held at a time, by kind, since the last call."""
+        """Return the largest number of bytes live at one time since the last call, by kind."""
         self.look()
         most, self.most = self.most, Counter()
         return most
@@ -160,17 +159,17 @@ class MemoryAccount(TorchDispatchMode):
 
 
 def _allocates(func: Any) -> bool:
-    """Tell whether it only makes room: what for is known when something is written there, and nobody looks before."""
+    """Return whether an operator only allocates: its purpose is known after the first write, so no count before."""
     return func.namespace == "aten" and "empty" in name_of_operator(func)
 
 
 def _writes(func: Any) -> bool:
-    """Tell whether it writes into its arguments; of one that does not say, yes."""
+    """Return whether an operator writes into its arguments; True if it has no schema."""
     schema = schema_of(func)
     return schema is None or schema.is_mutable
 
 
 def dims_of_logits(vocabulary: int, ranks: int) -> set[int]:
-    """Last dims by which logits are known: all token ids, or what one of the ranks of the tensor axis has of them."""
+    """Return the last dims that identify logits: the vocabulary, and a rank's shard of it on the tensor axis."""
     share = -(-vocabulary // ranks)
     return {vocabulary, share, vocabulary - share * (ranks - 1)}

@@ -1,7 +1,7 @@
 """Estimate the memory of one rank's step by a dry run on tensors without memory.
 
-The plan's techniques are applied by the very code that applies them to the real model; then forward and backward run,
-and what is held is accounted as in a run's first step.
+The same code applies the plan's techniques as for the real model. Then forward and backward run, and the live memory
+is accounted for as in the first step of a real run.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from .fake import DryRunError, FakeRanks, casting, imagining, same_random_number
 from .repeated_blocks import RepeatedBlocks
 
 KINDS = (MemoryUse.ACTIVATIONS, MemoryUse.LOGITS)
-"""Kinds of memory that are estimated; messages of parameters and gradients are not."""
+"""Kinds of memory that are estimated; communication buffers of parameters and gradients are not."""
 KEYS = ("tokens", "labels", "positions", "document_ids")
-"""Keys that the data gives of every row."""
+"""Keys of the batches that loaders return."""
 BEFORE_THE_CUT, BEHIND_THE_CUT = ("freeze", "float8"), ("fused_loss", "activation_checkpoint")
-"""Techniques by their place around the tensor axis's: those that change what a forward keeps."""
+"""Techniques applied before and after tensor parallelism: those that change the tensors saved by a forward."""
 SELDOM = 1 << 30
 
 
 def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> MemoryEstimate:
-    """Return what ranks will hold of activations and logits in a step. No process group; the model is left as it is.
+    """Estimate the bytes of activations and logits that ranks hold in a step, without a process group.
+
+    The model is not changed. No exception is raised: if the model's code fails on tensors without memory, the result
+    has no estimate, and names the reason.
 
     Args:
-        facts: of the model as it is before a plan is applied.
-        keys: of a step's batch.
-
-    Nothing is raised: what fails on tensors without memory, whatever the model's code is, is not foreseen, and the
-        result says why.
+        facts: facts of the model before a plan is applied.
+        keys: keys of a step's batch.
     """
     if (why := not_estimated(plan)) or facts.module is None:
         return MemoryEstimate((), why or "the model itself is not at hand")
@@ -68,15 +68,15 @@ def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[
     except DryRunError as error:
         return MemoryEstimate((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
-        said = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[0]
         return MemoryEstimate(
-            (), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {said})"
+            (), f"{facts.kind} cannot be run on tensors without values ({type(error).__name__}: {message})"
         )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what fails on tensors without memory; here it is caught and said."""
+    """Silence torch's log of operators that fail on fake tensors: the estimate reports the error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -87,12 +87,12 @@ def _quiet() -> Iterator[None]:
 
 @dataclass
 class _Playing:
-    """A part of the model as one rank has it, ready to compute.
+    """One rank's part of the model, ready for the dry run.
 
     Attributes:
-        repeated: blocks that are not computed.
-        objective: the loss of a microbatch; of the last stage.
-        router_loss: what a family adds to it.
+        repeated: the repeated blocks, some of which are skipped.
+        objective: loss of a microbatch; used on the last stage.
+        router_loss: the model's own router loss, added to the objective.
     """
 
     part: ModelPart
@@ -115,7 +115,7 @@ class _Player:
             self.parts = [part for rank in range(plan.pipeline.ranks) for part in split(module, plan, self.facts, rank)]
 
     def estimate(self) -> MemoryEstimate:
-        """Inside ``imagining``."""
+        """Return the estimate; call this inside ``imagining``."""
         batch, pipeline = self.batch, self.plan.pipeline
         own = max(1, batch.global_rows // self.plan.data_ranks)
         rows = min(own, batch.microbatch_rows or own)
@@ -128,7 +128,7 @@ class _Player:
         return MemoryEstimate(tuple(map(_known, over_ranks(stages, pipeline.order(pipeline.legal(microbatches))))))
 
     def _whole(self, microbatches: int) -> Mapping[MemoryUse, int]:
-        """Further microbatches find gradients there, to which theirs are added; unless each leaves its own reduced."""
+        """Run a whole model: two microbatches if the second adds to the first one's unreduced gradients, else one."""
         playing = self._playing(self.parts[0])
         leaves_reduced = self.sharded and self.plan.data.sync_grad_accum
         with playing.account:
@@ -172,7 +172,7 @@ class _Player:
         return StageMemory(kept + more, forward + more, backward + more)
 
     def _boundary(self, account: MemoryAccount) -> Tensor:
-        """Return what comes from another stage."""
+        """Return a receive buffer for the boundary tensor of another stage."""
         pipeline, tensor = self.plan.pipeline, self.plan.tensor
         assert pipeline is not None
         rows, length = self.piece["tokens"].shape
@@ -183,7 +183,7 @@ class _Player:
         return room
 
     def _playing(self, part: ModelPart) -> _Playing:
-        """Return the plan's techniques, in their order; what data ranks share out is whole while a block computes."""
+        """Apply the plan's techniques in their order, without FSDP: a block's weights are whole while it computes."""
         plan, site = replace(part.plan, data=DataParallel("none")), order.Site(None, part.facts)
         without_memory(part.module, self.dtype)
         module = order.apply(part.module, plan, site, only=BEFORE_THE_CUT)

@@ -1,4 +1,4 @@
-"""Make a model, its inputs and the other ranks without memory: tensors with shapes and no values."""
+"""Make a model, its inputs and its peer ranks from fake tensors, which have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, Torch
 from meshwright.distributed.tensor.group import MessagingRanks
 
 GROUPED = {GROUPED_PRODUCT}
-"""To tensors without memory torch says that it takes bfloat16 alone; the kernels take more."""
+"""Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
 
 
 class FakeRanks(MessagingRanks):
-    """The first of several ranks of the tensor axis, as alone as it is: messages have their buffers, and nobody
-    answers.
+    """The first rank of a tensor axis without its peers: messages have buffers, but are not sent.
 
     Args:
-        told: of the buffers that are sent and filled.
+        told: callback that receives the send and receive buffers of each message.
     """
 
     def __init__(self, size: int, told: Callable[[Iterable[Tensor]], None]):
@@ -41,18 +40,18 @@ class FakeRanks(MessagingRanks):
 
 
 PATIENCE = 100_000
-"""Operators of a play; so many take some ten seconds. A large model has a tenth of them."""
+"""Largest number of operators in a dry run, about ten seconds; a large model has a tenth of it."""
 
 
 @contextmanager
 def imagining(*, experts: bool) -> Iterator[None]:
-    """Inside, whatever is made has no memory.
+    """Make every tensor created inside fake.
 
     Args:
-        experts: there may be grouped products.
+        experts: whether the model may compute grouped products.
 
     Raises:
-        Unplayable: a forward that goes through its tokens one by one, in Python, would keep everybody waiting.
+        DryRunError: the step has more than ``PATIENCE`` operators, like a Python loop over tokens.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -64,9 +63,7 @@ def imagining(*, experts: bool) -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Inside, whoever draws random numbers, of torch on the CPU, numpy or Python, takes none from those who come
-    after.
-    """
+    """Restore the random states of torch (CPU), numpy and Python on exit."""
     own, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -78,12 +75,12 @@ def same_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A copy is played, but functions that were put on a module hold on to the original.
+    """Check that a dry run of a copy of ``model`` gives no gradients to the original, and restore them if it does.
 
-    Gradients of that are put back.
+    Functions that were set on a copied module may still refer to the original.
 
     Raises:
-        Unplayable: there were some.
+        DryRunError: a gradient of the original changed.
     """
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -94,16 +91,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
     if touched:
         raise DryRunError(
-            "a function that was put on one of its modules computes with the model itself, where a copy is played"
+            "a function that was set on one of its modules computes with the model itself, but the dry run uses a copy"
         )
 
 
 class DryRunError(Exception):
-    """A model cannot be dry-run; the text says why."""
+    """Raised if a model cannot be dry-run; the text gives the reason."""
 
 
 class _Patience(TorchDispatchMode):
-    """Counts operators."""
+    """Limits the number of operators to ``PATIENCE``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,12 +109,12 @@ class _Patience(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._operators += 1
         if self._operators > PATIENCE:
-            raise DryRunError(f"its step has more than {PATIENCE:,} operators, which would take too long to play")
+            raise DryRunError(f"its step has more than {PATIENCE:,} operators, too many for a dry run")
         return func(*args, **(kwargs or {}))
 
 
 class _GroupedProducts(TorchDispatchMode):
-    """Says of grouped products what shape they have, in every dtype."""
+    """Gives grouped products their shapes in every dtype, without computing them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in GROUPED:
@@ -130,8 +127,9 @@ class _GroupedProducts(TorchDispatchMode):
 
 
 def without_memory(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace, inside ``imagining``, a module's parameters and buffers: as on the CPU, floating point parameters in
-    ``dtype``.
+    """Replace a module's parameters and buffers by fake CPU tensors, floating-point parameters in ``dtype``.
+
+    Call this inside ``imagining``.
     """
     made: dict[int, tuple[Tensor, Any]] = {}
     for holder in module.modules():
@@ -140,7 +138,7 @@ def without_memory(module: nn.Module, dtype: torch.dtype) -> None:
             for name, tensor in held.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _here(tensor, dtype)  # the old one keeps its number
+                        made[id(tensor)] = tensor, _here(tensor, dtype)  # held: else its id could be reused
                     held[name] = made[id(tensor)][1]
 
 
@@ -152,7 +150,7 @@ def _here(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def casting(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating point arguments, as a sharded unit of mixed precision does."""
+    """Cast a module's floating-point arguments, as a sharded unit does in mixed precision."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""Follow every storage that torch's operators make until nobody holds it."""
+"""Track every storage that torch's operators allocate until it is freed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ What = TypeVar("What")
 
 
 class Storages(Generic[What]):
-    """Storages that are followed, and what each is for."""
+    """Tracked storages, each with its purpose."""
 
     def __init__(self) -> None:
         self._followed: dict[int, tuple[StorageWeakRef, What]] = {}
 
     def follow(self, tensor: Tensor, what: What) -> None:
-        """Follow the tensor's storage for this purpose, in place of another."""
+        """Track the tensor's storage with the purpose ``what``, which replaces an earlier one."""
         storage = storage_of(tensor)
         self._followed[address_of(storage)] = StorageWeakRef(storage), what
 
     def there(self) -> Iterator[tuple[int, int, What]]:
-        """Yield (address, bytes, what for) of those that somebody still holds; the others are followed no more."""
+        """Yield (address, bytes, purpose) of each live storage, and stop tracking the freed ones."""
         for address, (reference, what) in list(self._followed.items()):
             storage = storage_at(reference.cdata)
             if storage is None:
@@ -37,9 +37,7 @@ class Storages(Generic[What]):
 
 
 class LiveStorages(TorchDispatchMode):
-    """``with LiveStorages() as live: …`` then ``live.bytes()``: of the storages made inside, those that somebody
-    still holds.
-    """
+    """``with LiveStorages() as live: …``, then ``live.bytes()``: bytes of the storages made inside that still live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +59,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def newly_made(given: set[int], made: Any) -> list[Tensor]:
-    """Return what an operator gave that is no view of the storages (by address) that it was given."""
+    """Return the tensors in ``made`` that are not views of the storages at the addresses ``given``."""
     return [tensor for tensor in tensors_in(made) if address_of(storage_of(tensor)) not in given]
 
 
@@ -71,10 +69,10 @@ def addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def stored(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and bytes of the storages that tensors lie in."""
+    """Return the address and bytes of each storage of these tensors."""
     return {address_of(storage): storage.nbytes() for storage in map(storage_of, tensors)}
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor; of a DTensor, the local one's."""
+    """Return the storage of a tensor; for a DTensor, that of its local tensor."""
     return local_part(tensor).untyped_storage()

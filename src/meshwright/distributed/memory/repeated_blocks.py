@@ -1,4 +1,4 @@
-"""Run a few of the blocks that are alike, and add what the others would have kept."""
+"""Run only some of the blocks that are alike in a dry run, and add the memory that the others would hold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .account import MemoryAccount, MemoryUse
 
 Kind = tuple[Any, ...]
 PLAYED = 4
-"""Of a kind: the first, the second, which is measured, and the last two, around which the most is held (what waits in
-host memory comes back one block ahead).
+"""Number of blocks of a kind that run: the first, the second, which is measured, and the last two, around which memory
+peaks (activations in host memory come back one block ahead).
 """
 
 
 class RepeatedBlocks:
-    """Wraps the blocks of a module that is ready to be played.
+    """Wraps the blocks of a module that is ready for the dry run.
 
-    A block that keeps what all of its kind keep is passed over only once one of its kind has shown that it gives one
-    tensor of the shape of one that it takes; else it is played.
+    A block is skipped only after another of its kind was measured and returned one tensor with the shape and dtype of
+    one of its inputs. Otherwise it runs.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, blocks: Sequence[str], account: MemoryAccount):
@@ -42,7 +42,7 @@ class RepeatedBlocks:
                 self._wrap(module.get_submodule(path), path, kind, is_repeated=is_repeated, is_measured=place == 1)
 
     def kept(self) -> Counter[MemoryUse]:
-        """Return what the blocks that were passed over would have kept."""
+        """Return the bytes, by kind, that the skipped blocks would hold."""
         total: Counter[MemoryUse] = Counter()
         for kind in self._passed.values():
             total.update(self._kept[kind])
@@ -64,7 +64,7 @@ class RepeatedBlocks:
         block.forward = played
 
     def _enter(self, kind: Kind | None) -> None:
-        """Measure what a block keeps, from its entry to the next one's."""
+        """Measure the memory that a block holds, from its entry to that of the next block."""
         if self._entered is not None:
             entered, before = self._entered
             self._kept.setdefault(entered, self._account.now() - before)
@@ -72,9 +72,7 @@ class RepeatedBlocks:
 
 
 def _kind(block: nn.Module, path: str, number: int, plan: Plan) -> Kind:
-    """Return what makes blocks keep as much as each other: their modules, sizes and settings, and what the plan does
-    to them.
-    """
+    """Return a key, equal for blocks that hold equally much: modules, sizes, settings, and the plan's checkpointing."""
     modules = tuple((name, type(module), _settings(module, number)) for name, module in block.named_modules())
     parameters = tuple((clean(name), p.shape, p.requires_grad) for name, p in block.named_parameters())
     treated = tuple(other.removeprefix(path) for other in plan.checkpointed if is_within(other, path))
@@ -82,7 +80,7 @@ def _kind(block: nn.Module, path: str, number: int, plan: Plan) -> Kind:
 
 
 def _settings(module: nn.Module, number: int) -> tuple[tuple[str, Any], ...]:
-    """Plain values that a module holds, but for its block's number."""
+    """Return the plain values among a module's attributes, except the number of its block."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         sorted(
@@ -94,7 +92,7 @@ def _settings(module: nn.Module, number: int) -> tuple[tuple[str, Any], ...]:
 
 
 def _way(args: tuple, kwargs: dict[str, Any], output: Any) -> Callable[[tuple, dict[str, Any]], Any] | None:
-    """Tell how a block hands on: which argument has the shape of its one output; None where that is not how."""
+    """Return a function that passes on the argument with the shape of a block's one output; None if there is none."""
     is_tuple = type(output) is tuple and len(output) == 1
     given = output[0] if is_tuple else output
     if not isinstance(given, Tensor):

@@ -1,4 +1,4 @@
-"""Audit a laid-out model: every parameter is there and placed as planned, replicas bitwise equal."""
+"""Audit a laid-out model: every parameter exists and is placed as planned, and replicas are bitwise equal."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CHUNK = 2**20
 def audit(
     parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Compare each part with its facts and plan, and an optimizer with all of them. Collective over the data groups.
+    """Compare each part with its facts and plan, and an optimizer with all parts. Collective over the data groups.
 
     Raises:
-        IntegrityError: naming the first parameters that are wrong, and how.
+        IntegrityError: a parameter, buffer or layer differs; the text lists the first problems.
     """
     problems: list[str] = []
     trained: list[tuple[str, nn.Parameter]] = []
@@ -50,23 +50,23 @@ def audit(
 
 
 def refuse_unequal(model: nn.Module, groups: Sequence[dist.ProcessGroup], leaving: ExpertPlan | None = None) -> None:
-    """Compare the weights that the ranks bring. Collective over the groups.
+    """Compare the ranks' initial weights. Collective over the groups.
 
-    What cuts or shards them would put one model together from those of several, and no later audit could see it.
+    Sharding unequal weights would combine several models into one, and no later audit could detect it.
 
     Args:
-        leaving: experts that are shared out already, which differ by rank.
+        leaving: experts that are distributed already, and differ by rank; they are not compared.
 
     Raises:
-        IntegrityError: naming the first parameters that differ.
+        IntegrityError: parameters or buffers differ; the text names the first ones.
     """
     if groups:
         _refuse("the ranks bring different models", list(_replicas(model, groups, brought=True, leaving=leaving)))
 
 
 def _refuse(what: str, problems: list[str]) -> None:
-    said = agree.everybody_says(problems)
-    merged = list(dict.fromkeys(problem for one in said for problem in one))
+    by_rank = agree.everybody_says(problems)
+    merged = list(dict.fromkeys(problem for one in by_rank for problem in one))
     if merged:
         more = f" (and {len(merged) - 5} more)" if len(merged) > 5 else ""
         raise IntegrityError(f"{what}: " + "; ".join(merged[:5]) + more)
@@ -109,7 +109,7 @@ def _buffers(found: dict[str, Tensor], facts: ModelFacts):
 
 
 def _float8(model: nn.Module, plan: Plan):
-    """Yield differences between the plan's float8 products and the model's; none without such a plan."""
+    """Yield differences between the float8 products of the plan and of the model; none if the plan has no float8."""
     if plan.float8 is None:
         return
     planned, request = set(plan.float8.modules), config_of(plan.float8)
@@ -126,7 +126,7 @@ def _float8(model: nn.Module, plan: Plan):
 
 
 def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):
-    """Yield parameters that an optimizer holds wrongly, twice, or not at all."""
+    """Yield trained parameters that an optimizer lacks or holds twice, and frozen or foreign ones that it holds."""
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(found)}
     for key, (name, trained) in known.items():
@@ -145,12 +145,12 @@ def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Opt
 def _replicas(
     model: nn.Module, groups: Sequence[dist.ProcessGroup], *, brought: bool = False, leaving: ExpertPlan | None = None
 ):
-    """Names whose values differ between ranks that should hold the same ones.
+    """Yield parameters and buffers whose values differ between ranks that should hold the same ones.
 
     Args:
-        groups: over which what is no DTensor is the same.
-        brought: what is a DTensor too, over those of the groups that its mesh does not have: another axis will cut it
-            next.
+        groups: groups over which plain tensors must be equal.
+        brought: compare DTensors too over those of ``groups`` that are not in their mesh, since another axis will
+            shard them next.
         leaving: experts that are not compared.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
@@ -183,7 +183,7 @@ def _replicas(
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a 64-bit checksum of a tensor's bits, on its device: 0-dim int64; the order of elements counts."""
+    """Return a 64-bit checksum of a tensor's bits, on its device: 0-dim int64, sensitive to the order of elements."""
     flat = tensor.detach().contiguous().flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -1,13 +1,13 @@
 """Give weights the constructor's values, on every layout.
 
-The constructor's steps (``introspection/constructor/recording``) are carried out on each rank, for the parameters of
-which it holds a part; a value lives no longer than steps need it, so the peak is the rank's own share and the largest
-parameter. Up to ``STREAM_ELEMENTS`` the random stream is carried on through all of them: to the last bit the weights
-that the constructor gives in one process under the same seed. Beyond, every rank would draw the whole model for its
-share. There a random step draws by the law of (seed, name, position): the same distributions, the same values on every
-layout, a block at a time where a parameter is filled in one step.
+Each rank replays the constructor's recorded steps (``introspection/constructor/recording``) for the parameters of
+which it holds a shard. A value is freed after the last step that needs it, so the peak is the rank's own share plus
+the largest parameter. Up to ``STREAM_ELEMENTS`` elements, all random steps share one stream, and the weights are
+bitwise those of the constructor in one process under the same seed. In a larger model every rank would draw the whole
+model for its share, so each random step draws values by (seed, name, position): the same distributions, and the same
+values on every layout. A parameter that one step fills is then drawn block by block.
 
-A constructor that cannot be recorded runs whole, on one rank of a node after the other, and each takes its parts.
+A constructor that cannot be recorded runs whole, on one rank of a node after the other, and each rank takes its shards.
 """
 
 from __future__ import annotations
@@ -36,17 +36,14 @@ from .shards import pieces, seed_of
 def write_constructed(
     model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False
 ) -> set[str]:
-    """Give a model on real memory what its constructor computes, as far as its constructor is known.
+    """Write the constructor's values into a model on real memory; return the names written.
 
-    Returns the names written.
-
-    That is so of a model that a function, a class or a config made, and of each pretrained model of transformers
-    inside. Collective where a constructor cannot be recorded.
-
-    A tensor of which the constructor leaves elements unwritten is not written.
+    A constructor is known for a model that a function, a class or a config built, and for each pretrained model of
+    transformers inside. Other tensors are not written, nor are those of which a constructor leaves elements unwritten.
+    Collective if a constructor cannot be recorded.
 
     Raises:
-        UnsupportedError: a module was put in behind the constructor.
+        UnsupportedError: a module was added after the constructor.
     """
     written: set[str] = set()
     for path, build in _builders(model):
@@ -65,9 +62,7 @@ def write_constructed(
 
 
 def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Yield paths and how what is there is built: the model, if that is known, and the outermost pretrained models
-    inside.
-    """
+    """Yield the path and builder of the model, if known, and of the outermost pretrained models inside."""
     if (build := builder_of(model)) is not None:
         yield "", build
     found: list[str] = []
@@ -99,14 +94,13 @@ class _Part:
         self.tensors = {clean(raw): tensor for raw, tensor in held}
 
     def check(self, recording: ConstructorSteps) -> None:
-        """Raise UnsupportedError for a module that the constructor did not make."""
+        """Raise UnsupportedError for a module with parameters that the constructor did not create."""
         for path, module in self.modules.items():
             if path not in recording.modules and any(tensor is not None for tensor in module._parameters.values()):
                 raise UnsupportedError(
                     f"{self.said(path)} was put into {type(self.modules['']).__name__} behind its constructor, as"
-                    f" adapters are, and has no"
-                    f" values on meta: how it begins is not known. Build the model on the CPU with its weights,"
-                    f" adapters included"
+                    f" adapters are, and is on meta, so its initial values are unknown. Build the model on the CPU"
+                    f" with its weights, adapters included"
                 )
 
     def said(self, name: str) -> str:
@@ -118,7 +112,7 @@ class _Part:
         self.written.add(self.said(name))
 
     def take(self, twin: nn.Module) -> None:
-        """All that a model like it holds."""
+        """Write the values of an equal model."""
         every = (*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False))
         there = {clean(raw): tensor for raw, tensor in every}
         for name in self.tensors.keys() & there.keys():
@@ -129,7 +123,7 @@ class _Part:
                     self.keep(clean(path), attribute, value)
 
     def keep(self, path: str, attribute: str, value: Tensor) -> None:
-        """A tensor that is neither parameter nor buffer."""
+        """Set a tensor attribute that is neither parameter nor buffer."""
         module = self.modules.get(path)
         if module is not None and isinstance(here := vars(module).get(attribute), Tensor) and here.is_meta:
             device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
@@ -156,7 +150,7 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
     if recording.elements <= STREAM_ELEMENTS:
         _in_stream(recording, storages, give, seed)
         return
-    # by the first of its names, also on a stage that has the other
+    # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
     for storage in sorted(storages):
         steps = [step for step, _ in recording.needed({storage}, with_stream=False)]
@@ -172,7 +166,7 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
 
 def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int) -> None:
-    """All steps in order, from one seed; each value is given away after the last step that reads it."""
+    """Replay all steps in order from one seed; give away each value after the last step that reads it."""
     program = recording.needed(storages, with_stream=False)
     if any(step.draws for step, _ in program):
         program = recording.needed(storages, with_stream=True)
@@ -196,10 +190,10 @@ def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[
 def _in_blocks(
     part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None
 ) -> bool:
-    """Tell whether it was done: one step alone fills the tensor, with numbers.
+    """Fill a tensor block by block, if one step alone fills it with numbers; return whether that was done.
 
     Args:
-        first: the tensor's name.
+        first: the tensor's first name, for the seed.
     """
     fill = steps[0].fills if len(steps) == 1 else None
     if fill is None or any(view != fill for view in views.values()):
@@ -215,14 +209,14 @@ def _in_blocks(
 
 
 def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
-    """One rank of a node after the other, since each holds a whole model for the time."""
+    """Run ``action`` on one rank of a node after the other, since each then holds a whole model."""
     local, world = get_world_info()[1:]
     if world > 1 and local == 0:
         size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
         warnings.warn(
             f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on"
-            f" every rank, one of a node"
-            f" after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
+            f" every rank, one of a node after the other, and takes memory for all weights there"
+            f" ({size / 2**30:.1f} GiB)",
             stacklevel=2,
         )
     for turn in range(ranks_per_node()):

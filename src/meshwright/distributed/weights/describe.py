@@ -29,8 +29,9 @@ FLATTENED = tuple(axis.value for axis in shares.SHARDS)
 
 
 def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return (axis, "Shard(dim)" or "Replicate()") of a parameter on every mesh axis larger than 1, as a plan writes
-    it; what a pipeline stage has is not placed on its axis.
+    """Return (axis, "Shard(dim)" or "Replicate()") of a parameter, in a plan's notation.
+
+    All mesh axes larger than 1 are listed, except the pipeline axis.
     """
     places, mesh = {}, plan.mesh
     if isinstance(parameter, DTensor):
@@ -52,8 +53,9 @@ def _words(place: Any) -> str:
 
 
 def describe(models: Sequence[nn.Module], plan: Plan) -> str:
-    """Return the parameters by what they are called in all blocks: number, shape, dtype at rest, placement, bytes on
-    this rank; and what was applied to which modules.
+    """Return a table of the parameters, and the techniques applied to each kind of module.
+
+    A row holds parameters whose names differ only in the block: count, shape, dtype at rest, placement, device, bytes.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for name, parameter in (named for model in models for named in model.named_parameters()):
@@ -82,7 +84,7 @@ def describe(models: Sequence[nn.Module], plan: Plan) -> str:
 
 
 def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what was done to modules, by their names in all blocks, with how many there are."""
+    """Yield each technique with the modules it was applied to, as name patterns and their counts."""
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
         "products in float8": lambda module: (config := config_at(module)) is not None and not config.emulate,

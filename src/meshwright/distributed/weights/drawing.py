@@ -22,11 +22,10 @@ def draw_rows(
     draw_on: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write into ``local``, the part at ``offset`` of a parameter of global ``shape``, what ``draw`` gives to blocks
-    of whole rows.
+    """Draw the shard ``local``, which begins at ``offset`` in a parameter of global ``shape``, by blocks of whole rows.
 
-    A block has at most ``BLOCK_ELEMENTS`` elements (one row at least), and a generator seeded by (seed, name, its
-    number).
+    A block has at most ``BLOCK_ELEMENTS`` elements (but at least one row). ``draw`` fills it from a generator seeded by
+    (seed, name, number of the block).
     """
     if local.numel() == 0:
         return

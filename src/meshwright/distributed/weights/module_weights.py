@@ -1,11 +1,11 @@
-"""Initialise a model handed over on meta by its modules' ``reset_parameters`` (or ``_reset_parameters``).
+"""Initialise a model built on meta by its modules' ``reset_parameters`` (or ``_reset_parameters``).
 
-What the model's constructor did besides is not known then (``constructed`` has models whose constructor is).
+This is for models whose constructor is unknown; other initialisation in it is lost (see ``constructed``).
 
-Children come before parents, as in a constructor. A module's initialiser runs on whole CPU stand-ins of its
+Children come before parents, as in a constructor. A module's initialiser runs on unsharded CPU stand-ins of its
 parameters and buffers and of those inside it (a parent may set its children's), with torch's generator seeded by
-(seed, path of the module); then each rank cuts its part. So the values depend on no layout, and one module at a time
-is whole.
+(seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
+module at a time is unsharded.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from .shards import pieces, seed_of
 def initialise_by_modules(
     model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False
 ) -> set[str]:
-    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not ``done``.
+    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not in ``done``.
 
-    Returns their names.
+    Returns the names written.
 
     Args:
-        done: names of those that have their values.
-        buffers_only: only modules with buffers of their own are initialised; what they write into parameters does not
-            count.
+        done: names of parameters and buffers that have their values already.
+        buffers_only: initialise only modules with their own buffers; parameters that they write are not reported.
 
     Raises:
-        UnsupportedError: nothing initialises some of them; the text names them and the module that should.
+        UnsupportedError: no module initialises some of them; the text names them and the module that should.
     """
     written: set[str] = set()
     every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
@@ -61,15 +60,14 @@ def initialise_by_modules(
         )
         raise UnsupportedError(
             f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta"
-            f" and nothing initialises"
-            f" its {names}: give it a reset_parameters() that does{other}, or build the model on the CPU with its"
-            f" weights"
+            f" and nothing initialises its {names}: give it a reset_parameters() that does{other}, or build the model"
+            f" on the CPU with its weights"
         )
     return written
 
 
 def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
-    """Run one initialiser and write what it set; returns the ids of the tensors that it set whole."""
+    """Run one initialiser and copy the elements that it set; return the ids of the tensors that it set completely."""
     with _stand_ins(module) as pairs:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
@@ -90,9 +88,9 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
 
 @contextmanager
 def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
-    """Put unwritten CPU tensors in place of all parameters and buffers inside.
+    """Replace all parameters and buffers inside by unwritten CPU tensors; restore them on exit.
 
-    Gives (original, how to find its stand-in).
+    Yields pairs of an original and a function that returns its stand-in.
     """
     kept: list[tuple[dict, dict]] = []
     made: dict[int, Tensor] = {}
@@ -122,7 +120,7 @@ def _blank(dtype: torch.dtype) -> float | int | bool:
 
 
 def _untouched(value: Tensor) -> Tensor:
-    """Tell where a stand-in was not written."""
+    """Return a mask of the elements of a stand-in that were not written."""
     if value.is_floating_point() or value.is_complex():
         return torch.isnan(value)
     return ~value if value.dtype == torch.bool else value == _blank(value.dtype)

@@ -1,4 +1,4 @@
-"""Define a tensor that lies in parts (fused weights, copied key heads), and what torch makes of it."""
+"""Define a DTensor whose shards are several runs of the whole (fused weights, copied key heads), and its operators."""
 
 from __future__ import annotations
 
@@ -36,35 +36,32 @@ KEEPS = {
     aten.zeros_like.default,
     aten._to_copy.default,
 }
-"""Operators that treat each element by itself, beside those that torch tags so."""
+"""Elementwise operators that torch does not tag as pointwise."""
 
 WHOLE_LISTS = ("norm", "max")
-"""Operators on lists of tensors that look at a tensor as a whole."""
+"""Endings of the names of list operators that are not elementwise."""
 
 
 class PartsTensor(DTensor):
-    """A DTensor of which a rank's share is no single run of the whole, or is another rank's too.
+    """A DTensor in parts: a rank's shard is not one run of the whole, or another rank holds it too.
 
-    Operators on each element by itself compute on the ranks' shares, without messages. All others are given the whole
-    tensor, replicated: right, at the price of a message. A checkpoint of torch's is told which boxes of the whole are
-    here.
+    Elementwise operators compute on the ranks' shards, without messages. All others receive the whole tensor,
+    replicated: correct, at the price of a message. torch.distributed.checkpoint receives the boxes of the whole that
+    this rank holds.
     """
 
     __slots__: list[str] = []
 
     @classmethod
     def of(cls, tensor: DTensor, *, requires_grad: bool = False) -> DTensor:
-        """Return the same memory and placements; a tensor that does not lie in parts is returned as it is."""
+        """Return the tensor in this class with the same memory, or as it is if it is not in parts."""
         if isinstance(tensor, cls) or not lies_in_parts(tensor):
             return tensor
         return cls(local_part(tensor), spec_of(tensor), requires_grad=requires_grad)  # type: ignore[return-value]
 
     @classmethod
     def parameter_of(cls, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter that lies in parts as a tensor of this kind, whose gradients will be too.
-
-        Any other is returned as it is.
-        """
+        """Return a parameter in parts as a PartsTensor, with gradients that are PartsTensors; others as they are."""
         if not isinstance(parameter, DTensor) or not lies_in_parts(parameter):
             return parameter
         made: Any = parameter
@@ -119,15 +116,12 @@ def _has_parts(spec: DTensorSpec) -> bool:
 
 
 def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor of the kind that its placements ask for."""
+    """Return a PartsTensor if the placements have parts, else a DTensor."""
     return (PartsTensor if _has_parts(spec) else DTensor)(local, spec, requires_grad=False)
 
 
 def keep_parts(model: nn.Module) -> None:
-    """Make parameters that lie in parts tensors that know it, where a technique made new ones of them.
-
-    Tied ones stay one.
-    """
+    """Turn parameters in parts into PartsTensors again, after a technique replaced them; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -140,7 +134,7 @@ def keep_parts(model: nn.Module) -> None:
 def gathered(
     local: Tensor, shape: torch.Size, dim: int, parts: Sequence[FusedPart], mesh: DeviceMesh, axis: int
 ) -> Tensor:
-    """Return the whole of a tensor that lies in parts on one axis of a mesh. Collective over that axis."""
+    """Return the whole of a tensor in parts that one axis of a mesh shards. Collective over that axis."""
     rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
     whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
     runs = ranges(parts, rank, ranks)
@@ -155,7 +149,7 @@ def gathered(
 
 
 class _Share(torch.autograd.Function):
-    """This rank's share; the gradient of the whole lies as the whole does."""
+    """Take this rank's shard; the gradient gets the placements of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PartsTensor) -> Tensor:
@@ -168,7 +162,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole tensor on every rank, as a replicated DTensor; of its gradient each rank keeps its share."""
+    """Gather the whole tensor as a replicated DTensor; of its gradient, each rank takes its shard."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PartsTensor) -> DTensor:
@@ -181,7 +175,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _place_gradient(parameter: Tensor) -> None:
-    """The gradient lies as its parameter does, whoever made it: FSDP and autograd know DTensors only."""
+    """Give a gradient from FSDP or autograd, which know only DTensors, the class and placements of its parameter."""
     if (
         parameter.grad is not None
         and isinstance(parameter, PartsTensor)
@@ -191,9 +185,7 @@ def _place_gradient(parameter: Tensor) -> None:
 
 
 def _goes_with(tensor: Tensor, like: PartsTensor) -> bool:
-    """Tell whether an operator on shares can be given a tensor: one number, or a DTensor of the same shape on the
-    same mesh.
-    """
+    """Return whether an operator on shards can take a tensor: one number, or a DTensor that can be sharded alike."""
     if not isinstance(tensor, DTensor):
         return tensor.dim() == 0
     replicated = all(place.is_replicate() for place in tensor.placements)
@@ -225,10 +217,7 @@ def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], li
 
 
 def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
-    """Return what an operator returned, each tensor placed as ``like``.
-
-    What it wrote into and returned is the tensor that was given.
-    """
+    """Wrap an operator's results with the placements of ``like``; arguments that it returns become the originals."""
     return tree_map(
         lambda leaf: (
             given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf
@@ -238,9 +227,7 @@ def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
 
 
 def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return an operator on lists of tensors, element by element: those that lie in parts on their shares, the others
-    as torch does it.
-    """
+    """Run an elementwise operator on lists of tensors: on the shards of tensors in parts, on others as torch does."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     length = max(map(len, lists))
     likes = [
@@ -276,9 +263,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return an operator that looks at tensors as wholes: it is given them, and what it writes into one is taken over
-    into the share.
-    """
+    """Run an operator on whole tensors, and copy the elements that it wrote back into the shards."""
     wholes: dict[int, tuple[PartsTensor, DTensor]] = {}
 
     def whole(leaf: Any) -> Any:
@@ -295,7 +280,7 @@ def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _replicated(tensor: PartsTensor) -> DTensor:
-    """Return the whole tensor on every rank of its mesh. Collective over the axes that cut it."""
+    """Return the whole tensor, replicated on its mesh. Collective over the axes that shard it."""
     mesh = tensor.device_mesh
     whole = whole_everywhere(tensor)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
@@ -303,9 +288,7 @@ def _replicated(tensor: PartsTensor) -> DTensor:
 
 
 def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
-    """Return a tensor of the same shape placed as ``like`` is: itself where it is, else this rank's share of the
-    whole.
-    """
+    """Return a tensor of the same shape with the placements of ``like``; a plain tensor counts as the whole."""
     if isinstance(tensor, DTensor) and tensor.placements == like.placements:
         return with_local(like, local_part(tensor))
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Place a tensor of which a rank holds several runs of slices, or the same ones as another rank."""
+"""Place a tensor of which a rank holds several runs of slices, or the same slices as another rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshwright.planning.tensor.plan import words_of_cut
 from .parts_tensor import PartsTensor, gathered
 
 NO_STRIDE = 2**31 - 1
-"""torch reads an order of mesh axes off a strided shard's stride. This prime is a product of no mesh's sizes."""
+"""torch infers an order of mesh axes from a strided shard's stride. This prime is not a product of mesh sizes."""
 
 
 class _NoStride(int):
-    """The stride of a placement that has none: it can be compared, and nobody can make a strided shard of it."""
+    """The stride of a placement that has none: it can be compared, but ``int`` of it raises UnsupportedError."""
 
     def __int__(self) -> int:
         raise UnsupportedError(CANNOT)
@@ -31,20 +31,18 @@ class _NoStride(int):
 
 CANNOT = (
     "torch cannot deal out, or compute with, a weight that a rank holds several parts of (fused queries, keys and"
-    " values; key heads that"
-    " several ranks have). To write it: meshwright.load; pretrained weights from Hugging Face files; or tensor.copy_"
-    " of a whole tensor that"
-    " distribute_tensor placed as Replicate() on every axis. To read it: full_tensor(), a full state dict,"
-    " torch.distributed.checkpoint."
+    " values; key heads that several ranks have). To write it: meshwright.load; pretrained weights from Hugging Face"
+    " files; or tensor.copy_ of a whole tensor that distribute_tensor placed as Replicate() on every axis. To read it:"
+    " full_tensor(), a full state dict, torch.distributed.checkpoint."
 )
 
 
 class PartsShard(StridedShard):
-    """Sharded along ``dim``, each of its ``parts`` by itself: a rank holds its shares of all of them, side by side.
+    """Sharded along ``dim``, each of its ``parts`` separately: a rank holds its shards of all parts, side by side.
 
-    Of torch's placements the strided shard is the nearest: it is no plain Shard, and whoever moves such a tensor asks
-    it how it is put together and taken apart. So what torch computes of it is right, or refused. A ``PartsTensor``
-    does most of that without messages.
+    A strided shard is torch's nearest placement: torch does not treat it as a plain Shard, and calls its methods to
+    split and gather a tensor. So torch's results are either correct or refused. A ``PartsTensor`` avoids most of the
+    messages.
     """
 
     def __new__(cls, dim: int, parts: tuple[FusedPart, ...]) -> PartsShard:
@@ -76,7 +74,7 @@ class PartsShard(StridedShard):
     def _split_tensor(
         self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[Tensor], list[int]]:
-        """Return each rank's share of a whole tensor, all of one size. torch deals, narrows and counts by it."""
+        """Return each rank's shard of a whole tensor, all of one size; torch splits and narrows tensors with it."""
         self._check(tensor.shape)
         shares = [take(tensor, self.dim, self.parts, rank, num_chunks) for rank in range(num_chunks)]
         return [share.contiguous() for share in shares] if contiguous else shares, [0] * num_chunks
@@ -84,7 +82,7 @@ class PartsShard(StridedShard):
     def _to_replicate_tensor(
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> Tensor:
-        """Return the whole, on every rank of the axis. Collective."""
+        """Return the whole tensor on every rank of the axis. Collective."""
         self._check(current_logical_shape)
         shape = torch.Size(int(size) for size in current_logical_shape)
         return gathered(local_tensor, shape, self.dim, self.parts, mesh, mesh_dim)
@@ -92,9 +90,9 @@ class PartsShard(StridedShard):
     def local_shard_size_and_offset(
         self, curr_local_size: Any, num_chunks: int, rank: Any, offset_mode: int = 0
     ) -> tuple[int, Any]:
-        """Return what torch asks for to find a rank's share in the whole.
+        """Return the size of a rank's shard and its offset in the whole, as torch asks for them.
 
-        Refused where the share is no single run of it.
+        Raises UnsupportedError if an offset is asked for and the shard is not one run.
         """
         self._check([curr_local_size] * (self.dim + 1))
         runs = ranges(self.parts, rank, num_chunks)
@@ -111,14 +109,14 @@ class PartsShard(StridedShard):
 
 
 def placement_of_cut(dim: int, parts: tuple[FusedPart, ...], ranks: int) -> Placement:
-    """torch's own Shard where a rank's share is one run that torch would give it too."""
+    """Return torch's Shard if it gives every rank the same shard, else a PartsShard."""
     return Shard(dim) if is_plain(parts, ranks) else PartsShard(dim, parts)
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return the parameter as a DTensor over the one axis of ``mesh``; this rank keeps its part only.
+    """Return a full parameter as a DTensor over the one axis of ``mesh``, with a copy of this rank's shard.
 
-    No communication; meta stays meta.
+    No communication; a parameter on meta stays on meta.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     local = parameter.detach()

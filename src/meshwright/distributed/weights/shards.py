@@ -1,4 +1,4 @@
-"""Find the local part of a parameter, and seeds that do not depend on where it lies."""
+"""Locate a rank's shards of a tensor in the whole, and derive seeds that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SHARDS = (Shard, StridedShard)
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 63-bit seed from any values (blake2b; equal on every machine)."""
+    """Hash any values to a 63-bit seed (blake2b; equal on every machine)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class LocalRange:
-    """A range of a dim that is here.
+    """A range of a dim that this rank holds.
 
-    It is the ``copy``-th of ``copies`` that ranks of the axis that cuts the dim hold.
+    ``copies`` ranks of the axis that shards the dim hold it, and this rank's is the ``copy``-th.
     """
 
     low: int
@@ -46,12 +46,12 @@ class LocalRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a whole tensor that is here, without its graph.
+    """A box of a whole tensor that this rank holds, without its graph.
 
     Attributes:
         local: a view of the local memory.
         offset: global index of its first element.
-        copy, copies: see ``Run``.
+        copy, copies: see ``LocalRange``.
     """
 
     local: Tensor
@@ -61,14 +61,14 @@ class Piece:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices of the whole that the piece is."""
+        """The slices of the whole that select the piece."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
 
 
 def pieces(tensor: Tensor) -> list[Piece]:
-    """Return what this rank holds of a tensor, as boxes of the whole; none where it holds nothing.
+    """Return this rank's shard of a tensor as boxes of the whole; an empty list if it holds no element.
 
-    Several where its share is no single run: blocked queries, keys and values in one weight.
+    There are several boxes if the shard is not one run, as for fused queries, keys and values.
     """
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), (0,) * tensor.dim())]
@@ -84,7 +84,7 @@ def pieces(tensor: Tensor) -> list[Piece]:
 
 
 def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace what a rank holds of every parameter and buffer; each lies where it lay."""
+    """Apply ``change`` to the local tensor of every parameter and buffer; placements stay."""
     model._apply(
         lambda tensor: with_local(tensor, change(local_part(tensor))) if isinstance(tensor, DTensor) else change(tensor)
     )
@@ -94,10 +94,10 @@ def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> No
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor of the kind of ``like`` and placed as it is, with another memory, wherever that lies.
+    """Return a DTensor with the class and placements of ``like`` and the local tensor ``local``, on any device.
 
-    ``DTensor.from_local`` would copy to the mesh's device what is in host memory, and a checkpoint that is read into
-    it, or a gradient that is scaled, would change a copy.
+    ``DTensor.from_local`` would copy a local tensor in host memory to the mesh's device, so that loading a checkpoint
+    or scaling a gradient would change the copy.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return type(like)(
@@ -106,8 +106,9 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor lies in on this rank: itself, a DTensor's local one, or what torchao's
-    codes and scales are.
+    """Return the plain tensors that store a tensor on this rank.
+
+    These are the tensor itself, a DTensor's local tensor, or the codes and scales of a torchao tensor.
     """
     local = local_part(tensor)
     if is_traceable_wrapper_subclass(local):
@@ -116,7 +117,7 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
-    """Return a tensor as ``like`` is, in other plain tensors, those of ``memory_of`` in order."""
+    """Return a tensor like ``like`` that is stored in other plain tensors, in the order of ``memory_of``."""
     if isinstance(like, DTensor):
         return with_local(like, in_memory(local_part(like), memory))
     if is_traceable_wrapper_subclass(like):
@@ -135,15 +136,15 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def first_copies(tensor: Tensor) -> list[Piece]:
-    """Return the pieces without those that another rank of the same axis holds too."""
+    """Return the pieces of which this rank holds the first copy."""
     return [piece for piece in pieces(tensor) if piece.copy == 0]
 
 
 def _runs(tensor: DTensor) -> list[list[LocalRange]]:
-    """Return the local slices along each dim, in memory order.
+    """Return the local ranges of each dim, in memory order.
 
-    A dim that two axes cut: FSDP2's (strided) shard is a chunk of what the inner axis left; two plain shards go
-        outermost first.
+    If two axes shard a dim, FSDP2's strided shard is a chunk of the inner axis's shard; two plain shards apply
+    outermost first.
     """
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
@@ -171,7 +172,7 @@ def _shares(parts: Sequence[FusedPart], rank: int, size: int) -> list[LocalRange
 
 
 def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
-    """One of ``size`` torch chunks of what lies in ``runs``."""
+    """Return chunk ``rank`` of ``size`` of the elements in ``runs``, as torch.chunk cuts them."""
     total = sum(run.size for run in runs)
     share = -(-total // size)
     first, last = min(rank * share, total), min((rank + 1) * share, total)
@@ -185,10 +186,9 @@ def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sketch of each whole tensor, put together from the parts that ranks hold: (TENSOR_WIDTH,) float64 on
-    the CPU.
+    """Return the sketch of each whole tensor, summed over the ranks' shards: (TENSOR_WIDTH,) float64 on the CPU.
 
-    Collective over the groups that share a tensor out. Replicas are each sketched where they are.
+    Collective over the groups that shard a tensor. Each replica computes its own sketch.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

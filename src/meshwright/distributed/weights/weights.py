@@ -1,11 +1,12 @@
-"""Make weights: each rank its own share, bitwise equal on every layout.
+"""Initialise weights: each rank its own shards, bitwise equal on every layout.
 
-A model that a function, a class or a config builds gets what its constructor computes (``constructed``). Our own
-decoder has a law: a parameter's values are a function of (seed, global name, position). It is cut into blocks of
-whole rows, at most ``BLOCK_ELEMENTS`` each (one row at least), and each block is drawn from a generator seeded by
-(seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw different values from
-one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one block. Its buffers
-come from their modules' own initialisers, as does all of a model that was handed over on meta (``module_weights``).
+A model that a function, a class or a config builds gets its constructor's values (``constructed``). meshwright's own
+decoder has a weight law: a parameter's values are a function of (seed, global name, position). The parameter is cut
+into blocks of whole rows, at most ``BLOCK_ELEMENTS`` each (but at least one row), and each block is drawn from a
+generator seeded by (seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw
+different values from one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one
+block. The decoder's buffers, and all of a model that was built on meta, are initialised by their modules
+(``module_weights``).
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from .module_weights import initialise_by_modules
 from .shards import apply_to_tensors, pieces
 
 Weights = Callable[[nn.Module], set[str]]
-"""Writes every parameter and persistent buffer of a model that lies where it belongs; returns their names.
-Collective."""
+"""Writes every parameter and persistent buffer of a laid-out model, and returns their names. Collective."""
 
 
 def materialise(
@@ -37,16 +37,16 @@ def materialise(
     draw_on: str | None = None,
     weights: Weights | None = None,
 ) -> set[str]:
-    """Give a model on meta its weights, shards only where it is sharded already; returns the names written.
+    """Allocate and write the weights of a model on meta (only shards, where it is sharded); return the names written.
 
     Args:
-        ties: other name -> first name, of the parameters that are one.
+        ties: other name -> first name of each tied parameter.
         draw_on: device type on which values are drawn; by default the parameters' own.
-        weights: where the parameters come from, instead of an initialiser.
+        weights: function that writes the parameters, instead of an initialiser.
 
     Raises:
-        UnsupportedError: a module has parameters or buffers and no way to initialise them.
-        ConfigError: a ``weight_law`` that says neither "normal" nor "constant", or ``weights`` that are not all.
+        UnsupportedError: a module has parameters or buffers and no initialiser.
+        ConfigError: a ``weight_law`` returns neither "normal" nor "constant", or ``weights`` leaves out a parameter.
     """
     apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     _tie(model, ties)
@@ -64,14 +64,14 @@ def materialise(
 
 
 def _tie(model: nn.Module, ties: dict[str, str]) -> None:
-    """``to_empty`` gives every name a tensor of its own; make the tied ones one again."""
+    """Tie parameters again: the allocation gave every name its own tensor."""
     for alias, first in ties.items():
         path, _, name = alias.rpartition(".")
         setattr(model.get_submodule(path), name, model.get_parameter(first))
 
 
 def _initialised(model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False) -> set[str]:
-    """Initialise as the constructor does where that is known, else by the modules' own initialisers."""
+    """Write the values of known constructors, and the rest by the modules' own initialisers."""
     written = write_constructed(model, seed, draw_on, buffers_only=buffers_only)
     return written | initialise_by_modules(model, seed, written, buffers_only=buffers_only)
 
@@ -81,8 +81,8 @@ def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:
 
 
 def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
-    """Write what a model's ``weight_law`` says, in place, whole or sharded; returns the names."""
-    written = initialise_by_modules(model, seed, buffers_only=True)  # the law is about parameters
+    """Write parameters by a model's ``weight_law``, in place, whole or sharded; return the names written."""
+    written = initialise_by_modules(model, seed, buffers_only=True)  # the law covers parameters only
     for raw, parameter in model.named_parameters():
         name = clean(raw)
         kind, value = model.weight_law(name)  # type: ignore[operator]

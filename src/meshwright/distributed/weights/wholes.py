@@ -16,16 +16,16 @@ from meshwright.distributed.process.world import get_world_info
 from .shards import SHARDS, first_copies
 
 PACK_ELEMENTS = 2**20
-"""Shards travel together until they are so many elements of whole tensors."""
+"""Number of elements of whole tensors after which a pack of shards is sent."""
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> dict[str, Tensor]:
-    """Copies of the whole tensors on the CPU of rank 0, nothing elsewhere.
+    """Return copies of the whole tensors on the CPU of rank 0, and an empty dict on other ranks.
 
-    Collective: ranks that share a tensor out bring the same names.
+    Collective: the ranks of a tensor's mesh pass the same names. ``differ``: other ranks may pass other names.
 
-    Of small shards the time goes into the number of collectives and not into bytes. So each rank writes its parts of
-    many tensors into zeros, and one sum puts them together.
+    For small shards the number of collectives costs more than their bytes. So each rank writes its shards of many
+    tensors into one buffer of zeros, and one all-reduce sums the buffers.
     """
     packed: dict[str, DTensor] = {}
     found: dict[str, Tensor] = {}
@@ -44,18 +44,18 @@ def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> di
 
 
 def _on_first(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what any rank has, on rank 0."""
-    said = agree.everybody_says(list(found))
-    home = {name: rank for rank in reversed(range(len(said))) for name in said[rank]}
+    """Return the tensors of all ranks, on rank 0."""
+    names = agree.everybody_says(list(found))
+    home = {name: rank for rank in reversed(range(len(names))) for name in names[rank]}
     rank = get_world_info()[0]
     mine = {name: found[name] for name, where in home.items() if where == rank}
-    brought: list[Any] = [{}] * len(said)
+    brought: list[Any] = [{}] * len(names)
     dist.gather_object(mine, brought if rank == 0 else None)
     return {name: tensor for named in brought for name, tensor in named.items()}
 
 
 def whole_everywhere(tensor: DTensor) -> Tensor:
-    """Return the whole tensor on every rank of its mesh, without its graph, where the parts lie.
+    """Return the whole tensor on every rank of its mesh, on the shards' device and without its graph.
 
     Collective over that mesh.
     """
@@ -72,13 +72,13 @@ def whole_everywhere(tensor: DTensor) -> Tensor:
 
 
 def _can_be_packed(tensor: DTensor) -> bool:
-    """Tell whether the ranks of one job hold it in parts whose place in the whole can be told."""
+    """Return whether the mesh has all ranks, and only placements from which offsets in the whole can be computed."""
     is_everywhere = tensor.device_mesh.size() == dist.get_world_size()
     return is_everywhere and all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements)
 
 
 def _packs(tensors: Mapping[str, DTensor]) -> Iterator[dict[str, DTensor]]:
-    """Tensors of one dtype, about PACK_ELEMENTS together."""
+    """Group tensors of one dtype into packs of about PACK_ELEMENTS elements."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
         pack: dict[str, DTensor] = {}
         for name, tensor in tensors.items():
