@@ -1,6 +1,6 @@
 """Choose the documents that are held out for validation.
 
-No seed enters: the same files and rows are held out in every run.
+The choice does not depend on a seed: every run holds out the same files and rows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ def check_fraction(fraction: float) -> None:
     """Raise ConfigError unless 0 <= ``fraction`` < 1."""
     if not 0 <= fraction < 1:
         raise ConfigError(
-            f"data.validation_fraction = {fraction}: it is the part of the bytes that is held out, at least 0 (none)"
+            f"data.validation_fraction = {fraction}: the fraction of the bytes to hold out must be at least 0 (none)"
             f" and below 1, like 0.01"
         )
 
 
 def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.ndarray:
-    """Choose documents whose sizes add up to about ``fraction`` of all.
+    """Choose documents whose sizes add up to about ``fraction`` of the total.
 
-    Documents stand in the order of a keyed hash of their names, and each is held out that still fits into what is
-    wanted. Where none fits, the smallest is held out, so that several documents always leave something on either
-    side. One document alone is
-    not chosen: see ``cut_point``.
+    In the order of a keyed hash of their names, each document that still fits into this size is held out. If none
+    fits, the smallest is held out, so that two or more documents always leave both parts non-empty. A single document
+    is not chosen: see ``cut_point``.
 
     Args:
-        names: one per document. sizes: bytes, all above 0. fraction: 0 (none) or more, below 1.
+        names: one per document.
+        sizes: sizes in bytes, all above 0.
+        fraction: 0 (none) or more, below 1.
 
     Returns:
         bool of shape (documents,), True where held out; never all True.
@@ -56,11 +57,12 @@ def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.
 
 
 def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float) -> list[np.ndarray]:
-    """Choose ``fraction`` of all rows of all files, at least one where there are two: those with the smallest keyed
-    hash.
+    """Choose ``fraction`` of all rows of all files (at least one of two or more rows), by the smallest keyed hashes.
 
     Args:
-        digests: of the files, as hex digits. counts: their rows. fraction: 0 (none) or more, below 1.
+        digests: digests of the files, as hex digits.
+        counts: numbers of rows of the files.
+        fraction: 0 (none) or more, below 1.
 
     Returns:
         For each file a bool array of shape (rows,), True where held out; never all True.
@@ -82,8 +84,9 @@ def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float
 
 
 def cut_point(n_characters: int, fraction: float) -> int:
-    """Tell where a corpus of one document is cut: characters before it train, the rest (at least one, where there are
-    two) is held out.
+    """Return the index of the first held-out character of a corpus of one document.
+
+    At least one of two or more characters is held out, and at least one is not.
     """
     check_fraction(fraction)
     if fraction == 0 or n_characters < 2:

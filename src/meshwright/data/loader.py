@@ -1,4 +1,4 @@
-"""Load each data rank's rows of each global batch.
+"""Load each data rank's rows of every global batch.
 
 The loader's whole state is one integer: the number of samples that all ranks have consumed.
 """
@@ -43,23 +43,23 @@ class SampleSequence(Protocol):
 class Loader(Iterator["dict[str, torch.Tensor]"]):
     """An endless iterator over one data rank's part of the global batches.
 
-    The global batch that follows ``consumed`` samples is those at the indexes [consumed, consumed + B); data rank r
-    of D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the number of data ranks, of workers, and of
-    microbatches may change between two batches and the samples go on as if nothing had.
+    The global batch after ``consumed`` samples has the samples at the indexes [consumed, consumed + B); data rank r of
+    D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the numbers of data ranks, workers and microbatches may
+    change between two batches without any effect on the sequence of samples.
 
     ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Rows`` for the keys.
 
     Args:
-        samples: where they come from.
-        global_batch: samples per step over all data ranks (B).
+        samples: the sequence of samples to read.
+        global_batch: number of samples per step over all data ranks (B).
         rank: this process's data rank, in [0, world).
         world: number of data ranks (D).
-        workers: threads that read ahead; 0 reads when asked.
-        skip_unreadable: a sample whose reader raises an OSError or one of our errors becomes a row without labels,
-            and is noted in ``unreadable``; else ``next`` raises it.
+        workers: number of threads that read ahead; with 0, ``next`` reads.
+        skip_unreadable: if True, a sample whose read raises an OSError or a MeshwrightError becomes a row without
+            labels, recorded in ``unreadable``; otherwise ``next`` raises the error.
 
     Raises:
-        ConfigError: ``world`` does not divide ``global_batch``; a size out of range.
+        ConfigError: ``world`` does not divide ``global_batch``, or a size is out of range.
     """
 
     def __init__(
@@ -77,9 +77,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             near = max(global_batch // world, 1) * world
             raise ConfigError(
                 f"batch.global_batch = {global_batch} samples cannot be dealt evenly to {world} data ranks"
-                f" (dp_replicate * dp_shard)."
-                f" Legal: a multiple of {world}, like {near} or {near + world}; or a number of data ranks that"
-                f" divides {global_batch}"
+                f" (dp_replicate * dp_shard). Legal: a multiple of {world}, like {near} or {near + world}; or a number"
+                f" of data ranks that divides {global_batch}"
             )
         if workers < 0:
             raise ConfigError(
@@ -92,27 +91,24 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         self._threads = _Threads(self._read, workers)
         self._depth = workers * _AHEAD
         self._pending: deque[Future] = deque()
-        # A loader that is dropped lets its threads end: they hold the reader, never the loader.
+        # The threads refer to the reader, never to the loader, so they end when the loader is garbage-collected.
         self._stop = weakref.finalize(self, self._threads.stop)
 
     @property
     def state(self) -> int:
-        """Samples that all ranks together have been handed so far; what was only read ahead does not count."""
+        """Number of samples that all ranks have consumed; samples that were only read ahead do not count."""
         return self._consumed
 
     @property
     def unreadable(self) -> dict[int, str]:
-        """Index of each sample of this rank that could not be read and was left out, and why.
-
-        Those read ahead included.
-        """
+        """Index of each sample of this rank that could not be read, with the error; samples read ahead included."""
         return dict(self._read.unreadable or {})
 
     def seek(self, consumed: int) -> None:
-        """Go on from ``consumed`` samples (a ``state``, or any index of the order), at no cost.
+        """Continue after ``consumed`` samples (a ``state``, or any index of the order), at no cost.
 
         Raises:
-            ConfigError: below 0.
+            ConfigError: ``consumed`` is below 0.
         """
         if consumed < 0:
             raise ConfigError(f"seek({consumed}): the number of samples consumed is 0 or more")
@@ -123,7 +119,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
     def __next__(self) -> dict[str, torch.Tensor]:
         """Return the next batch.
 
-        What a reader raised is raised here; the state is then unchanged, and the next call tries again.
+        An error of a reader is raised here; the state is then unchanged, and the next call tries again.
         """
         if not self._stop.alive:
             raise MeshwrightError(f"this loader was closed; make another and go on with seek({self._consumed})")
@@ -138,7 +134,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         return _tensors(rows)
 
     def close(self) -> None:
-        """Let the threads end; waits for none of them. A closed loader has no next batch."""
+        """Stop the threads without waiting for them. A closed loader has no next batch."""
         self.seek(self._consumed)
         self._stop()
 
@@ -152,14 +148,13 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
 def validation_batches(
     split: Split, seq_len: int, samples: int, rows: int, rank: int = 0, world: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a fixed choice of at most ``samples`` samples, spread evenly over ``split``, in batches of ``rows`` per
-    data rank.
+    """Return an iterator over a fixed choice of at most ``samples`` samples, spread evenly over ``split``.
 
-    All ranks yield the same number of batches of the same shape (so they may meet in collectives), and together the
-    same samples whatever ``world`` is. Rows that only fill a batch have every label IGNORE_INDEX.
+    Batches have ``rows`` rows per data rank. All ranks get the same number of batches of the same shape (so they can
+    run collectives), and together the same samples for every ``world``. Padding rows have every label IGNORE_INDEX.
 
     Raises:
-        ConfigError: at the call: a size below 1, a rank outside [0, world), or a split without a sample (see
+        ConfigError: at the call, for a size below 1, a rank outside [0, world), or a split without a sample (see
             ``n_samples``).
     """
     _check_rank(rank, world)
@@ -184,13 +179,13 @@ def validation_batches(
 
 @dataclass(frozen=True)
 class _BatchReader:
-    """Reads one rank's rows of the global batch that follows ``consumed`` samples."""
+    """Reads one rank's rows of the global batch after ``consumed`` samples."""
 
     samples: SampleSequence
     first_row: int
     n_rows: int
     unreadable: dict[int, str] | None
-    """Index and reason of what is left out; None: nothing is."""
+    """Index and error of each sample left out; None: raise errors instead."""
 
     def __call__(self, consumed: int) -> Rows:
         indexes = consumed + self.first_row + np.arange(self.n_rows, dtype=np.int64)
@@ -203,7 +198,7 @@ class _BatchReader:
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
     def _row(self, index: np.int64) -> Rows:
-        """One sample, or a row that teaches nothing."""
+        """Read one sample, or return a row without labels if it cannot be read."""
         assert self.unreadable is not None
         try:
             return self.samples.rows(np.array([index]))
@@ -216,8 +211,8 @@ class _BatchReader:
 class _Threads:
     """Threads that read batches ahead.
 
-    Not a ThreadPoolExecutor: that one's threads are joined when the interpreter exits, so a read that never returns
-    (a file system that is gone) would keep the process alive for ever.
+    This is not a ThreadPoolExecutor, whose threads are joined when the interpreter exits: a read that never returns
+    (from a lost file system) would keep the process alive forever.
     """
 
     def __init__(self, read: _BatchReader, workers: int):
@@ -244,13 +239,13 @@ def _serve(tasks: queue.SimpleQueue, read: _BatchReader) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(read(consumed))
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits for the batch, who would else wait for ever)
+            except BaseException as error:  # noqa: BLE001 (passed to the caller, who would otherwise wait forever)
                 future.set_exception(error)
 
 
 def _check_rank(rank: int, world: int) -> None:
     if world < 1:
-        raise ConfigError(f"{world} data ranks: there is at least 1")
+        raise ConfigError(f"{world} data ranks: there must be at least 1")
     if not 0 <= rank < world:
         raise ConfigError(f"data rank {rank} of {world}: legal ranks are 0 to {world - 1}")
 

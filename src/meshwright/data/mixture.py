@@ -1,7 +1,4 @@
-"""Choose the source of the sample at each index, as a pure function of the index.
-
-Seeking is arithmetic.
-"""
+"""Choose the source of the sample at each index, as a pure function of the index, so that seeking is arithmetic."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from .corpus.packing import Rows, Split, gather
 from .order import Order
 
 _BITS = 31
-"""Weights are held to one part in 2**31."""
+"""Weights are rounded to multiples of 2**-31."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Weights that hold from a sample on."""
+    """Weights that apply from a given sample on."""
 
     first: int
     """Index of its first sample."""
@@ -31,16 +28,14 @@ class Stage:
 
 
 class Interleave:
-    """Deals indexes to sources so that of the first n indexes of a stage each source has n times its share, give or
-    take a few.
+    """Assigns indexes to sources: among the first n indexes of a stage, each source has about n times its share.
 
-    Sources are split off one after another: among the places that are left, source k takes place p where floor(p *
-    share + 1/2) rises (a Bresenham line, or Sturmian sequence). So each batch has nearly the weights asked for, which
-    a draw at random would not give, and how many samples a source has given before an index is one multiplication per
-    source.
+    Sources are split off one after another: among the remaining places, source k takes place p where floor(p * share +
+    1/2) rises (a Bresenham line, or Sturmian sequence). So each batch nearly has the requested weights, unlike with
+    random draws, and one multiplication per source counts its samples before an index.
 
     Raises:
-        ConfigError: no stage from sample 0, stages out of order, or weights that cannot be shares.
+        ConfigError: no stage begins at sample 0, stages are out of order, or weights are invalid.
     """
 
     def __init__(self, stages: Sequence[Stage]):
@@ -68,9 +63,7 @@ class Interleave:
             self._given.append(self._given[i] + self._counts(i, int(length)))
 
     def take(self, indexes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each index (int64, shape (m,)) the number of its source, and how many samples that source gave before
-        it.
-        """
+        """Return the source of each index, and the number of earlier samples of that source; int64, shape (m,)."""
         indexes = np.asarray(indexes, dtype=np.int64).reshape(-1)
         if len(indexes) and indexes.min() < 0:
             raise IndexError(f"index {indexes.min()}: a mixture begins at 0")
@@ -88,7 +81,7 @@ class Interleave:
         return source, place
 
     def given(self, index: int) -> np.ndarray:
-        """Tell how many samples each source gave before ``index``; int64 of shape (sources,)."""
+        """Count the samples of each source before ``index``; int64 of shape (sources,)."""
         stage = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return self._given[stage] + self._counts(stage, index - int(self._firsts[stage]))
 
@@ -101,9 +94,9 @@ class Interleave:
 
 
 def _shares(weights: tuple[float, ...]) -> list[int]:
-    """Return each source's share of what those before it left, in parts of 2**_BITS.
+    """Return each source's share of the places that earlier sources leave, in multiples of 2**-_BITS.
 
-    The last that has any takes all.
+    The last source with a weight takes all remaining places.
     """
     shares = []
     for k, weight in enumerate(weights):
@@ -114,24 +107,21 @@ def _shares(weights: tuple[float, ...]) -> list[int]:
 
 
 def _part(places: np.ndarray, share: int) -> np.ndarray:
-    """floor(places * share / 2**_BITS + 1/2), without overflow for any place."""
+    """Compute floor(places * share / 2**_BITS + 1/2), without overflow for any place."""
     high, low = places >> _BITS, places & ((1 << _BITS) - 1)
     return high * share + ((low * share + (1 << (_BITS - 1))) >> _BITS)
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """An endless sequence of samples: of one source in its order, or of several, interleaved.
+    """An endless sequence of samples, of one source in its order or of several interleaved sources.
 
     Args:
         splits: the sources.
-        names: what they are called.
-        seq_len: tokens per sample.
-        seed: of the order of each source.
-        interleave: which source stands at which index; not needed for one.
-
-    Raises:
-        ConfigError: a source without a sample.
+        names: names of the sources.
+        orders: order of the samples of each source.
+        seq_len: number of tokens per sample.
+        interleave: the source at each index.
     """
 
     splits: tuple[Split, ...]
@@ -149,17 +139,21 @@ class Samples:
         names: Sequence[str] = (),
         interleave: Interleave | None = None,
     ) -> Samples:
-        """Samples of splits; without ``interleave`` each source has the same weight."""
+        """Build samples of ``splits``; without ``interleave`` each source has the same weight.
+
+        Args:
+            seed: seed of the orders; with several sources, each derives its own from it.
+
+        Raises:
+            ConfigError: a source has no sample.
+        """
         names = tuple(names) or tuple(split.name for split in splits)
         seeds = [seed] if len(splits) == 1 else [_seed_of(seed, name) for name in names]
         orders = tuple(Order(split.n_samples(seq_len), own) for split, own in zip(splits, seeds, strict=True))
         return cls(tuple(splits), names, orders, seq_len, interleave or Interleave([Stage(0, (1.0,) * len(splits))]))
 
     def rows(self, indexes: np.ndarray) -> Rows:
-        """Return the samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)).
-
-        Arrays of shape (rows, seq_len), see ``Rows``.
-        """
+        """Return the samples at ``indexes`` (integers, 0 or more, shape (rows,)); see ``Rows``."""
         source, place = self.interleave.take(indexes)
         return gather(
             [
@@ -172,11 +166,11 @@ class Samples:
         )
 
     def epochs(self, index: int) -> dict[str, float]:
-        """Tell how often each source has been read before ``index``."""
+        """Return the number of epochs, as a fraction, of each source before ``index``."""
         given = self.interleave.given(index)
         return {name: float(n) / order.n for name, n, order in zip(self.names, given, self.orders, strict=True)}
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Return a seed of a source's own, so that adding another source does not change its order."""
+    """Derive a source's seed from its name, so that its order does not change when another source is added."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")

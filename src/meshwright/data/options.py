@@ -1,6 +1,6 @@
-"""Define the options of a source: where it lies, how it is written, what is learnt from it.
+"""Define the options of a source: its location, its format, and the part of it that is learnt.
 
-Torch-free: part of the config tree.
+This module is part of the config tree and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Order samples as a pure function of (seed, index).
-
-Seeking is arithmetic.
-"""
+"""Order samples as a pure function of (seed, index), so that seeking is arithmetic."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from meshwright.core.errors import ConfigError
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUND_KEYS = tuple(np.uint64(number * _GOLDEN & _U64) for number in range(1, 9))
-"""Added to an epoch's key, one per round. Four rounds would do for large domains; small ones have little in a round
-to be random with."""
+"""Added to an epoch's key, one per round. Four rounds suffice for large domains; in small ones, a round mixes only a
+few bits."""
 
 _BLOCK = 512
-"""Indexes enciphered at once: neighbours are asked for one after another, and a few cost as much as many."""
+"""Number of indexes enciphered at once: callers read neighbours one after another, and a few cost as much as many."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,20 @@ class Order:
     """An endless order of ``n`` samples: index i is epoch i // n, and each epoch is its own permutation of all samples.
 
     The permutation is a balanced Feistel network (Luby and Rackoff 1988) keyed by (seed, epoch), over the smallest
-    domain of an even number of bits that holds n; what falls outside n is enciphered again until it falls inside
+    domain of an even number of bits that holds n; a value of n or more is enciphered again until it is below n
     ("cycle walking": Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), which keeps it a bijection.
     Nothing is stored, so any index costs the same. The mixer is that of SplitMix64 (Steele, Lea and Flood 2014).
 
     Raises:
-        ConfigError: ``n`` below 1.
+        ConfigError: ``n`` is below 1.
     """
 
     n: int
-    """Samples in an epoch."""
+    """Number of samples in an epoch."""
     seed: int
-    """Any whole number (its low 64 bits count)."""
+    """Any integer (its low 64 bits are used)."""
     shuffle: bool = True
-    """False: every epoch in the order of the corpus."""
+    """If False, every epoch has the order of the corpus."""
 
     def __post_init__(self):
         if self.n < 1:
@@ -61,7 +58,7 @@ class Order:
         [0, n).
 
         Raises:
-            IndexError: an index below 0.
+            IndexError: an index is below 0.
         """
         indexes = np.asarray(indexes, dtype=np.int64)
         if indexes.size and indexes.min() < 0:
@@ -104,7 +101,7 @@ def _block(order: Order, number: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, a bijection of uint64; arithmetic wraps around."""
+    """Apply SplitMix64's finaliser, a bijection of uint64; arithmetic wraps around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -44,8 +44,8 @@ class TokenisingRecipe:
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
                 f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
-                f" encode_aligned (see"
-                f" meshwright.data.text.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json files have it"
+                f" encode_aligned (see meshwright.data.text.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json"
+                f" files have it"
             )
 
     def _choose_task(self) -> Task:

@@ -124,8 +124,7 @@ def prepare(
     except OSError as error:
         raise ConfigError(
             f"data.cache: cannot keep the corpus under {root}: {error}. It takes up to about four times the bytes of"
-            f" the sources;"
-            f" set data.cache to a folder that has room and can be written"
+            f" the sources; set data.cache to a folder that has room and can be written"
         ) from error
     meta = recipe.read_meta(folder)
     return Prepared(folder, meta.key, scan, meta, was_built)

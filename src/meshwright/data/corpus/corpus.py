@@ -168,8 +168,7 @@ def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, An
             if len(ids) and not (ids.min() >= 0 and ids.max() < facts["vocab_size"]):
                 raise ConfigError(
                     f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size"
-                    f" is"
-                    f" {facts['vocab_size']}: vocab_size must be one more than the largest id"
+                    f" is {facts['vocab_size']}: vocab_size must be one more than the largest id"
                 )
             writers[name].add(ids, learnt)
         parts = {name: writer.close() for name, writer in writers.items()}

@@ -203,10 +203,8 @@ class IndexingRecipe:
         place = int(np.flatnonzero((ids < 0) | (ids >= vocabulary))[0])
         raise ConfigError(
             f"data.source: {file.path} holds the id {int(ids[place])} at position {begin + place} of {file.n_tokens},"
-            f" outside the"
-            f" vocabulary of {self.tokenizer!r} (0 to {vocabulary - 1}). Set data.tokenizer to the one that made the"
-            f" file (or"
-            f" 'ids:VOCABULARY:END', without its"
+            f" outside the vocabulary of {self.tokenizer!r} (0 to {vocabulary - 1}). Set data.tokenizer to the one that"
+            f" made the file (or 'ids:VOCABULARY:END', without its"
             f" texts){', and see whether data.dtype is right' if file.path.endswith('.bin') else ''}"
         )
 
@@ -239,7 +237,7 @@ def open_index(folder: Path) -> Corpus:
     trouble = find_damage(folder)
     if trouble:
         raise IntegrityError(
-            f"{folder} is no index of the files that are there: {trouble}. Call prepare(...) again: it makes it anew"
+            f"{folder} is not a valid index of its files: {trouble}. Call prepare(...) again: it makes the index anew"
         )
     index = read_index(folder)
     parts: dict[str, list[Stream]] = {TRAINING: [], VALIDATION: []}
@@ -294,19 +292,18 @@ def _npy(path: Path) -> MappedFile:
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(
             f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be 1-D, of"
-            f" whole numbers"
-            f" (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
+            f" whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
         )
     return _mapped(path, array.dtype.str, int(array.offset), len(array))
 
 
 def _flat(path: Path, dtype: str) -> MappedFile:
     if dtype not in DTYPES:
-        said = (
+        problem = (
             f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}" if dtype else "and data.dtype is empty."
         )
         raise ConfigError(
-            f"data.source: {path} does not say of which dtype its ids are, {said} Legal: {', '.join(DTYPES)}"
+            f"data.source: {path} does not say of which dtype its ids are, {problem} Legal: {', '.join(DTYPES)}"
         )
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
@@ -323,15 +320,15 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     header = len(_MAGIC) + 25
     if len(data) < header or not data.startswith(_MAGIC):
         raise ConfigError(
-            f"data.source: {index} is no index of Megatron's indexed datasets (it does not begin with MMIDIDX)"
+            f"data.source: {index} is not an index of Megatron's indexed datasets (it does not begin with MMIDIDX)"
         )
     version, code, n_sequences, n_documents = struct.unpack("<QBQQ", data[len(_MAGIC) : header])
     expected = header + 12 * n_sequences + 8 * n_documents
     if version != 1 or code not in _MEGATRON_DTYPES or len(data) < expected:
         raise ConfigError(
             f"data.source: {index} has version {version}, dtype code {code} and {len(data)} bytes; what is read is"
-            f" version 1, the codes"
-            f" {sorted(_MEGATRON_DTYPES)} (whole numbers), and {expected} bytes for its {n_sequences} sequences"
+            f" version 1, the codes {sorted(_MEGATRON_DTYPES)} (whole numbers), and {expected} bytes for its"
+            f" {n_sequences} sequences"
         )
     if not path.is_file():
         raise ConfigError(f"data.source: {index} has no {path.name} beside it, which holds the ids")
@@ -339,16 +336,15 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     documents = np.frombuffer(data, "<i8", n_documents, header + 12 * n_sequences)
     if (lengths < 0).any() or (documents < 0).any() or (documents > n_sequences).any():
         raise ConfigError(
-            f"data.source: {index} is damaged: it tells of a sequence of less than 0 ids, or of a document that is"
-            f" not there"
+            f"data.source: {index} is damaged: it lists a sequence of less than 0 ids, or a document beyond the last"
+            f" sequence"
         )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     dtype, n_tokens = np.dtype(_MEGATRON_DTYPES[code]), int(ends[-1])
     if path.stat().st_size != n_tokens * dtype.itemsize:
         raise ConfigError(
             f"data.source: {path} has {path.stat().st_size} bytes, and {index.name} tells of {n_tokens} ids of"
-            f" {dtype.itemsize} bytes:"
-            f" one of the two was cut short"
+            f" {dtype.itemsize} bytes: one of the two was cut short"
         )
     offsets = np.unique(np.concatenate([[0], ends[documents], [n_tokens]])).astype(np.int64)
     return _mapped(path, dtype.str, 0, n_tokens), offsets

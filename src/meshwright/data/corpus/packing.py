@@ -88,8 +88,7 @@ class Stream:
             more = ", or raise data.validation_fraction" if self.name == "validation" else ""
             raise ConfigError(
                 f"the {self.name} split has {self.n_tokens} tokens in {self.n_documents} documents, which make no"
-                f" sample of"
-                f" data.seq_len = {seq_len}. {legal} Lower it, add to data.source{more}"
+                f" sample of data.seq_len = {seq_len}. {legal} Lower it, add to data.source{more}"
             )
         return self.n_tokens // seq_len
 
@@ -137,8 +136,7 @@ class Joined:
         if not n:
             raise ConfigError(
                 f"the {self.name} split has {self.n_tokens} tokens in {len(self.parts)} files, none of them of"
-                f" data.seq_len = {seq_len}"
-                f" tokens: lower it"
+                f" data.seq_len = {seq_len} tokens: lower it"
             )
         return n
 
@@ -201,8 +199,7 @@ def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray,
     """Fill in document ids and positions, in place.
 
     Documents after a row's first begin at ``starts`` (from 1 to seq_len - 1, ascending in a row). Ids and positions
-    are
-    running sums computed in place: a fresh array of this size costs more in page faults than in arithmetic.
+    are running sums computed in place: a fresh array of this size costs more in page faults than in arithmetic.
     """
     documents.fill(0)
     documents[row, starts] = 1

@@ -63,8 +63,7 @@ class Whole:
         if n_long and self.too_long == "refuse":
             raise ConfigError(
                 f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than"
-                f" data.seq_len = {seq_len}"
-                f" (the longest has {self.lengths.max()} tokens). Raise data.seq_len, or say what becomes of them:"
+                f" data.seq_len = {seq_len} (the longest has {self.lengths.max()} tokens). Raise data.seq_len, or set"
                 f" data.too_long = 'truncate' or 'skip'"
             )
         n = len(self._bins(seq_len)[1]) - 1
