@@ -14,7 +14,7 @@ from .corpus.packing import Rows, Split, gather
 from .order import Order
 
 _BITS = 31
-"""Weights are rounded to multiples of 2**-31."""
+"""Shares are rounded to multiples of 2**-31."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class Order:
         return index // self.n
 
     def take(self, indexes: np.ndarray) -> np.ndarray:
-        """Return the samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1), as int64 of the same shape, each in
-        [0, n).
+        """Return the samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1): int64 of this shape, in [0, n).
 
         Raises:
             IndexError: an index is below 0.

@@ -1,8 +1,8 @@
-"""Tokenise samples as they are needed, of sources too large or too changeable to be tokenised first.
+"""Tokenise samples on demand, for sources that are too large or change too often to be tokenised beforehand.
 
-Documents come in the order of the files, again and again; every rank reads all of them and keeps its own rows, so
-that each layout sees the same samples. A stream cannot seek: to go on at sample n, what comes before it is read and
-tokenised once more, and counted.
+Documents are read in the order of the files, repeatedly. Every rank reads all of them and uses its own rows, so that
+each layout sees the same samples. A stream cannot seek: to continue at sample n, all earlier samples are read and
+tokenised again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .corpus.packing import Rows, Split, Stream
 from .corpus.whole import Whole
 
 _WINDOW_ROWS = 64
-"""Rows that are packed together. A constant: it decides which documents share a row."""
+"""Number of rows packed together. It is a constant because it decides which documents share a row."""
 
 _WINDOWS = 8
-"""Windows that are kept, for readers that ask a little out of order."""
+"""Number of windows cached for readers whose requests are slightly out of order."""
 
 Documents = Iterator[tuple[np.ndarray, np.ndarray | None]]
 
 
 class StreamedSamples:
-    """The samples of a recipe's documents, which can be read at any index, but cheaply only one after another.
+    """The samples of a recipe's documents: readable at any index, but only sequential reads are cheap.
 
     Args:
-        say: is told when samples must be passed over, and how long it took.
+        say: callback that receives a message when samples must be skipped, and one with the time it took.
 
     Raises:
-        ConfigError: at the first read: a source without a document, or a conversation that is too long.
+        ConfigError: at the first read, for a source without a document or a conversation that is too long.
     """
 
     def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
@@ -52,12 +52,12 @@ class StreamedSamples:
         self._coming, self._epochs = self._read(), 0
 
     def rows(self, indexes: np.ndarray) -> Rows:
-        """Return the samples at ``indexes`` (whole numbers, 0 or more, shape (rows,)); see ``packing.Rows``."""
+        """Return the samples at ``indexes`` (integers, 0 or more, shape (rows,)); see ``packing.Rows``."""
         with self._lock:
             try:
                 found = [self._row(int(index)) for index in indexes]
             except BaseException:
-                self._begin_again()  # what broke off cannot be gone on with
+                self._begin_again()  # an interrupted generator cannot continue
                 raise
         return {key: np.stack([row[key] for row in found]) for key in found[0]}
 
@@ -76,11 +76,11 @@ class StreamedSamples:
         return {key: values[index - first] for key, values in rows.items()}
 
     def _end(self) -> int:
-        """Return the first index that was not read yet."""
+        """Return the first index that has not been read."""
         return self._windows[-1][0] + len(self._windows[-1][1]["tokens"]) if self._windows else 0
 
     def _read(self) -> Iterator[Rows]:
-        """Windows of rows, without end."""
+        """Yield windows of rows, endlessly."""
         documents = self._documents()
         left: list[tuple[np.ndarray, Any]] = []
         while True:
@@ -89,7 +89,7 @@ class StreamedSamples:
             yield split.rows(np.arange(n if self.recipe.task.is_whole else _WINDOW_ROWS), self.seq_len)
 
     def _documents(self) -> Documents:
-        tellers = chain([self._say], repeat(lambda line: None))  # what is wrong with a row is said once
+        tellers = chain([self._say], repeat(lambda line: None))  # problems of rows are reported only in the first epoch
         for say in tellers:
             is_empty = True
             for _, ids, learnt in self.recipe.encode(self.recipe.unsplit(say)):
@@ -100,14 +100,14 @@ class StreamedSamples:
                 raise ConfigError(f"data.source = {list(self.recipe.options.source)} holds no document")
 
     def _cut(self, documents: Documents) -> tuple[Split, list[tuple[np.ndarray, None]]]:
-        """Whole rows of a stream; and what begins the next window: its first token is the last label of this one."""
+        """Cut a window of full rows; return it and the remaining tokens, which begin with the window's last label."""
         wanted, parts, size = _WINDOW_ROWS * self.seq_len, [], 0
         while size <= wanted:
             parts.append(next(documents)[0])
             size += len(parts[-1])
         tokens = np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)])
-        inside = offsets[offsets <= wanted + 1]  # where a document begins that the last label may belong to
+        inside = offsets[offsets <= wanted + 1]  # the last label may begin a document
         stream = Stream(
             "training", tokens[: wanted + 1], np.append(inside, wanted + 1) if inside[-1] <= wanted else inside
         )
@@ -116,7 +116,7 @@ class StreamedSamples:
         return stream, [(tokens[begin:end], None) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
 
     def _whole(self, documents: Documents) -> tuple[Split, list]:
-        """Rows of whole documents, packed among themselves."""
+        """Pack a window of whole documents; nothing remains for the next window."""
         wanted, parts, marks, size, since = _WINDOW_ROWS * self.seq_len, [], [], 0, self._epochs
         policy = self.recipe.options.too_long
         while size < wanted:

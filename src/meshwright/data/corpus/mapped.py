@@ -336,8 +336,8 @@ def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:
     documents = np.frombuffer(data, "<i8", n_documents, header + 12 * n_sequences)
     if (lengths < 0).any() or (documents < 0).any() or (documents > n_sequences).any():
         raise ConfigError(
-            f"data.source: {index} is damaged: it lists a sequence of less than 0 ids, or a document beyond the last"
-            f" sequence"
+            f"data.source: {index} is damaged: it lists a sequence of less than 0 ids, or a document that does not"
+            f" exist"
         )
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     dtype, n_tokens = np.dtype(_MEGATRON_DTYPES[code]), int(ends[-1])

@@ -25,16 +25,16 @@ class RecordFormat(Protocol):
     """A kind of file that holds records. Rows are counted from 1, as editors do."""
 
     def count(self, path: Path) -> int:
-        """Tell how many rows ``records`` gives."""
+        """Count the rows that ``records`` yields."""
         ...
 
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        """Yield every row that is not blank, with its number; what is wrong with a row comes in its place."""
+        """Yield every row that is not blank, with its number; an unusable row is yielded as a BadRow."""
         ...
 
 
 class JsonLines:
-    """One JSON object per line; ``.gz`` is unpacked as it is read."""
+    """One JSON object per line; ``.gz`` files are decompressed while they are read."""
 
     def count(self, path: Path) -> int:
         return sum(1 for _ in _lines(path))
@@ -47,7 +47,7 @@ class JsonLines:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield every line that is not blank, with its number.
 
-    Raises ConfigError for a file that is not packed as its name says.
+    Raises ConfigError for a ``.gz`` file that is not a complete gzip file.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
@@ -83,9 +83,9 @@ _LIKE = '{"text": "..."}'
 
 
 def without_filled_in(value: Any) -> Any:
-    """Return a nested value without the keys that Parquet and Arrow fill in because other rows have them.
+    """Return a nested value without the null keys that Parquet and Arrow add because other rows have them.
 
-    A message's ``content`` stays also where it is null: templates tell a call of a tool by it.
+    The key ``content`` stays even if it is null, since templates recognise a tool call by it.
     """
     if isinstance(value, list):
         return [without_filled_in(item) for item in value]
@@ -95,7 +95,7 @@ def without_filled_in(value: Any) -> Any:
 
 
 class Parquet:
-    """Parquet, a batch of rows at a time (needs pyarrow, which comes with the extra hf)."""
+    """A Parquet file, read in batches of rows (needs pyarrow, which the extra hf installs)."""
 
     def count(self, path: Path) -> int:
         return self._open(path).metadata.num_rows
@@ -122,7 +122,7 @@ class Parquet:
 
 
 class SavedDataset:
-    """A folder that ``Dataset.save_to_disk`` of Hugging Face datasets wrote."""
+    """A folder written by ``Dataset.save_to_disk`` of Hugging Face datasets."""
 
     def count(self, path: Path) -> int:
         return len(self._open(path))
@@ -158,9 +158,7 @@ class SavedDataset:
 
 
 def _opens_files(feature: Any, harmless: Any) -> bool:
-    """Tell whether a column of a dataset is, or has in it, images and the like: a row may name any file, which would
-    be opened to decode it.
-    """
+    """Return whether a column is or contains media, such as images: decoding opens any file that a row names."""
     if isinstance(feature, dict):
         feature = tuple(feature.values())
     if isinstance(feature, list | tuple):
@@ -179,20 +177,20 @@ SUFFIXES = {
     "bin": frozenset({".bin"}),
     "megatron": frozenset({".idx"}),
 }
-"""What a format's files are called; text has a list of its own (sources.TEXT_SUFFIXES), a saved dataset is a folder."""
+"""File suffixes of each format; text has its own list (``listing.TEXT_SUFFIXES``), and a saved dataset is a folder."""
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix in lower case, together with the one before ``.gz``."""
+    """Return the suffix in lower case; for ``.gz``, together with the suffix before it."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     return "".join(suffixes) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Tell whether ``path`` is the folder of one saved dataset.
+    """Return whether ``path`` is the folder of one saved dataset.
 
     Raises:
-        ConfigError: it holds several, by split.
+        ConfigError: the folder holds a dataset for each of several splits.
     """
     splits = path / "dataset_dict.json"
     if splits.is_file():
@@ -210,7 +208,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def first_record(paths: Sequence[Path], format: str) -> Record:
-    """Return the first row of several files that can be read. Raises ConfigError where there is none."""
+    """Return the first usable row of several files. Raises ConfigError if there is none."""
     problem: BadRow | None = None
     for path in paths:
         for _, record in RECORD_FORMATS[format].records(path):
@@ -221,7 +219,7 @@ def first_record(paths: Sequence[Path], format: str) -> Record:
 
 
 def column(record: Record, name: str, where: str) -> Any:
-    """Return the value of a column. Raises BadRow, which lists the columns that there are."""
+    """Return the value of a column. If it has none, raises BadRow, which lists the columns with a value."""
     if record.get(name) is None:
         held = ", ".join(repr(key) for key, value in record.items() if value is not None) or "none"
         lack = "is empty" if name in record else "is missing"
@@ -230,7 +228,7 @@ def column(record: Record, name: str, where: str) -> Any:
 
 
 def digest_of(path: Path) -> str:
-    """blake2b of a file's bytes, or of all files of a folder with their names; 32 hex digits."""
+    """Return the blake2b digest of a file, or of all files of a folder with their names; 32 hex digits."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     digest = hashlib.blake2b(digest_size=16)
     for file in files:

@@ -1,7 +1,4 @@
-"""List the files that a user's words stand for, with their formats.
-
-Nothing is read.
-"""
+"""List the files that a user names, with their formats, without reading them."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from meshwright.core.files import inside, refuse_links_out
 from .formats import SUFFIXES, is_saved_dataset, suffix_of
 
 STDLIB = "stdlib"
-"""The word that stands for the source code of the running Python's own standard library."""
+"""The word for the source code of the running Python's standard library."""
 
 _PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
 _CODE = frozenset(
@@ -43,7 +40,7 @@ _CODE = frozenset(
     }
 )
 TEXT_SUFFIXES = _PROSE | _CODE
-"""What is text in a folder (upper and lower case alike)."""
+"""Suffixes of files that count as text in a folder, in upper or lower case."""
 
 TOKEN_FORMATS = ("npy", "bin", "megatron")
 """Formats that hold token ids."""
@@ -52,7 +49,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, str, Path]], str, int]:
-    """Return (source, name, path) of every file; their format; how many files of other formats there were."""
+    """Return (source, name, path) of every file, their format, and the number of files of other formats."""
     if not sources:
         raise ConfigError(f"data.source is empty: name at least one file or folder, or '{STDLIB}'")
     listed, n_other = [], 0
@@ -63,15 +60,15 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
         listed += [(source, name, path) for name, path in names]
         n_other += others
     if len(set(formats.values())) > 1:
-        said = ", ".join(f"{source} is {found}" for source, found in formats.items())
+        described = ", ".join(f"{source} is {found}" for source, found in formats.items())
         raise ConfigError(
-            f"data.source: {said}. Sources that are read as one have one format; make each a part of data.mixture"
+            f"data.source: {described}. Sources that are read as one have one format; make each a part of data.mixture"
         )
     return listed, formats[sources[0]], n_other
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the format that a file's name stands for, None for any other."""
+    """Return the format that a file's suffix stands for, or None if it stands for none."""
     suffix = suffix_of(path)
     if suffix in TEXT_SUFFIXES:
         return "text"
@@ -98,17 +95,16 @@ def _format_of(source: str, wanted: str) -> str:
         if path.suffix.lower() == ".json":
             raise ConfigError(
                 f"data.source: {path} is one JSON document. Write a record per line (jq -c '.[]' {path.name} >"
-                f" {path.stem}.jsonl), or set"
-                f" data.format = 'text' if its characters are what is to be learnt"
+                f" {path.stem}.jsonl), or set data.format = 'text' to train on its characters"
             )
         return kind_of(path) or "text"
     if is_saved_dataset(path):
         return "dataset"
     kinds = Counter(kind for file in _walk(path, frozenset({"__pycache__"}), source) if (kind := kind_of(file)))
     if len(kinds) > 1:
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         raise ConfigError(
-            f"data.source: the folder {path} holds files of several formats ({said}): say which with data.format, or"
+            f"data.source: the folder {path} holds files of several formats ({counts}): say which with data.format, or"
             f" name files"
         )
     return next(iter(kinds), "text")
@@ -124,7 +120,7 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
             if path.suffix == ".py"
         ]
         return sorted(files), 0
-    root = Path(source).expanduser().absolute()  # what is remembered of a file must hold in every working folder
+    root = Path(source).expanduser().absolute()  # cached scans must be valid in every working folder
     if format == "dataset":
         refuse_links_out(root)
     if not root.is_dir() or format == "dataset":
@@ -135,22 +131,22 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
     if not chosen:
         raise ConfigError(
             f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds)."
-            f" In a folder these are taken: {' '.join(sorted(suffixes))}; a file of another kind is taken when you"
-            f" name it itself"
+            f" From a folder, files with these suffixes are read: {' '.join(sorted(suffixes))}; name a file of another"
+            f" kind itself"
         )
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
 
 
 def _index_of(path: Path) -> Path:
-    """Megatron's index of a .bin file."""
+    """Return the path of Megatron's index of a .bin file."""
     return path.with_suffix(".idx")
 
 
 def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
-    """Yield every file below ``root``; links to folders are followed, each real folder once (links can form a circle).
+    """Yield every file below ``root``; follow links to folders, but visit each folder once (links can form cycles).
 
     Raises:
-        ConfigError: a link leads out of ``root``.
+        ConfigError: a link leads out of ``root``, or a folder cannot be read.
     """
 
     def fail(error: OSError):

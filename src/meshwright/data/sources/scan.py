@@ -17,16 +17,16 @@ from .formats import RECORD_FORMATS, digest_of
 from .listing import STDLIB, TOKEN_FORMATS, list_files, unreadable
 
 _SETTLED_SEC = 2.0
-"""A file that changed less than this ago may change again without its time stamp telling."""
+"""A file changed more recently than this may change again within the resolution of its time stamp."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source (of a saved dataset: its folder).
+    """One file of a source (for a saved dataset, its folder).
 
-    ``name`` is its path below the source that it came from (with ``/``), which does not change when the source is
-    moved. ``digest`` is the blake2b of its bytes, 32 hex digits. ``n_records`` counts rows; a text file is one
-    record.
+    ``name`` is its path relative to its source (with ``/``), which does not change when the source is moved.
+    ``digest`` is the blake2b digest of its bytes, 32 hex digits. ``n_records`` is its number of rows; a text file is
+    one record.
     """
 
     name: str
@@ -36,10 +36,10 @@ class SourceFile:
     n_records: int = 1
 
     def read(self) -> str:
-        """Return the text of a text file, without any translation of line ends.
+        """Return the text of a text file, without translating line ends.
 
         Raises:
-            IntegrityError: the file is gone, or not what it was when it was scanned.
+            IntegrityError: the file is gone, or changed since the scan.
         """
         try:
             data = self.path.read_bytes()
@@ -52,10 +52,10 @@ class SourceFile:
         return data.decode("utf-8")
 
     def text(self) -> str:
-        """Return the text of a text file as it is now, whatever it was when it was scanned.
+        """Return the present text of a text file, even if it changed since the scan.
 
         Raises:
-            ConfigError: it is not UTF-8.
+            ConfigError: the file is not UTF-8.
         """
         data = self.path.read_bytes()
         if problem := _utf8_problem(data):
@@ -63,7 +63,7 @@ class SourceFile:
         return data.decode("utf-8")
 
     def changed(self, n_bytes: int) -> IntegrityError:
-        """Return what to raise when the file is not what it was."""
+        """Return the error for a file that changed since the scan."""
         return IntegrityError(
             f"{self.path} changed while the corpus was being made ({self.n_bytes} bytes before, {n_bytes} now): start"
             f" again"
@@ -72,20 +72,20 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Scan:
-    """The contents of the sources, and what was passed over."""
+    """The files of the sources, and the numbers of files passed over."""
 
     files: tuple[SourceFile, ...]
-    """Not empty; sources in the order given, files of one source sorted by name."""
+    """At least one; sources in the given order, files of one source sorted by name."""
     format: str = "text"
-    """One for all: see SourceOptions."""
+    """Format of all files; see SourceOptions."""
     n_empty: int = 0
-    """Files of 0 bytes."""
+    """Number of files of 0 bytes."""
     n_other: int = 0
-    """Files in folders that are of another format."""
+    """Number of files in folders that have another format."""
     n_repeated: int = 0
-    """Files that an earlier source, or another link, had already brought in; each counts once."""
+    """Number of files that an earlier source or another link already includes."""
     n_undecodable: int = 0
-    """Files of the standard library that are not UTF-8 (elsewhere such a file is an error)."""
+    """Number of files of the standard library that are not UTF-8 (elsewhere such a file is an error)."""
 
     @property
     def n_bytes(self) -> int:
@@ -110,10 +110,10 @@ class Scan:
 
 
 def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
-    """Return what ``scan_sources`` would read, without reading it: no digests, and no rows counted.
+    """List the files that ``scan_sources`` would read, without digests and row counts.
 
     Raises:
-        ConfigError: see ``scan_sources``, as far as names and sizes tell.
+        ConfigError: a problem listed under ``scan_sources`` that names and sizes show.
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
     files = tuple(file for _, name, path in listed if (file := SourceFile(name, path, _size(path), "", 0)).n_bytes)
@@ -123,21 +123,20 @@ def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
 
 
 def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Path | None = None) -> Scan:
-    """Read every file of ``sources`` once: its size, its digest, its rows; and of text, whether it is UTF-8.
+    """Read every file of ``sources`` once, for its size, digest and row count; check that text is UTF-8.
 
-    Each source is a file, a folder (searched recursively for files of the format, links inside it followed; names
-    that begin with a dot are left out), or the word ``stdlib``: the ``*.py`` of the running Python's standard library
-    without its tests and without installed packages (a folder of that name is ``./stdlib``).
+    Each source is a file, a folder (searched recursively for files of the format, following links inside it, without
+    names that begin with a dot), or the word ``stdlib``: the ``*.py`` files of the running Python's standard library,
+    without its tests and installed packages (name a folder ``stdlib`` as ``./stdlib``).
 
     Args:
-        format: see SourceOptions; "auto" goes by the files' names, and takes a file of no known name, named itself,
-            as text.
-        memory: a folder that keeps what was found, so that files whose size and time stamp are as they were are not
-            read again.
+        format: see SourceOptions; "auto" decides by suffix, and treats a file of unknown suffix, if named itself, as
+            text.
+        memory: folder that caches scans; files whose sizes and time stamps have not changed are not read again.
 
     Raises:
         ConfigError: no source; a path that does not exist or cannot be read; a folder without a file of the format,
-            or with several formats; sources of different formats; text that is not UTF-8; nothing but empty files.
+            or with several formats; sources of different formats; text that is not UTF-8; only empty files.
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
     known = memory and _memory_of(listed, found, memory)
@@ -145,7 +144,7 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
         return remembered
     scan = _read_all(listed, found, n_other)
     if known:
-        # it is only a memory: a cache that cannot be written is told of where it must be
+        # only a cache: if its folder cannot be written, the code that needs the folder reports it
         with contextlib.suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)
             replace_text(known, json.dumps(asdict(scan), default=str))
@@ -183,7 +182,7 @@ def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
 
 
 def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
-    """Return the file, and which count it falls under if it is passed over."""
+    """Return the file, and the name of the count to raise if it is passed over, else an empty string."""
     data = path.read_bytes()
     problem = _utf8_problem(data)
     if problem and source != STDLIB:
@@ -193,7 +192,7 @@ def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
 
 def _read_other(name: str, path: Path, format: str) -> SourceFile:
     size = _size(path)
-    if not size or format in TOKEN_FORMATS:  # ids are read once, and checked, when they are indexed
+    if not size or format in TOKEN_FORMATS:  # ids are read and checked once, when they are indexed
         return SourceFile(name, path, size, "")
     return SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[format].count(path))
 
@@ -203,7 +202,7 @@ def _size(path: Path) -> int:
 
 
 def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -> Path | None:
-    """Return the file that remembers a scan of just these files as they are; None where one changed a moment ago."""
+    """Return the path of the cached scan of these files in their present state; None if one changed just now."""
     facts: list[object] = [format, "scan 2"]
     for source, name, path in listed:
         for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -225,7 +224,7 @@ def _recall(path: Path) -> Scan | None:
         files = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
         return Scan(files, **values)
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # it is made anew
+        return None  # the scan is repeated
 
 
 def _digest(data: bytes) -> str:
@@ -243,6 +242,6 @@ def _utf8_problem(data: bytes) -> UnicodeDecodeError | None:
 def _undecodable(path: Path, problem: UnicodeDecodeError) -> str:
     return (
         f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start}"
-        f" ({problem.reason})."
-        f" Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out of the sources"
+        f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out"
+        f" of the sources"
     )

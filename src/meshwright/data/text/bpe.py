@@ -20,13 +20,13 @@ from .tokenizers import ByteTokenizer, FileTokenizer
 PREFIX = "bpe:"
 END = "<|endoftext|>"
 MAX_CHARACTERS = 200_000_000
-"""Text that is learnt from; more changes little."""
+"""Number of characters that a tokenizer is trained on; more text changes little."""
 
 
 def vocabulary_of(name: str) -> int:
     """Return the size in ``bpe:SIZE``.
 
-    Raises ConfigError where it is none: the 256 bytes and the end of a document come first.
+    Raises ConfigError for an invalid size; the smallest has the 256 bytes, the end of a document and one more token.
     """
     words = name.removeprefix(PREFIX)
     if not words.isdecimal() or int(words) < 258:
@@ -39,13 +39,12 @@ def vocabulary_of(name: str) -> int:
 def trained_bpe(
     name: str, sources: Sequence[SourceOptions], cache_dir: str | Path | None, say: Callable[[str], None]
 ) -> FileTokenizer:
-    """Return the tokenizer ``bpe:SIZE`` of the sources' text, held-out text included.
+    """Return the tokenizer ``bpe:SIZE`` of the sources' text, including held-out text.
 
-    From the cache, or trained now. Safe in several
-    processes at once: one trains, the others wait.
+    It is read from the cache, or trained and cached. Safe in concurrent processes: one trains, the others wait.
 
     Raises:
-        ConfigError: a size that is none, or sources that hold ids instead of text.
+        ConfigError: the size is invalid, or a source holds token ids instead of text.
         MissingExtraError: the package ``tokenizers`` is not installed.
     """
     size = vocabulary_of(name)
@@ -55,7 +54,7 @@ def trained_bpe(
         if scan.format in TOKEN_FORMATS:
             raise ConfigError(
                 f"data.tokenizer = {name!r} is trained on text, and {scan.files[0].path} holds token ids: name the"
-                f" tokenizer that made it"
+                f" tokenizer that made them"
             )
     made_of: list[object] = [2, size, MAX_CHARACTERS]
     for options, scan in zip(sources, scans, strict=True):
@@ -72,7 +71,7 @@ def trained_bpe(
                     _train(size, _texts(sources, scans), path)
     except OSError as error:
         raise ConfigError(
-            f"data.cache: cannot keep the tokenizer under {root}: {error}. Set data.cache to a folder that can be"
+            f"data.cache: cannot store the tokenizer under {root}: {error}. Set data.cache to a folder that can be"
             f" written"
         ) from error
     return FileTokenizer(path, END)

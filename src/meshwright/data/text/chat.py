@@ -1,4 +1,4 @@
-"""Write a conversation as the text that a model sees, by its tokenizer's Jinja template."""
+"""Render a conversation as the text that a model reads, with its tokenizer's Jinja template."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name.
+    """A chat template with the special tokens that it may use.
 
     Args:
-        text: Jinja, as ``tokenizer_config.json`` or ``chat_template.jinja`` holds it.
+        text: Jinja source, from ``tokenizer_config.json`` or ``chat_template.jinja``.
         special_tokens: names such as ``bos_token``, and their texts.
 
     Raises:
-        MissingExtraError: the package ``transformers``, whose renderer is used, is not installed.
+        MissingExtraError: the package ``transformers``, which has the renderer, is not installed.
     """
 
     def __init__(self, text: str, special_tokens: dict[str, str]):
@@ -31,10 +31,10 @@ class ChatTemplate:
         self.text, self.special_tokens, self._render = text, special_tokens, render_jinja_template
 
     def render(self, messages: list[Message], *, prompts_answer: bool = False, **others: Any) -> str:
-        """Return the text of ``messages``; with ``prompts_answer`` up to where the assistant is to go on.
+        """Return the text of ``messages``; with ``prompts_answer`` followed by the start of an assistant's turn.
 
         Raises:
-            ValueError: the template refuses these messages, in its own words.
+            ValueError: the template fails on these messages; the text includes its error.
         """
         try:
             rendered = self._render(
@@ -50,11 +50,10 @@ class ChatTemplate:
 
 
 def load_template(path: str, folder: Path | None) -> ChatTemplate:
-    """Return the template in the file ``path``, or, where that is empty, the one that lies with the tokenizer in
-    ``folder``.
+    """Return the template in the file ``path``, or if that is empty, that of the tokenizer in ``folder``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the template does not exist or is not text.
     """
     tokens = special_tokens(folder) if folder else {}
     if path:
@@ -64,14 +63,13 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
         except UnicodeDecodeError as error:
-            raise ConfigError(f"data.template = {path!r} is no text ({error})") from None
+            raise ConfigError(f"data.template = {path!r} is not UTF-8 text ({error})") from None
     text = template_of(folder) if folder else None
     if text is None:
         where = f"the tokenizer in {folder} has" if folder else "this tokenizer has"
         raise ConfigError(
             f"{where} no chat template (looked for chat_template.jinja, and chat_template in tokenizer_config.json),"
-            f" so conversations"
-            f" cannot be written out. Save one with the tokenizer, name a file with data.template, or choose a"
-            f" tokenizer made for chat"
+            f" so conversations cannot be written out. Save one with the tokenizer, name a file with data.template, or"
+            f" choose a tokenizer made for chat"
         )
     return ChatTemplate(text, tokens)

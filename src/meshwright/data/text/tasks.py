@@ -1,4 +1,4 @@
-"""Turn a record into examples: text in pieces, of which some are learnt and some only read."""
+"""Turn a record into examples: pieces of text, of which some are learnt and others are only context."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Example = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """The way in which records become documents."""
+    """A function from records to documents, with its properties."""
 
     name: str
     examples: Callable[[Record, str], list[Example]]
-    """The examples of a record; the text says where the record lies, for errors. Raises BadRow."""
+    """Returns the examples of a record; the text is the record's location, for errors. Raises BadRow."""
     is_whole: bool
-    """Documents are laid whole into samples; else they are cut into rows."""
+    """Whether samples hold whole documents; otherwise documents are cut into rows."""
     ends: bool
-    """A document is closed by the end-of-document token, which is learnt."""
+    """Whether each document is closed by the end-of-document token, which is learnt."""
     special: bool = False
-    """Special tokens that are spelt out in the text are tokens (a chat template writes them); else they are text."""
+    """Whether special tokens spelt out in the text (as by a chat template) become tokens; otherwise they are text."""
     fingerprint: str = ""
-    """What else decides the examples."""
+    """Further settings that determine the examples."""
 
 
 def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
-    """Return the task that ``options`` name, or that the columns of ``sample`` stand for.
+    """Return the task that ``options`` name, or that the columns of ``sample`` imply.
 
     Raises:
-        ConfigError: a chat without a template.
+        ConfigError: a chat has no template, or another task has one.
     """
     name = task_name(options, sample)
     if name == "chat":
@@ -61,7 +61,7 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
 
 
 def task_name(options: SourceOptions, sample: Record) -> str:
-    """Return the task by name; "auto" goes by the columns."""
+    """Return the name of the task; "auto" decides by the columns."""
     if options.task != "auto":
         return options.task
     if isinstance(sample.get("messages"), list) or (
@@ -88,8 +88,8 @@ def _completion(record: Record, where: str) -> list[Example]:
 
 
 _ALPACA = "Below is an instruction that describes a task"
-"""How the format's prompts begin; the wording is that of its publication (Taori et al. 2023), which models were
-trained on."""
+"""Beginning of the format's prompts, in the wording of its publication (Taori et al. 2023), on which models were
+trained."""
 
 
 def _alpaca(record: Record, where: str) -> list[Example]:
@@ -97,8 +97,7 @@ def _alpaca(record: Record, where: str) -> list[Example]:
     if given := record.get("input") or "":
         prompt = (
             f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately"
-            f" completes the"
-            f" request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
+            f" completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
         )
     else:
         prompt = (
@@ -110,11 +109,11 @@ def _alpaca(record: Record, where: str) -> list[Example]:
 
 @dataclass(frozen=True)
 class _Chat:
-    """Conversations: the assistant's turns are learnt, with the tokens that end them, and nothing else.
+    """Conversations: only the assistant's turns are learnt, with the tokens that end them.
 
-    What an answer is, the template tells itself: the text of the messages up to and with it, less the text that asks
-    for it. A template may write earlier turns differently once others follow (some drop an earlier answer's
-    reasoning); then each answer becomes an example of its own, just as the model would meet it.
+    The template defines an answer: the text of the messages up to the answer, minus the text that prompts for it. A
+    template may render earlier turns differently once others follow (some drop an earlier answer's reasoning). Then
+    each answer becomes its own example, with the context that the model would read.
     """
 
     column: str
@@ -136,8 +135,7 @@ class _Chat:
             if not after.startswith(before):
                 raise BadRow(
                     f"{where}: the chat template writes an answer differently from how it asks for it: it asks with"
-                    f" {before[-40:]!r}, and"
-                    f" the conversation with the answer does not begin like that"
+                    f" {before[-40:]!r}, but the conversation with the answer does not begin like that"
                 )
         ends = [0, *map(len, answered[:-1])]
         if all(whole.startswith(after) for after in answered) and all(
@@ -146,7 +144,7 @@ class _Chat:
             pieces: list[Piece] = []
             for end, before, after in zip(ends, asked, answered, strict=True):
                 pieces += [(after[end : len(before)], False), (after[len(before) :], True)]
-            # what follows the last answer is not learnt, and nothing after it is: it is left out
+            # text after the last answer is left out: it is not learnt, nor is it context of an answer
             return [tuple(pieces)]
         return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
 

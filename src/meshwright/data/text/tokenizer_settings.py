@@ -1,4 +1,4 @@
-"""Read what lies beside a tokenizer.json: special tokens, a chat template, the end of a text."""
+"""Read the files beside a tokenizer.json: special tokens, the chat template, the end-of-text token."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from meshwright.core.files import inside
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 WITH_TOKENS = (SETTINGS, "special_tokens_map.json")
-"""Files that name special tokens by their texts, the one that counts first."""
+"""Files that name special tokens by their texts, in order of precedence."""
 WITH_IDS = ("generation_config.json", "config.json")
-"""Files of a model that name them by their ids."""
+"""Files of a model that name special tokens by their ids."""
 EOS = "eos_token"
 
 
 def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
-    """Return the JSON object in a file beside a tokenizer; empty where there is no such file.
+    """Return the JSON object in a file beside a tokenizer; an empty dict if the file does not exist.
 
     Raises:
-        ConfigError: it is no JSON object, or a link to a place outside the folder.
+        ConfigError: the file is not a JSON object, or is a link out of the folder.
     """
     file = inside(folder, name)
     try:
-        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"data.tokenizer: {file} is no JSON ({error})") from error
-    if not isinstance(said, dict):
-        raise ConfigError(f"data.tokenizer: {file} holds a {type(said).__name__}, and settings by name were expected")
-    return said
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"data.tokenizer: {file} holds a {type(settings).__name__}, and settings by name were expected"
+        )
+    return settings
 
 
 def special_tokens(folder: Path, name: str = SETTINGS) -> dict[str, str]:
-    """bos_token, eos_token and the like; a token is a text, or a dict with its content."""
+    """Return the texts of bos_token, eos_token and the like; the file has a text, or a dict with its content."""
     found = {key: value for key, value in read_settings(folder, name).items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def template_of(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer, by default the one called "default" of several.
+    """Return the chat template of a tokenizer, or None; of several templates, the one named "default".
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: the template is not text.
     """
     file = inside(folder, TEMPLATE)
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except ValueError as error:
-            raise ConfigError(f"data.tokenizer: {file} is no text ({error})") from None
+            raise ConfigError(f"data.tokenizer: {file} is not UTF-8 text ({error})") from None
     found = read_settings(folder).get("chat_template")
     if isinstance(found, list):  # several, by name
         found = next(
@@ -61,17 +63,16 @@ def template_of(folder: Path) -> str | None:
         )
     if found is not None and not isinstance(found, str):
         raise ConfigError(
-            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}, and text was"
-            f" expected"
+            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}; it must be text"
         )
     return found
 
 
 def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Callable[[int], str | None]) -> str | None:
-    """Return the token that the files beside a tokenizer.json say a text ends with; None where they say nothing.
+    """Return the end-of-text token that the files beside a tokenizer.json name; None if they name none.
 
     Raises:
-        ConfigError: they name one that the tokenizer lacks.
+        ConfigError: they name a token that the tokenizer lacks.
     """
     for name in WITH_TOKENS:
         if (text := special_tokens(folder, name).get(EOS)) is not None:
@@ -82,9 +83,9 @@ def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Calla
                 )
             return text
     for name in WITH_IDS:
-        said = read_settings(folder, name).get("eos_token_id")
-        # a model may stop at several; the first is the end of a text
-        first = said[0] if isinstance(said, list) and said else said
+        ids = read_settings(folder, name).get("eos_token_id")
+        # a model may stop at several tokens; the first ends a text
+        first = ids[0] if isinstance(ids, list) and ids else ids
         if type(first) is int:
             token = token_of(first) if 0 <= first < 2**32 else None
             if token is None:

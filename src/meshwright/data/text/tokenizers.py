@@ -1,6 +1,6 @@
 """Turn text into ids and back.
 
-Bytes need no file; anything else is a local tokenizer.json. Nothing is ever downloaded.
+The byte tokenizer needs no file; all others are read from a local tokenizer.json. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ END_TOKENS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "[SEP]",
 )
-"""Special tokens that end a document, the best first: the last resort for a tokenizer.json beside which no file says
-which one does.
-"""
+"""Special tokens that end a document, in order of preference, used if no file beside a tokenizer.json names one."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The five members that the corpus needs of a tokenizer; bring your own by having them."""
+    """The five members that a corpus needs of a tokenizer; any object that has them can be used."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, ``end_of_document`` included."""
+        """One more than the largest id, including ``end_of_document``."""
         ...
 
     @property
@@ -54,7 +52,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the ids: two tokenizers with one fingerprint encode every text alike."""
+        """A hash of everything that determines the ids: equal fingerprints mean equal ids for every text."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -62,26 +60,24 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids) -> str:
-        """Return the text of ``ids`` (any sequence of whole numbers), special tokens left out."""
+        """Return the text of ``ids`` (any sequence of integers), without special tokens."""
         ...
 
 
 @runtime_checkable
 class AligningTokenizer(Tokenizer, Protocol):
-    """What conversations need besides: to know which text each id stands for."""
+    """A tokenizer that also reports which text each id stands for, as conversations need."""
 
     def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each text its ids, and the last character (counted from 0) that each id stands for.
+        """Return two 1-D arrays for each text: its ids, and the index of the last character that each id stands for.
 
-        Two 1-D arrays.
-
-        ``special``: special tokens that are spelt out in the text become tokens.
+        ``special``: special tokens spelt out in the text become tokens.
         """
         ...
 
 
 def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return the ids of each text; by the tokenizer's own ``encode_batch`` where it has one."""
+    """Return the ids of each text, by the tokenizer's own ``encode_batch`` if it has one."""
     several = getattr(tokenizer, "encode_batch", None)
     return several(texts) if several else [tokenizer.encode(text) for text in texts]
 
@@ -94,19 +90,19 @@ class ByteTokenizer:
     fingerprint = "bytes-257-end-256"
 
     def encode(self, text: str) -> np.ndarray:
-        """uint16 of shape (bytes of the UTF-8 of ``text``,)."""
+        """Return the UTF-8 bytes of ``text``; uint16 of shape (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See AligningTokenizer; it has no special tokens that could be spelt out."""
+        """See AligningTokenizer; ``special`` has no effect, since no special token can be spelt out."""
         aligned = []
         for text in texts:
             ids = self.encode(text)
-            aligned.append((ids, np.cumsum((ids & 0xC0) != 0x80) - 1))  # a byte 10xxxxxx goes on with a character
+            aligned.append((ids, np.cumsum((ids & 0xC0) != 0x80) - 1))  # a byte 10xxxxxx continues a character
         return aligned
 
     def decode(self, ids) -> str:
-        """Ids of 256 and above are left out; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of ``ids`` below 256; bytes that are not UTF-8 become the replacement character."""
         ids = np.asarray(ids).reshape(-1)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -117,19 +113,18 @@ class ByteTokenizer:
 class FileTokenizer:
     """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk.
 
-    Truncation and padding that the file asks for are switched off, and a special token spelt out in the text is
-    encoded as
-    plain text: otherwise a document would be cut short, or ended, by what it happens to say.
+    Truncation and padding in the file are switched off, and a special token spelt out in the text is encoded as plain
+    text. Otherwise the file could cut a document short, or the document's text could end it.
 
     Args:
         path: the file, or a folder that holds a ``tokenizer.json``.
-        end_of_document: the special token that ends a document; by default the one that the files beside it state, as
-            models that learnt from it end their texts (``eos_token``, else ``eos_token_id`` of the model). Where none
-            does, the first of END_TOKENS that the file has, and that is logged.
+        end_of_document: special token that ends a document; by default the one that the files beside it name
+            (``eos_token``, else the model's ``eos_token_id``). If none does, the first of END_TOKENS in the file, with
+            a warning.
 
     Raises:
         MissingExtraError: the package ``tokenizers`` is not installed.
-        ConfigError: no such file, not a tokenizer, or no special token that ends a document.
+        ConfigError: the file does not exist, is not a tokenizer, or has no special token that ends a document.
     """
 
     def __init__(self, path: str | Path, end_of_document: str | None = None):
@@ -150,7 +145,7 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # bare Exception for what it cannot parse; a panic of Rust is no Exception
+        except BaseException as error:  # a panic of Rust is not an Exception
             raise ConfigError(
                 f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads:"
                 f" {error}"
@@ -172,7 +167,7 @@ class FileTokenizer:
             and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token))
             is not None
         ):
-            self._tokenizer.add_special_tokens([stated])  # as transformers does: spelt out in a text it is text
+            self._tokenizer.add_special_tokens([stated])  # as transformers does; spelt out, it stays text
             self._with_special.add_special_tokens([stated])
             wanted = stated
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -195,11 +190,11 @@ class FileTokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """uint32 of shape (tokens,), without special tokens."""
+        """Return the ids of ``text`` without special tokens; uint32 of shape (tokens,)."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text, over all processors."""
+        """Return the ids of each text, computed on all processors."""
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
 
@@ -221,14 +216,14 @@ class FileTokenizer:
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer's other files lie, its chat template among them."""
+        """Folder of the tokenizer's other files, such as its chat template."""
         return self.path.parent
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
 
     def spell_out(self, ids) -> str:
-        """Return the text of ``ids`` with the special tokens in it."""
+        """Return the text of ``ids``, including special tokens."""
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=False)
 
     def __repr__(self) -> str:
@@ -236,7 +231,7 @@ class FileTokenizer:
 
 
 class IdTokenizer:
-    """No text, only ids: for corpora whose tokenizer is not at hand.
+    """A tokenizer of written-out ids, for corpora whose own tokenizer is not available.
 
     Args:
         vocab_size: one more than the largest id.
@@ -248,12 +243,12 @@ class IdTokenizer:
         self.fingerprint = f"ids-{vocab_size}-end-{end_of_document}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids that are written out, like "5 17 2"."""
+        """Parse ids separated by spaces, like "5 17 2"."""
         try:
             return np.array([int(word) for word in text.split()], dtype=np.uint32)
         except ValueError:
             raise ConfigError(
-                f"data.tokenizer = 'ids:...' knows no words: write ids, like '5 17 2', not {text[:40]!r}"
+                f"data.tokenizer = 'ids:...' cannot encode words: write ids, like '5 17 2', not {text[:40]!r}"
             ) from None
 
     def decode(self, ids) -> str:
@@ -264,12 +259,14 @@ class IdTokenizer:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """``bytes``; the path of a ``tokenizer.json`` or of a folder that holds one.
+    """Load a tokenizer.
 
-    Or ``ids:VOCABULARY:END`` (see IdTokenizer).
+    Args:
+        name_or_path: ``bytes``, the path of a ``tokenizer.json`` or of a folder that holds one, or
+            ``ids:VOCABULARY:END`` (see IdTokenizer).
 
     Raises:
-        ConfigError: none of these; names of models on a hub are not looked up, because nothing is downloaded here.
+        ConfigError: none of these. Names of models on a hub are not looked up: nothing is downloaded.
     """
     if name_or_path == BYTES:
         return ByteTokenizer()
@@ -290,7 +287,6 @@ def _id_tokenizer(name: str) -> IdTokenizer:
     if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
         raise ConfigError(
             f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends"
-            f" a document,"
-            f" like ids:50257:50256"
+            f" a document, like ids:50257:50256"
         )
     return IdTokenizer(int(words[0]), int(words[1]))
