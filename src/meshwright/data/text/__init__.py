@@ -1,1 +1,1 @@
-"""Turn text into tokens: tokenizers, chat templates, and what is learnt from a record."""
+"""Turn text into tokens: tokenizers, chat templates, and the learnt parts of a record."""

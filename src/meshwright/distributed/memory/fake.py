@@ -23,20 +23,20 @@ class FakeRanks(MessagingRanks):
     """The first rank of a tensor axis without its peers: messages have buffers, but are not sent.
 
     Args:
-        told: callback that receives the send and receive buffers of each message.
+        note_buffers: callback that receives the send and receive buffers of each message.
     """
 
-    def __init__(self, size: int, told: Callable[[Iterable[Tensor]], None]):
-        self.rank, self.size, self._told = 0, size, told
+    def __init__(self, size: int, note_buffers: Callable[[Iterable[Tensor]], None]):
+        self.rank, self.size, self._note_buffers = 0, size, note_buffers
 
     def gather_into(self, parts: Tensor, x: Tensor) -> None:
-        self._told((parts, x))
+        self._note_buffers((parts, x))
 
     def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
-        self._told((mine, parts))
+        self._note_buffers((mine, parts))
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        self._told((x,))
+        self._note_buffers((x,))
 
 
 PATIENCE = 100_000

@@ -51,7 +51,7 @@ class RepeatedBlocks:
     def _wrap(self, block: nn.Module, path: str, kind: Kind, *, is_repeated: bool, is_measured: bool) -> None:
         forward = block.forward
 
-        def played(*args: Any, **kwargs: Any) -> Any:
+        def run_or_skip(*args: Any, **kwargs: Any) -> Any:
             self._enter(kind if is_measured else None)
             if is_repeated and kind in self._kept and kind in self._ways:
                 self._passed[path] = kind
@@ -61,7 +61,7 @@ class RepeatedBlocks:
                 self._ways[kind] = way
             return output
 
-        block.forward = played
+        block.forward = run_or_skip
 
     def _enter(self, kind: Kind | None) -> None:
         """Measure the memory that a block holds, from its entry to that of the next block."""
