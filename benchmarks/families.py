@@ -3,7 +3,7 @@ process.
 
     OMP_NUM_THREADS=1 python benchmarks/families.py [--only llama gpt2] [--axes tp pp] [--seconds 120] [--unknown]
 
-Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp`` and ``ep`` = 2. Two steps in float32, with
+Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp``, ``ep`` and ``cp`` = 2. Two steps in float32, with
 batches of different
 lengths and an SGD step between them: each loss must be that of one process within 1e-5, each gradient within 1e-4,
 the norm too. Results are kept in .cache/families.json with a hash of the sources: a run that was stopped goes on
@@ -34,6 +34,7 @@ AXES = {
     "tp": {"tp": 2, "dp_shard": 1},
     "pp": {"pp": 2, "dp_shard": 1},
     "ep": {"dp_shard": 2, "ep": 2},
+    "cp": {"cp": 2, "dp_shard": 1},
 }
 LENGTHS = (12, 9)
 """Tokens of a row, in each step."""

@@ -9,7 +9,7 @@ from datetime import date
 from functools import cache
 from typing import Any
 
-from meshwright.core.errors import MeshwrightError, UnsupportedError
+from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -62,7 +62,6 @@ MAX_NORM = 0.03
 """So small that every step is clipped."""
 
 EXACT, HALF = ("float64", "float32"), ("bfloat16",)
-NOT_YET = "is not in this version"
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class Judged:
     """What came of a cell."""
 
     state: str
-    """equal, refused, not yet, or DIFFERS."""
+    """equal, refused, or DIFFERS."""
     reason: str = ""
     """The rule's, in one sentence; or where it first differs."""
     errors: tuple[float, ...] = ()
@@ -267,8 +266,14 @@ EXPERTS = (
     Layout(dp_replicate=2, dp_shard=4, ep=4),
 )
 """Layouts with an expert axis; the first in every way, the others in those of AT_LARGE."""
-ABSENT = (Layout(dp_shard=1, cp=2),)
-"""A layout of each axis that is refused as not being there yet."""
+CONTEXT = (
+    Layout(dp_shard=1, cp=2),
+    Layout(dp_replicate=2, dp_shard=1, cp=2),
+    Layout(dp_shard=1, cp=2, tp=2),
+    Layout(pp=2, dp_shard=1, cp=2),
+    Layout(dp_shard=2, cp=2, ep=2),
+)
+"""Layouts with a context axis; the first in every way, the others in those of AT_LARGE."""
 
 COLUMNS = (
     Column("tied", ((TIED, EXACT),), ("fp64", "fp32")),
@@ -283,8 +288,7 @@ def rows() -> list[Row]:
     Some with other axes; then one of each axis that does not exist yet.
     """
     layouts = [layout for layout in data_layouts(max(WORLDS)) if layout.world in WORLDS]
-    found = [Row(layout, way) for layout in (*layouts, *TENSOR, *PIPELINES, *EXPERTS) for way in _ways(layout)]
-    return found + [Row(layout, PLAIN) for layout in ABSENT]
+    return [Row(layout, way) for layout in (*layouts, *TENSOR, *PIPELINES, *EXPERTS, *CONTEXT) for way in _ways(layout)]
 
 
 def _ways(layout: Layout) -> list[Way]:
@@ -294,7 +298,7 @@ def _ways(layout: Layout) -> list[Way]:
     if layout.pp > 1:  # all at once compiles every stage by itself there
         ways = [way for way in ways if way.name != "all at once"]
         ways += PIPELINE_WAYS if layout.ep == 1 else [way for way in PIPELINE_WAYS if "zbv" in way.name]
-    few = layout.world > EVERY_WAY or layout in (*TENSOR[1:], *PIPELINES[1:], *EXPERTS[1:])
+    few = layout.world > EVERY_WAY or layout in (*TENSOR[1:], *PIPELINES[1:], *EXPERTS[1:], *CONTEXT[1:])
     return [way for way in ways if way.name in AT_LARGE or way in PIPELINE_WAYS] if few else ways
 
 
@@ -311,8 +315,7 @@ def judge(cell: Cell, pool: WorkerPool) -> Judged:
     begun, today = time.monotonic(), date.today().isoformat()
     error = refusal(cell)
     if error is not None:
-        state = "not yet" if isinstance(error, UnsupportedError) and NOT_YET in str(error) else "refused"
-        return Judged(state, first_sentence(str(error)), day=today)
+        return Judged("refused", first_sentence(str(error)), day=today)
     try:
         reports = [_verified(cell, model, dtypes, pool) for model, dtypes in cell.parts]
     except MeshwrightError as trouble:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 
-from benchmarks.survey.matrix import ABSENT, COLUMNS, STEPS, WORLDS, Cell, Judged, Row, rows
+from benchmarks.survey.matrix import COLUMNS, STEPS, WORLDS, Cell, Judged, Row, rows
 
-STATES = ("equal", "refused", "not yet", "DIFFERS")
+STATES = ("equal", "refused", "DIFFERS")
 
 HEAD = """# Every layout against one process
 
@@ -25,7 +25,6 @@ layers divide by 16.
   one number is of
   fp32 around the products.
 - **refused**: by a rule, before any process starts, for the reason under the table.
-- **not yet**: not in this version.
 - **DIFFERS**: none of these; a bug.
 
 `make matrix` needs no GPU and judges what has changed since the last time; `make matrix ARGS=--cold` judges
@@ -35,7 +34,7 @@ everything, and
 
 
 def summary(judged: Iterable[Judged]) -> str:
-    """``n equal, n refused, n not yet, n differ``."""
+    """``n equal, n refused, n differ``."""
     count = Counter(one.state for one in judged)
     return ", ".join(f"{count[state]} {'differ' if state == 'DIFFERS' else state}" for state in STATES)
 
@@ -49,13 +48,11 @@ def page(found: Mapping[Cell, Judged]) -> str:
             day=day, steps=STEPS, torch=version("torch").split("+")[0], python=python, summary=summary(found.values())
         )
     ]
-    there = [row for row in rows() if row.layout not in ABSENT]
+    there = rows()
     for world in WORLDS:
         parts.append(f"## {world} ranks\n")
         for layout in dict.fromkeys(row.layout for row in there if row.layout.world == world):
             parts.append(_table(str(layout), {row.way.name: row for row in there if row.layout == layout}, found))
-    parts.append("## Axes that are not there yet\n")
-    parts.append(_table("axis", {str(row.layout): row for row in rows() if row.layout in ABSENT}, found))
     return "\n".join(parts)
 
 

@@ -120,7 +120,7 @@ SUMS = "techniques.precision.reduce"
             {"batch.global_batch": 6, "process.count": 4},
             ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"],
         ),
-        (REFUSED, {"layout.cp": 2, "process.count": 2}, ["layout.cp = 2", "not in this version"]),
+        (CONFIG, {"layout.cp": 64, "process.count": 64, "data.seq_len": 32}, ["layout.cp = 64", "rows of 32"]),
         (
             CONFIG,
             {"layout.pp": 4, "process.count": 4},

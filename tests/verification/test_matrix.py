@@ -20,7 +20,6 @@ from benchmarks.survey import matrix
 from benchmarks.survey.__main__ import judge_matrix
 from benchmarks.survey.cache import FOLDERS, HOUSE, Cache, fingerprint, judge_all
 from benchmarks.survey.matrix import (
-    ABSENT,
     COLUMNS,
     MAX_NORM,
     PLAIN,
@@ -51,7 +50,7 @@ COMPILED_ELSEWHERE = ("compile", "activation_checkpointing = memory_budget")
 """test_compiled has the first, and all at once; test_recompute has the second."""
 SMALL = {cell.name: cell for cell in cells() if cell.row.layout.world <= 4}
 FACTORS = {
-    "layout": list(dict.fromkeys(cell.row.layout for cell in SMALL.values() if cell.row.layout not in ABSENT)),
+    "layout": list(dict.fromkeys(cell.row.layout for cell in SMALL.values())),
     "way": [way for way in (*WAYS, *TENSOR_WAYS) if way.name not in COMPILED_ELSEWHERE],
     "column": list(COLUMNS),
 }
@@ -125,7 +124,7 @@ def test_every_step_is_clipped(spmd, way):
         assert len(found.norms) == STEPS and min(found.norms) > 2 * MAX_NORM
 
 
-def test_what_is_legal_only_elsewhere_is_refused_by_name_and_an_axis_that_does_not_exist_is_not_yet():
+def test_what_is_legal_only_elsewhere_is_refused_by_name():
     def said(layout: Layout, way: str, column: int = 0) -> tuple[str, str]:
         judged = judge(Cell(Row(layout, next(w for w in WAYS if w.name == way)), COLUMNS[column]), None)  # type: ignore[arg-type]
         return judged.state, judged.reason
@@ -136,8 +135,6 @@ def test_what_is_legal_only_elsewhere_is_refused_by_name_and_an_axis_that_does_n
     )
     assert said(Layout(dp_shard=8), 'sync_grad_accum = "shard", microbatches')[0] == "refused"
     assert said(Layout(dp_replicate=2, dp_shard=1), "data_parallel = ddp", 2)[0] == "refused", "bf16 is fully_shard's"
-    assert {said(layout, "plain")[0] for layout in ABSENT} == {"not yet"}
-    assert said(ABSENT[0], "plain") == ("not yet", "layout.cp = 2: context parallelism is not in this version.")
 
 
 # --- what differs
@@ -182,7 +179,7 @@ def skeleton(text: str) -> list[tuple[str, ...]]:
 
 
 def states(text: str) -> list[list[str]]:
-    """Of every row, whether its cells are refused, not yet, or have numbers."""
+    """Of every row, whether its cells are refused or have numbers."""
     lines = [line.strip("|").split("|")[1:] for line in text.splitlines() if line.startswith("|")]
     return [["equal" if word.strip()[:1].isdigit() else word.split("(")[0].strip() for word in line] for line in lines]
 
@@ -296,7 +293,7 @@ def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, m
         skeleton(text) == skeleton(page({cell: as_planned(cell) for cell in cells()}))
         and "on 2026-01-01 with torch" in text
     )
-    assert f"{len(cells())} equal, 0 refused, 0 not yet, 0 differ; " in capsys.readouterr().out
+    assert f"{len(cells())} equal, 0 refused, 0 differ; " in capsys.readouterr().out
     assert command([]) == 0 and len(judged) == len(cells()), "all are known"
     assert (tmp_path / "docs" / "matrix.md").read_text() == text
     assert command(["--cold"]) == 0 and len(judged) == 2 * len(cells())

@@ -10,6 +10,7 @@ import torch
 from support import families
 from support.routed import VOCABULARY, called_twice, capped_near_ties, clear_choices, near_ties, saturated
 
+from meshwright.comparison.observe import TokensOfRank
 from meshwright.models.moe import Router
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
@@ -94,7 +95,7 @@ def test_a_family_takes_the_routing_that_it_is_given(name):
             for first in (0, 2):
                 with replay.at(first, 2) if replay else torch.no_grad():
                     model(tokens[first : first + 2])
-        return put_together([((0, 1), 0, noted)], 4, 7, numbers_of_experts([model]))
+        return put_together([((0, 1), TokensOfRank(), noted)], 4, 7, numbers_of_experts([model]))
 
     model, other = made(1), routes(made(2))
     own = routes(model)
@@ -108,14 +109,18 @@ def test_the_ranks_rows_and_tokens_are_put_together():
     whole = torch.arange(4 * 5 * 2, dtype=torch.int32).view(4, 5, 2)
     filled = torch.cat([whole, torch.full((4, 1, 2), -1, dtype=torch.int32)], dim=1)  # five tokens for two ranks
     parts = [
-        ((rank, 2), part, {"experts": filled[2 * rank : 2 * rank + 2, 3 * part : 3 * part + 3].flatten(0, 1)})
+        (
+            (rank, 2),
+            TokensOfRank.run(part, 2, 5),
+            {"experts": filled[2 * rank : 2 * rank + 2, 3 * part : 3 * part + 3].flatten(0, 1)},
+        )
         for part in (1, 0)
         for rank in (1, 0)
     ]
     nowhere = {"experts": 99}
     assert torch.equal(put_together(parts, 4, 5, nowhere)["experts"], whole)
     alike = [
-        ((rank, 2), part, {"experts": whole[2 * rank : 2 * rank + 2].flatten(0, 1)})
+        ((rank, 2), TokensOfRank.run(part, 2, 5), {"experts": whole[2 * rank : 2 * rank + 2].flatten(0, 1)})
         for part in (0, 1)
         for rank in (0, 1)
     ]

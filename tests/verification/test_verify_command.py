@@ -65,7 +65,6 @@ def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):
     ("words", "status", "said"),
     [
         ([], 2, "no layout to verify: name one, like --layout"),
-        (["--layout", "cp=2"], 3, "cp"),
         (["--layout", "dp_shrd=2"], 2, "Did you mean 'dp_shard'"),
         (["--layout=dp_shard=2", "--model.size=70B"], 2, "--shrink makes a small model of the same structure"),
         (["--layout=dp_shard=2", "--max-world=4"], 2, "--max-world says how far --all goes"),

@@ -33,6 +33,12 @@ def tensor_plan_of(module: nn.Module) -> Mapping[str, str] | None:
     return plan if isinstance(plan, Mapping) else None
 
 
+def attention_of(model: nn.Module) -> str:
+    """Return the name of the implementation that computes a model's attention. Waits for: a public getter."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else ""
+
+
 def compute_experts_one_by_one(config: Any) -> None:
     """Choose the kernel of experts that supports fp64. Waits for: a setter on the built model."""
     if hasattr(config, "_experts_implementation"):

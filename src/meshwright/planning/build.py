@@ -138,14 +138,13 @@ def _assemble(
     if pipeline is not None:
         check_trained(facts, pipeline)
     experts = _expert_plan(facts, layout, tensor, said)
-    reshard = requested.reshard_after_forward
+    reshard, optimizer = requested.reshard_after_forward, _optimizer_plan(requested)
     assert reshard != "auto"  # resolved above
-    optimizer = _optimizer_plan(requested)
     shards = shares_of(layout, technique).shards
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, requested)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
-    mode = requested.activation_checkpointing
+    mode, context = requested.activation_checkpointing, _context_plan(facts, layout)
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
@@ -164,7 +163,7 @@ def _assemble(
         compiled=facts.blocks if requested.compile else (),
         compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
-        context=ContextPlan(layout.cp, facts.measurements.mixing()) if layout.cp > 1 else None,
+        context=context,
         pipeline=pipeline,
         experts=experts,
         loss=loss,
@@ -185,6 +184,10 @@ def _assemble(
 def _optimizer_plan(requested: Techniques) -> OptimizerPlan:
     in_host_memory = requested.cpu_offload == "optimizer"
     return OptimizerPlan(requested.optimizer_state, requested.stochastic_rounding, in_host_memory, requested.optimizer)
+
+
+def _context_plan(facts: ModelFacts, layout: Layout) -> ContextPlan | None:
+    return ContextPlan(layout.cp, facts.measurements.mixing()) if layout.cp > 1 else None
 
 
 def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:
@@ -212,7 +215,11 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
         *scales_of_gathered(plan.float8, tensor, shares.shards),
         *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
-        *(context_collectives(facts, plan.context, precision, recomputed) if plan.context is not None else ()),
+        *(
+            context_collectives(facts, plan.context, precision, recomputed, shares.size(Axis.TP))
+            if plan.context is not None
+            else ()
+        ),
     )
     trained = sum(p.trainable for p in facts.parameters)
     return step_collectives(

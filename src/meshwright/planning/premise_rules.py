@@ -45,7 +45,7 @@ def rows_stand_alone(case: Case) -> Found:
 
 def _others(case: Case) -> str:
     return (
-        f"The {case.batch_ranks} ranks have other tokens each"
+        f"The {case.batch_ranks} data ranks have other rows each"
         if case.batch_ranks > 1
         else "A pipeline cuts the batch into microbatches"
     )
@@ -63,7 +63,7 @@ def state_stays(case: Case) -> Found:
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
     if case.batch_ranks > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.batch_ranks} ranks"
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.batch_ranks} data ranks"
             f" have other rows each,"
             f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use"
             f" one data rank."

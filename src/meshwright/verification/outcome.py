@@ -235,6 +235,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     _sketch_initial(seen, named, laid_out.buffers())
     opaque = stack_paths(*laid_out.models)
     noted: list[Routes] = []
+    tokens = TokensOfRank()
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)

@@ -17,10 +17,10 @@ def gather_tokens(x: Tensor, rows: CutRows, group: TensorGroup) -> Tensor:
 
     The backward sums what all ranks hand to each token, in at least fp32.
     """
-    return _Gathered.apply(x, rows, group)  # type: ignore[no-any-return]
+    return _GatheredTokens.apply(x, rows, group)  # type: ignore[no-any-return]
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: CutRows, group: TensorGroup) -> Tensor:
         ctx.rows, ctx.group = rows, group

@@ -17,7 +17,7 @@ from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.tensor.group import TensorGroup
 from meshwright.distributed.tensor.rehearsal import on_threads
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.calls import batches, small_copy
+from meshwright.introspection.mixing.calls import LENGTHS, batches, small_copy
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -26,8 +26,6 @@ from meshwright.planning.context.plan import ContextPlan
 from .rows import MASK, CutRows, select
 from .runtime import wrap_modules
 
-LENGTH = 26
-"""Tokens of a rehearsed row: no multiple of the number of ranks or runs."""
 LARGEST_ERROR = 1e-6
 """In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
 
@@ -77,7 +75,7 @@ def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: 
 
 def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Make the rehearsed batches: plain rows, packed documents and padding, as far as the model takes them."""
-    made: dict[str, dict[str, Tensor]] = dict(zip(("plain", "packed"), batches(model, LENGTH), strict=False))
+    made: dict[str, dict[str, Tensor]] = dict(zip(("plain", "packed"), batches(model, LENGTHS[1:]), strict=False))
     if MASK in Signature.of(model).arguments:
         tokens = made["plain"]["tokens"]
         for kind, where in (("padded behind", slice(-3, None)), ("padded before", slice(0, 3))):
@@ -155,12 +153,12 @@ Seen = tuple[list[Tensor], list[Tensor]]
 
 
 def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
-    """Note inputs and outputs of every module, in the order in which modules return."""
+    """Note inputs and outputs of the first call of every module, in the order in which modules return."""
     found: dict[str, Seen] = {}
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found[path] = (_tensors((args, kwargs)), _tensors(output))
+            found.setdefault(path, (_tensors((args, kwargs)), _tensors(output)))
 
         return hook
 

@@ -47,6 +47,9 @@ class ContextRuntime:
     def __init__(self, group: TensorGroup, mixing: Mixing, check_mask: Callable[[], None]):
         self.group, self.mixing, self._check_mask = group, mixing, check_mask
         self.rows: CutRows | None = None
+        # rows change with each microbatch, and a graph would hold on to those of the first
+        outside_of_graphs: Any = torch.compiler.disable
+        self.attend: Callable[[AttentionCall, Caller | None], Tensor] = outside_of_graphs(self._attend)
         self._masks_made = 0
         self._checked: set[tuple[str, int]] = set()
 
@@ -89,8 +92,7 @@ class ContextRuntime:
                 function = in_segments(function, rows.positions, rows.segments)
         return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given), None))
 
-    @torch.compiler.disable  # rows change with each microbatch, and a graph would keep those of its first
-    def attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
+    def _attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
         rows = self.rows
         if rows is None:
             return call.as_given()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, pattern
 from meshwright.core.record import remember
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
+from meshwright.introspection.structure.experts import find_stacks
 
 from .interception import (
     AttentionCall,
@@ -26,10 +27,27 @@ from .interception import (
 )
 from .masks import MaskFunction, causal, dense, everything, in_segments, segments_of, shorter_than, within
 
-ROWS, LENGTH = 2, 48
-"""Size of the batches on which masks are read."""
+ROWS = 2
+LENGTHS = (48, 26, 13, 7, 4)
+"""Tokens of the rows on which masks are read: the first number that the model takes. Rehearsals begin at the second: no
+multiple of a number of ranks.
+"""
 BLOCKED = -1e4
 """Summands of scores below this block a key."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call of attention: heads, and features of one head."""
+
+    heads: int
+    key_heads: int
+    key_features: int
+    value_features: int
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Sizes:
+        return cls(call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3])
 
 
 @dataclass(frozen=True)
@@ -63,8 +81,7 @@ class Caller:
 
     Attributes:
         path: the module.
-        heads, key_heads: of one call.
-        key_features, value_features: of one head.
+        sizes: of one call.
         interface: called through transformers' interface, which gives the mask's rule; else
             ``F.scaled_dot_product_attention`` is called.
         rule: of the mask, for other calls.
@@ -72,10 +89,7 @@ class Caller:
     """
 
     path: str
-    heads: int
-    key_heads: int
-    key_features: int
-    value_features: int
+    sizes: Sizes
     interface: bool
     rule: MaskRule = MaskRule()
     is_dense: bool = False
@@ -116,6 +130,13 @@ class Recorder:
         return call.as_given()
 
 
+class SizeRecorder(Recorder):
+    """A recorder for models on meta: nothing is computed, and no mask is made."""
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return None
+
+
 @contextmanager
 def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Note the calls of attention of a small copy's forward, with the innermost module that makes each."""
@@ -149,7 +170,7 @@ def measure_mixing(model: nn.Module) -> Mixing:
     Raises:
         UnsupportedError: there are none, or a mask follows no known rule; the text names the module.
     """
-    model = copy_of(small_copy(model))
+    original, model = model, copy_of(small_copy(model))
     base = intercept_transformers(model)
     seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
     masks: list[list[MaskFunction]] = []
@@ -164,8 +185,8 @@ def measure_mixing(model: nn.Module) -> Mixing:
             f"{type(model).__name__} calls attention neither through transformers' interface nor by"
             f" F.scaled_dot_product_attention"
         )
-    callers = tuple(_caller(path, calls) for path, calls in seen.items())
-    return Mixing(callers, base, _packed(masks, given[-1]) if len(given) > 1 else ())
+    callers = [_caller(path, calls) for path, calls in seen.items()]
+    return Mixing(tuple(_callers_of(original, callers)), base, _packed(masks, given[-1]) if len(given) > 1 else ())
 
 
 def small_copy(model: nn.Module) -> nn.Module:
@@ -173,13 +194,9 @@ def small_copy(model: nn.Module) -> nn.Module:
     return next(iter(samples_of(model, Signature.of(model).takes, 1))).model
 
 
-def record(model: nn.Module, inputs: dict[str, Any], *, computes: bool = True) -> Recorder:
-    """Run a forward and return its calls of attention with the modules that make them.
-
-    Args:
-        computes: compute attention; else zeros are returned in its place.
-    """
-    recorder = Recorder(computes=computes)
+def record(model: nn.Module, inputs: dict[str, Any], recorder: Recorder | None = None) -> Recorder:
+    """Run a forward and return its calls of attention with the modules that make them."""
+    recorder = recorder or Recorder()
     for module in model.modules():
         remember(module, Handled(recorder))
     with torch.no_grad(), recording(model, recorder):
@@ -204,17 +221,35 @@ def _packed(masks: list[list[MaskFunction]], batch: dict[str, Tensor]) -> tuple[
     return tuple(found)
 
 
-def batches(model: nn.Module, length: int = LENGTH) -> Iterator[dict[str, Tensor]]:
-    """Yield batches: plain rows, and rows of several documents where the model takes such."""
+def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[dict[str, Tensor]]:
+    """Yield batches: plain rows, and rows of several documents where the model takes such.
+
+    Args:
+        lengths: tokens of a row; the first with which a forward runs.
+    """
     signature = Signature.of(model)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
-    plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
+    plain = _longest(model, lengths)
     yield plain
+    length = plain["tokens"].shape[1]
     if any(signature.takes[key] for key in ("positions", "document_ids")):
         documents = torch.stack([documents_of(length, shift) for shift in range(ROWS)])
         starts = torch.stack([torch.searchsorted(row, row) for row in documents])
         yield plain | {"positions": plain["positions"] - starts, "document_ids": documents}
+
+
+def _longest(model: nn.Module, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    for length in lengths:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
+        plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
+        try:
+            with torch.no_grad():
+                model(**Signature.of(model).inputs(plain, torch.device("cpu")))
+            return plain
+        except Exception:  # a shorter row may do
+            if length == lengths[-1]:
+                raise
+    raise AssertionError("no lengths")
 
 
 def documents_of(length: int, shift: int) -> Tensor:
@@ -224,18 +259,58 @@ def documents_of(length: int, shift: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(sizes) + 1), torch.cat((sizes, length - sizes.sum()[None])))
 
 
+def _callers_of(model: nn.Module, small: list[Caller]) -> Iterator[Caller]:
+    """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
+    sizes, is_whole = _sizes(model)
+    alike: dict[str, list[Caller]] = {}
+    for caller in small:
+        alike.setdefault(pattern(caller.path), []).append(caller)
+    known = {caller.path: caller for caller in small}
+    paths = [clean(path) for path, _ in model.named_modules()]
+    for path in sizes if is_whole else (path for path in paths if pattern(path) in alike):
+        others = alike.get(pattern(path), [])
+        if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
+            raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
+        found = known.get(path) or others[0]
+        yield replace(found, path=path, sizes=sizes.get(path, found.sizes))
+
+
+def _sizes(model: nn.Module) -> tuple[dict[str, Sizes], bool]:
+    """Return the sizes of each caller in the model itself, by a forward on meta that leaves experts out.
+
+    The second value tells whether the forward ran to its end; else the sizes are those of the calls before.
+    """
+    made = meta_copy_of(model)
+    intercept_transformers(made)
+    for path in find_stacks(made):
+        made.get_submodule(path).forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+    batch = {key: torch.zeros((1, 2), dtype=torch.int64, device="meta") for key in ("tokens", "attention_mask")}
+    signature = Signature.of(made)
+    if signature.takes["positions"] is not None:
+        batch["positions"] = batch["tokens"]
+    if "attention_mask" not in signature.arguments:
+        del batch["attention_mask"]
+    recorder = SizeRecorder(computes=False)
+    try:
+        record(made, signature.inputs(batch, torch.device("meta")), recorder)
+        is_whole = True
+    except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
+        is_whole = False
+    return {path: Sizes.of(call) for path, call in recorder.calls}, is_whole
+
+
 def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Caller:
     call, _ = calls[0]
-    sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3])
+    sizes = Sizes.of(call)
     if call.interface:
-        return Caller(path, *sizes, interface=True)
+        return Caller(path, sizes, interface=True)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
         raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
     rules = _candidates(calls)
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
     if rule is None:
         raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
-    return Caller(path, *sizes, interface=False, rule=rule, is_dense=any(isinstance(c.mask, Tensor) for c, _ in calls))
+    return Caller(path, sizes, interface=False, rule=rule, is_dense=any(isinstance(c.mask, Tensor) for c, _ in calls))
 
 
 def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[MaskRule]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, wrap
+from meshwright.introspection.transformers_private import attention_of
 
 from .masks import MaskFunction, TokenMask, sdpa_arguments
 
@@ -154,10 +155,8 @@ def intercept_transformers(model: nn.Module) -> str:
         The name of the implementation that computes ("sdpa", "eager" …); "" for models without the interface, which
         are left as they are.
     """
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    chooser: Any = model
-    choose = getattr(chooser, "set_attn_implementation", None)
-    if not isinstance(name, str) or not callable(choose) or "transformers" not in sys.modules:
+    name, choose = attention_of(model), getattr(model, "set_attn_implementation", None)
+    if not name or not callable(choose) or "transformers" not in sys.modules:
         return ""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -165,7 +164,7 @@ def intercept_transformers(model: nn.Module) -> str:
     AttentionInterface.register(PREFIX + base, functools.partial(_attention, base))
     AttentionMaskInterface.register(PREFIX + base, functools.partial(_mask, base))
     choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
-    return base if chooser.config._attn_implementation == PREFIX + base else ""
+    return base if attention_of(model) == PREFIX + base else ""
 
 
 def _mask(base: str, **given: Any) -> Any:

@@ -15,12 +15,24 @@ CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
 """Types of objects referenced by a function that are copied with the model."""
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def meta_copy_of(model: nn.Module) -> nn.Module:
+    """Copy a model deeply with all its tensors on meta, in the memory of none."""
+    return copy_of(
+        model,
+        {id(t): t.to("meta") for t in model.buffers()}
+        | {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()},
+    )
+
+
+def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Module:
     """Copy a model deeply, together with the functions that replace modules' forwards, and hooks.
 
     ``copy.deepcopy`` leaves functions as they are: a copied model whose forward is a closure would run the original.
+
+    Args:
+        instead: objects to take in place of copies, by the id of what they replace.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(instead or {})
     made = copy.deepcopy(model, memo)
     for module in made.modules():
         if isinstance(forward := vars(module).get("forward"), FunctionType):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from meshwright.core.errors import ConfigError
 
 Runs = tuple[tuple[int, int], ...]
@@ -15,14 +17,17 @@ def head_tail(length: int, ranks: int) -> tuple[Runs, ...]:
     same on every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
 
     Returns:
-        One tuple of runs per rank; each rank has at least one token.
+        One tuple of runs per rank; the numbers of tokens differ by at most one.
 
     Raises:
         ConfigError: the row has fewer tokens than there are ranks.
     """
     refuse_shorter(length, ranks)
-    ends = [part * length // (2 * ranks) for part in range(2 * ranks + 1)]
-    runs = [(ends[part], ends[part + 1]) for part in range(2 * ranks)]
+    counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+    heads = [-(-count // 2) for count in counts]
+    sizes = [*heads, *reversed([count - head for count, head in zip(counts, heads, strict=True)])]
+    ends = list(accumulate(sizes, initial=0))
+    runs = list(pairwise(ends))
     return tuple(
         tuple(run for run in (runs[rank], runs[2 * ranks - 1 - rank]) if run[0] < run[1]) for rank in range(ranks)
     )

@@ -87,7 +87,8 @@ def _row(parts: Sequence[tuple[TokensOfRank, Tensor]], seq: int) -> Tensor | Non
     """Join whole rows, where ranks have all of them or each its own tokens; else return None."""
     if {part.shape[1] for _, part in parts} == {seq}:
         return parts[0][1]
-    if any(part.shape[1] != tokens.filled for tokens, part in parts):
+    together = sorted(place for tokens, _ in parts for place in tokens.places)
+    if together != list(range(seq)) or any(part.shape[1] != tokens.filled for tokens, part in parts):
         return None
     first = parts[0][1]
     whole = first.new_empty((first.shape[0], seq, *first.shape[2:]))

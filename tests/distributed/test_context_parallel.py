@@ -1,0 +1,95 @@
+"""Layouts with a context axis equal one process, and send what the plan says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from support.laid_out import assert_estimated, counted, estimated
+
+from meshwright import ConfigError, Layout, parallelize, verify
+from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.world import get_world_info
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.values import Batch
+from meshwright.verification.problem import RandomBatches
+
+DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
+EXPERTS = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2))
+BATCHES = RandomBatches(DECODER.vocab_size, rows=8, seq_len=22)
+CASES = {
+    "cp 2": (DECODER, Layout(dp_shard=1, cp=2), {}),
+    "cp 4": (DECODER, Layout(dp_shard=1, cp=4), {}),
+    "fsdp 2, cp 2": (DECODER, Layout(dp_shard=2, cp=2), {}),
+    "hsdp, cp 2": (DECODER, Layout(dp_replicate=2, dp_shard=1, cp=2), {"sync_grad_accum": "shard"}),
+    "cp 2, tp 2": (DECODER, Layout(dp_shard=1, cp=2, tp=2), {}),
+    "cp 2, pp 2, recomputed": (DECODER, Layout(dp_shard=1, pp=2, cp=2), {"activation_checkpointing": "full"}),
+    "cp 2, ep 2": (EXPERTS, Layout(dp_shard=1, cp=2, ep=2), {}),
+    "cp 2, selective": (DECODER, Layout(dp_shard=1, cp=2), {"activation_checkpointing": "selective_op"}),
+    "cp 2, compiled": (DECODER, Layout(dp_shard=1, cp=2), {"compile": True, "compile_backend": "aot_eager"}),
+    "cp 2, loss in chunks": (DECODER, Layout(dp_shard=1, cp=2), {"loss_chunks": 3}),
+    "cp 2, zero 2": (DECODER, Layout(dp_shard=1, cp=2), {"zero_stage": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_with_cut_rows_is_equal(pool, name):
+    model, layout, techniques = CASES[name]
+    report = verify(
+        model, layout, BATCHES, steps=2, dtypes=("float64",), techniques=techniques, microbatch_rows=2, pool=pool
+    )
+    assert report, report
+
+
+def step_on_the_wire(techniques: dict, tp: int) -> tuple:
+    even = replace(DECODER, vocab_size=64)  # else the first tensor rank has more of the table, and the plan is its
+    model = parallelize(even, Layout(dp_shard=1, cp=2, tp=tp), techniques=techniques)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 61, (2, 22), generator=torch.Generator().manual_seed(0))
+    for warm in (False, True):
+        with WireCounter() if warm else nullcontext() as wire:
+            model.forward_backward({"tokens": tokens, "labels": tokens})
+            model.optimizer_step(optimizer, 1.0)
+    return estimated(model.plan, Batch(2, 22)), counted(wire)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_travels_is_what_the_plan_says(spmd, mode):
+    for said, found in spmd(2, step_on_the_wire, {"activation_checkpointing": mode}, 1):
+        assert_estimated(said, found)
+
+
+def test_what_travels_beside_the_tensor_axis_is_what_the_plan_says(spmd):
+    for said, found in spmd(4, step_on_the_wire, {}, 2):
+        assert_estimated(said, found)
+
+
+def other_rows() -> str:
+    model = parallelize(DECODER, Layout(dp_shard=1, cp=2))
+    tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(get_world_info()[0]))
+    try:
+        model.forward_backward({"tokens": tokens, "labels": tokens})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_the_axis_that_bring_other_rows_are_refused(spmd):
+    assert all("ranks of the cp axis brought different rows" in said for said in spmd(2, other_rows))
+
+
+def evaluated() -> tuple[float, list[int]]:
+    cp = 2 if get_world_info()[2] > 1 else 1
+    model = parallelize(DECODER, Layout(dp_shard=1, cp=cp), techniques={"precision": {"master": "float64"}})
+    tokens = torch.randint(0, 61, (2, 22), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "labels": tokens}
+    model.forward_backward(batch)
+    return float(model.evaluate(batch)), model.generate([3, 1, 4], 6, seed=1)
+
+
+def test_evaluation_and_generation_are_those_of_one_process(spmd):
+    (loss, text), *_ = spmd(1, evaluated)
+    for found, ids in spmd(2, evaluated):
+        assert abs(found - loss) < 1e-12 and ids == text

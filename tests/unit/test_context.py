@@ -1,0 +1,270 @@
+"""Rows cut over ranks: who has which token, what attention sees, and what cannot be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.mixing import (
+    Model,
+    WithoutAttention,
+    WithoutPositions,
+    added,
+    biased,
+    by_hand,
+    causal,
+    every_other,
+    full,
+    packed,
+    shifted,
+    windowed,
+)
+
+from meshwright import ConfigError, Layout, UnsupportedError, plan
+from meshwright.distributed.context import attention, rehearsal, runtime
+from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehearse, rehearsed
+from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.mixing import calls, masks
+from meshwright.introspection.mixing.calls import MaskRule, Sizes, measure_mixing, small_copy
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.context.cut import head_tail
+from meshwright.planning.context.plan import ContextPlan
+from meshwright.planning.values import Batch
+
+DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
+CPU = torch.device("cpu")
+
+
+def decoder() -> Decoder:
+    return Decoder(DECODER)
+
+
+# --- which tokens a rank has
+
+
+@given(st.integers(1, 16), st.integers(0, 400))
+def test_head_and_tail_give_every_token_to_one_rank(ranks, more):
+    length = ranks + more
+    runs = head_tail(length, ranks)
+    taken = sorted(place for mine in runs for start, stop in mine for place in range(start, stop))
+    counts = [sum(stop - start for start, stop in mine) for mine in runs]
+    assert taken == list(range(length)) and len(runs) == ranks
+    assert min(counts) >= 1 and max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_head_and_tail_share_the_work_of_a_causal_mask(ranks):
+    work = [sum(place + 1 for run in mine for place in range(*run)) for mine in head_tail(2**14, ranks)]
+    assert max(work) <= 1.01 * sum(work) / ranks
+
+
+def test_rows_shorter_than_the_axis_are_refused():
+    with pytest.raises(ConfigError, match="layout.cp = 4 cuts each row over 4 ranks, and the batch has rows of 3"):
+        head_tail(3, 4)
+    with pytest.raises(ConfigError, match="set layout.cp = 3 or less"):
+        plan(DECODER, Layout(dp_shard=1, cp=4), batch=Batch(2, 3))
+
+
+@given(st.integers(1, 5), st.integers(0, 30))
+def test_a_batch_is_cut_and_can_be_put_together_again(ranks, more):
+    length = ranks + more
+    whole = {
+        "tokens": torch.randint(0, 9, (3, length)),
+        "attention_mask": torch.ones(3, length),
+        "labels": torch.rand(3, length),
+    }
+    cut = [cut_rows(whole, ranks, rank, CPU) for rank in range(ranks)]
+    parts = [cut_batch(whole, rows) for rows in cut]
+    assert all(part["attention_mask"].shape == (3, length) for part in parts), "a padding mask stays whole"
+    for key in ("tokens", "labels"):
+        filled = [
+            torch.cat((part[key], part[key].new_zeros(3, rows.most - part[key].shape[1])), 1)
+            for part, rows in zip(parts, cut, strict=True)
+        ]
+        assert torch.equal(torch.cat(filled, dim=1)[:, cut[0].slots[0]], whole[key])
+
+
+# --- what attention sees
+
+EQUAL = {
+    "our decoder": decoder,
+    "causal": lambda: Model(causal),
+    "full": lambda: Model(full),
+    "packed": lambda: Model(packed),
+    "window": lambda: Model(windowed),
+    "added mask": lambda: Model(added),
+}
+
+
+def errors(build, ranks: int) -> dict[str, float]:
+    model = small_copy(build())
+    made = ContextPlan(ranks, measure_mixing(model))
+    return {kind: max(rehearse(model, made, batch).values()) for kind, batch in rehearsed(model).items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", EQUAL)
+def test_cut_rows_compute_what_one_process_does(name, ranks):
+    found = errors(EQUAL[name], ranks)
+    assert set(found) == {"plain", "packed"} and max(found.values()) < 1e-12, found
+
+
+def test_rules_of_masks_are_measured():
+    rules = {name: str(measure_mixing(build()).callers[0].rule) for name, build in EQUAL.items()}
+    assert rules == {
+        "our decoder": "causal per document",
+        "causal": "causal",
+        "full": "full",
+        "packed": "causal per document",
+        "window": "causal window 5 per document",
+        "added mask": "causal",
+    }
+
+
+REFUSED = {
+    "ALiBi": (lambda: Model(biased), "a mask adds numbers to the scores of attention"),
+    "every other": (lambda: Model(every_other), "the mask of attentions.0 follows no rule"),
+    "by hand": (lambda: Model(by_hand), "calls attention neither through transformers' interface nor by"),
+    "none": (WithoutAttention, "calls attention neither through transformers' interface nor by"),
+    "shift": (lambda: Model(causal, shifted), "is wrong"),
+    "own positions": (lambda: WithoutPositions(causal), r"places \(Embedding\)|is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_tokens_otherwise_is_refused(name):
+    build, words = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=words):
+        facts = model_facts(build())
+        made = plan(facts, Layout(dp_shard=1, cp=2))
+        assert made.context is not None
+        prove(facts, made.context)
+
+
+def test_a_refusal_names_the_module_that_mixes_tokens():
+    class Mixer(torch.nn.Module):
+        def forward(self, x):
+            return shifted(x)
+
+    facts = model_facts(Model(causal, Mixer()))
+    made = plan(facts, Layout(dp_shard=1, cp=2))
+    assert made.context is not None
+    with pytest.raises(UnsupportedError, match=r"between \(Mixer\) mixes tokens by a way that is not intercepted"):
+        prove(facts, made.context)
+
+
+@pytest.mark.parametrize(("key", "value"), [("capacity_factor", 1.0), ("sequence_loss", 0.1)])
+def test_experts_that_count_whole_sequences_are_refused(key, value):
+    config = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2, **{key: value}))
+    with pytest.raises(UnsupportedError, match=f"model.moe.{key} = {value} with layout.cp = 2"):
+        plan(config, Layout(dp_shard=1, cp=2))
+
+
+def test_whole_parameters_are_refused():
+    with pytest.raises(ConfigError, match="shards parameters over dp_shard × cp"):
+        plan(DECODER, Layout(dp_shard=1, dp_replicate=2, cp=2), techniques={"data_parallel": "ddp"})
+
+
+def test_callers_of_a_large_model_have_its_sizes_and_layers():
+    large = replace(DECODER, dim=512, n_layers=5, n_heads=8, n_kv_heads=4)
+    made = plan(large, Layout(dp_shard=1, cp=2)).context
+    assert made is not None and [caller.path for caller in made.mixing.callers] == [
+        f"layers.{layer}.attention.core" for layer in range(5)
+    ]
+    assert {caller.sizes for caller in made.mixing.callers} == {Sizes(8, 4, 64, 64)}
+
+
+# --- faults that the rehearsal finds
+
+
+def local_queries(patch):
+    patch.setattr(CutRows, "own", property(lambda rows: torch.arange(rows.counts[rows.rank])[None]))
+
+
+def window_off_by_one(patch):
+    correct = masks.shorter_than
+    patch.setattr(calls, "shorter_than", lambda function, window: correct(function, window + 1))
+
+
+def other_ranks_order(patch):
+    correct = CutRows.slots.fget
+    patch.setattr(CutRows, "slots", property(lambda rows: correct(rows).roll(1, 1)))
+
+
+def never_exchanged(patch):
+    def own_alone(x, rows, group):
+        return masks.torch.cat([x] * rows.length, dim=2)[:, :, : rows.length]
+
+    patch.setattr(attention, "gather_tokens", own_alone)
+
+
+def documents_lost(patch):
+    patch.setattr(MaskRule, "function", lambda rule, documents: masks.causal)
+
+
+def gradients_of_own_queries_alone(patch):
+    def own(ctx, gradient):
+        return attention.select(gradient, ctx.rows.own, 2), None, None
+
+    patch.setattr(attention._GatheredTokens, "backward", staticmethod(own))
+
+
+def keys_in_another_order(patch):
+    correct = attention.gather_keys
+
+    def swapped(k, v, rows, group):
+        k, v = correct(k, v, rows, group)
+        return k.flip(1), v.flip(1)
+
+    patch.setattr(runtime, "gather_keys", swapped)
+
+
+def local_positions(patch):
+    correct = runtime.ContextRuntime.cut
+
+    def cut(self, batch, signature, device):
+        made = correct(self, batch, signature, device)
+        made["positions"] = torch.arange(made["tokens"].shape[1]).expand(made["tokens"].shape)
+        return made
+
+    patch.setattr(runtime.ContextRuntime, "cut", cut)
+
+
+FAULTS = (
+    local_queries,
+    window_off_by_one,
+    other_ranks_order,
+    never_exchanged,
+    documents_lost,
+    gradients_of_own_queries_alone,
+    keys_in_another_order,
+    local_positions,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_rehearsal_finds(monkeypatch, fault):
+    model = small_copy(Model(windowed) if fault is window_off_by_one else decoder())
+    made = ContextPlan(2, measure_mixing(model))
+    fault(monkeypatch)
+    worst = 0.0
+    for batch in rehearsed(model).values():
+        try:
+            worst = max(worst, *rehearse(model, made, batch).values())
+        except UnsupportedError:
+            worst = torch.inf
+    assert not worst <= 1e3 * LARGEST_ERROR
+
+
+def test_rehearsal_is_once(monkeypatch):
+    facts = model_facts(decoder())
+    made = plan(facts, Layout(dp_shard=1, cp=2)).context
+    assert made is not None
+    prove(facts, made)
+    monkeypatch.setattr(rehearsal, "rehearse", None)
+    prove(facts, made)
