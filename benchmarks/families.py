@@ -3,12 +3,11 @@ process.
 
     OMP_NUM_THREADS=1 python benchmarks/families.py [--only llama gpt2] [--axes tp pp] [--seconds 120] [--unknown]
 
-Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp``, ``ep`` and ``cp`` = 2. Two steps in float32, with
-batches of different
-lengths and an SGD step between them: each loss must be that of one process within 1e-5, each gradient within 1e-4,
-the norm too. Results are kept in .cache/families.json with a hash of the sources: a run that was stopped goes on
-where it was, and a changed source is judged anew (``--unknown``: only where no result is there yet). The table is
-docs/families.md.
+Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp``, ``ep`` and ``cp`` = 2. Two steps in float32,
+with batches of different lengths and an SGD step between them: each loss must be that of one process within 1e-5, each
+gradient within 1e-4, the norm too. Results are kept in .cache/families.json with a hash of the sources: a run that was
+stopped goes on where it was, and a changed source is judged anew (``--unknown``: only where no result is there yet).
+The table is docs/families.md.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "sequences are gathered in another order of ranks",
-        "distributed/tensor/group.py",
+        "distributed/exchange/ranks.py",
         "parts.transpose(0, 1).reshape(",
         "parts.flip(0).transpose(0, 1).reshape(",
         TP,

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed import setup
 from meshwright.distributed.data import accumulation, fully_sharded
+from meshwright.distributed.exchange import ranks
 from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.optimizer.grad_clip import local_gradients
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.recompute import recompute
 from meshwright.distributed.step import batch as step_batch
-from meshwright.distributed.tensor import group
 from meshwright.models import decoder
 
 
@@ -294,8 +294,8 @@ def an_empty_microbatch_counts_as_one_token():
 
 def sequences_gathered_in_another_order():
     """Tensor-parallel ranks put the tokens of a row together as they come in."""
-    joined = group.joined
-    return patch.object(group, "joined", lambda parts, length: joined(parts.flip(0), length))
+    joined = ranks.joined
+    return patch.object(ranks, "joined", lambda parts, length: joined(parts.flip(0), length))
 
 
 def rotary_tables_cached():

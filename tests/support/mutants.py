@@ -18,13 +18,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.distributed import parallelize
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step import whole_model
 from meshwright.distributed.step.whole_model import WholeModel
-from meshwright.distributed.tensor.group import ProcessGroupRanks
 from meshwright.distributed.weights import freezing, weights
 from meshwright.models import decoder
 

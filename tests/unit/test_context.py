@@ -29,7 +29,8 @@ from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehea
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import calls, masks
-from meshwright.introspection.mixing.calls import MaskRule, Sizes, measure_mixing, small_copy
+from meshwright.introspection.mixing.calls import measure_mixing, small_copy
+from meshwright.introspection.mixing.values import MaskRule, Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.context.cut import head_tail

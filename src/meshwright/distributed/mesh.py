@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
@@ -53,14 +53,16 @@ OTHER_NAMES = {
 NEMO_NAMES = ("data_parallel", "tensor_parallel")
 
 
-def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> DeviceMesh:
+def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = (), *, cuts_rows: bool = False) -> DeviceMesh:
     """Return a mesh after a check that its axes are known.
 
     Args:
         understands: other names to translate: the result is another mesh, of the same ranks by meshwright's names.
+        cuts_rows: the caller cuts rows over the context axis; others leave the step to their users' own loops.
 
     Raises:
         ConfigError: an axis with another name, or without one; the text lists the legal ones.
+        UnsupportedError: rows would have to be cut, and are not.
     """
     names = device_mesh.mesh_dim_names or ()
     legal = [axis.value for axis in WORLD_AXES]
@@ -77,6 +79,11 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = ()) -> De
     if any(name in understands for name in names):
         device_mesh = _renamed(
             device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
+        )
+    if not cuts_rows and (ranks := axis_sizes(device_mesh).get(Axis.CP.value, 1)) > 1:
+        raise UnsupportedError(
+            f"the mesh has cp = {ranks}, and this function leaves the step to your own loop, which would have to cut"
+            f" the rows. Use parallelize(), or make the mesh with cp = 1."
         )
     return device_mesh
 

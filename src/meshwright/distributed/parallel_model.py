@@ -19,7 +19,6 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.context.cut import head_tail
 from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
 from meshwright.planning.shares import COPIES, TOKENS
@@ -138,8 +137,7 @@ class ParallelModel:
     def own_tokens(self, length: int) -> TokensOfRank:
         """Return which tokens of rows of this length lie on this rank between the model's blocks."""
         if self._context:
-            own = head_tail(length, self.plan.size(Axis.CP))[self._context[0].group.rank]
-            places = [place for run in own for place in range(*run)]
+            places = self._context[0].places(length)
             return TokensOfRank(places, len(places), length)
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 

@@ -90,7 +90,7 @@ def parallelize(
         )
     requested = as_techniques(techniques)
     if isinstance(mesh, DeviceMesh):
-        mesh = known_mesh(mesh)
+        mesh = known_mesh(mesh, cuts_rows=True)
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
             plan = _once(mesh, lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))

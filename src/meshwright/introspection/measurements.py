@@ -13,7 +13,8 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
-from .mixing.calls import Mixing, measure_mixing
+from .mixing.calls import measure_mixing
+from .mixing.values import Mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises

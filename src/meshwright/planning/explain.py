@@ -17,6 +17,7 @@ from .traffic import resolved, step_traffic
 from .values import Batch
 
 if TYPE_CHECKING:
+    from .context.methods import Method
     from .plan import Plan
 
 KEPT = {MemoryUse.ACTIVATIONS: "activations", MemoryUse.LOGITS: "logits", MemoryUse.COMMUNICATION: "messages"}
@@ -114,12 +115,16 @@ def _tensor(plan: Plan) -> list[str]:
 def _context(plan: Plan) -> list[str]:
     if plan.context is None:
         return []
-    callers = plan.context.mixing.callers
-    paths = ", ".join(dict.fromkeys(pattern(caller.path) for caller in callers))
-    return [
-        f"  context parallel {plan.context.ranks} ranks, rows cut at head and tail; keys and values gathered for"
-        f" {len(callers)} attentions: {paths}"
-    ]
+    context = plan.context
+    cut = "at head and tail" if context.cut == "head_tail" else "in runs"
+    lines = [f"  context parallel {context.ranks} ranks, rows cut {cut}"]
+    alike: dict[tuple[Method, str], list[str]] = {}
+    for caller, method in zip(context.mixing.callers, context.methods, strict=True):
+        alike.setdefault((method, pattern(caller.path)), []).append(caller.path)
+    for (method, paths), found in alike.items():
+        neighbours = f" among {method.neighbours}" if method.kind == "ulysses_ring" else ""
+        lines.append(f"    {method.kind}{neighbours} for {len(found)} attentions {paths}: {method.why}")
+    return lines
 
 
 def _experts(plan: Plan) -> list[str]:

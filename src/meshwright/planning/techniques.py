@@ -92,6 +92,11 @@ class Techniques:
     """sequence parallelism on CUDA: matrix products overlap with what travels before and behind them, through
     symmetric memory.
     """
+    context_parallel_method: Literal["auto", "all_gather", "ring", "ulysses", "ulysses_ring", "halo"] = "auto"
+    """context parallelism: how attention reaches other ranks' tokens: keys and values of whole rows on each rank
+    (all_gather), or passed round (ring); tokens traded for heads (ulysses), among neighbours whose parts are passed
+    round (ulysses_ring); only what queries reach (halo). auto: chosen for each attention.
+    """
     tensor_plan: tuple[TensorStyleRequest, ...] = ()
     """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be
     possible."""

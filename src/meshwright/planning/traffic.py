@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
+from meshwright.introspection.mixing.values import MaskRule
 
-from .context.cut import head_tail
+from .context.cut import cut_row, sent_tokens
 from .rules import check_batch
 from .values import Batch
 
@@ -55,7 +56,14 @@ def _own_tokens(plan: Plan, batch: Batch) -> int:
     """Count tokens of a row on the rank of the context axis that has most."""
     if plan.context is None:
         return batch.seq_len
-    return max(sum(stop - start for start, stop in runs) for runs in head_tail(batch.seq_len, plan.context.ranks))
+    runs = cut_row(plan.context.cut, batch.seq_len, plan.context.ranks)
+    return max(sum(stop - start for start, stop in mine) for mine in runs)
+
+
+def _sent_tokens(plan: Plan, batch: Batch, rule: MaskRule) -> int:
+    """Count tokens of a row that the rank sends that sends most, where queries fetch what they see by a rule."""
+    assert plan.context is not None
+    return sent_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, rule.first)
 
 
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
@@ -81,6 +89,8 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
         tokens = whole * _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
         calls = 1 if c.by_token or c.by_row else c.calls or 1
         moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
+        if c.sees is not None:
+            moved = times * c.elements * _rows(plan, batch) * _sent_tokens(plan, batch, c.sees) * c.element_bytes
         key = (c.op, c.axis, c.ranks)
         before = rows.get(key, Traffic(*key, 0, 0.0))
         calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.introspection.mixing.values import MaskRule
 from meshwright.introspection.structure.tail import Tail
 
 
@@ -143,7 +144,8 @@ class Collective:
     spread evenly. For activations (``by_token``) it counts what all calls together move for one token of the
     microbatch, where the sequence is cut (``filled``) with its padding to a multiple of the axis; ``among`` ranks
     each move a part of it. ``by_row``: it counts one row of the microbatch. ``calls`` is None where torch cuts one
-    total into buckets of its own choice.
+    total into buckets of its own choice. ``sees``: only the tokens travel that another rank's queries reach, by this
+    rule of a mask.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
@@ -158,6 +160,7 @@ class Collective:
     by_row: bool = False
     filled: bool = False
     among: int = 1
+    sees: MaskRule | None = None
 
     @property
     def element_bytes(self) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.record import recall
-from meshwright.distributed.tensor.group import ProcessGroupRanks
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 

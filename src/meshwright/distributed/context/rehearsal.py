@@ -14,8 +14,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
-from meshwright.distributed.tensor.group import TensorGroup
-from meshwright.distributed.tensor.rehearsal import on_threads
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.calls import LENGTHS, batches, small_copy
 from meshwright.introspection.outputs import logits_of
@@ -106,7 +106,7 @@ def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> d
 
 
 def _on_rank(
-    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: TensorGroup
+    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
     runtime = wrap_modules(model, plan, group)
@@ -127,7 +127,7 @@ def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -
     signature = Signature.of(model)
     whole = _seen(copy_of(model), lambda made: made(**signature.inputs(batch, torch.device("cpu"))))
 
-    def on_rank(group: TensorGroup) -> tuple[dict[str, Seen], CutRows]:
+    def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
         made = copy_of(model)
         runtime = wrap_modules(made, plan, group)
         own = runtime.cut(batch, signature, torch.device("cpu"))

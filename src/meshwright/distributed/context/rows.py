@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.introspection.mixing.masks import segments_of
-from meshwright.planning.context.cut import head_tail
+from meshwright.planning.context.cut import Cut, cut_row
 
 FILLER = -1
 MASK = "attention_mask"
@@ -40,6 +41,8 @@ class CutRows:
     segments: Tensor | None = None
     documents: Tensor | None = None
     has_mask: bool = False
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """For each mask of the microbatch, what follows from it and from where the tokens lie."""
 
     @property
     def most(self) -> int:
@@ -48,8 +51,12 @@ class CutRows:
 
     @property
     def own(self) -> Tensor:
-        """(rows or 1, own tokens) int64: the places of this rank's tokens."""
-        return self.places[self.rank, :, : self.counts[self.rank]]
+        """(rows or 1, own tokens) int64: the places of this rank's tokens, ascending."""
+        return self.places_of(self.rank)
+
+    def places_of(self, rank: int) -> Tensor:
+        """(rows or 1, tokens) int64: the places of one rank's tokens, ascending."""
+        return self.places[rank, :, : self.counts[rank]]
 
     @property
     def slots(self) -> Tensor:
@@ -79,19 +86,21 @@ def cut_rows(
     rank: int,
     device: torch.device | str = "cpu",
     *,
+    cut: Cut = "head_tail",
     by_positions: bool = False,
 ) -> CutRows:
     """Decide where the tokens of a microbatch lie.
 
     Args:
         batch: whole rows: tokens (rows, length), optional positions, document_ids and attention_mask.
+        cut: which tokens each rank has.
         by_positions: positions that do not follow each other keep documents apart, as in transformers.
 
     Raises:
         ConfigError: rows have fewer tokens than there are ranks.
     """
     length = batch["tokens"].shape[1]
-    own = [torch.cat([torch.arange(*run) for run in mine]) for mine in head_tail(length, ranks)]
+    own = [torch.cat([torch.arange(*run) for run in mine]) for mine in cut_row(cut, length, ranks)]
     most = max(len(places) for places in own)
     places = torch.full((len(own), 1, most), FILLER, dtype=torch.int64)
     for number, mine in enumerate(own):

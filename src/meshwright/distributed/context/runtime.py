@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import remember, wrap
-from meshwright.distributed.tensor.group import TensorGroup
-from meshwright.introspection.mixing.calls import Caller, Mixing, allowed_of
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.introspection.mixing.arithmetic import allowed_of
 from meshwright.introspection.mixing.interception import (
     AttentionCall,
     Handled,
@@ -21,18 +21,15 @@ from meshwright.introspection.mixing.interception import (
     intercept_transformers,
     sdpa_call,
 )
-from meshwright.introspection.mixing.masks import (
-    MaskFunction,
-    TokenMask,
-    causal,
-    dense,
-    everything,
-    in_segments,
-)
+from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense
+from meshwright.introspection.mixing.reach import RowMask
+from meshwright.introspection.mixing.values import Caller, MaskRule
 from meshwright.introspection.signature import Signature
+from meshwright.planning.context.cut import cut_row
 from meshwright.planning.context.plan import ContextPlan
 
-from .attention import gather_keys
+from .attention import Context, attend, attend_to_whole_rows
+from .reaches import Reaches
 from .rows import MASK, CutBatch, CutRows, cut_batch, cut_rows
 
 
@@ -44,9 +41,10 @@ class ContextRuntime:
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
     """
 
-    def __init__(self, group: TensorGroup, mixing: Mixing, check_mask: Callable[[], None]):
-        self.group, self.mixing, self._check_mask = group, mixing, check_mask
+    def __init__(self, group: RankGroup, plan: ContextPlan, check_mask: Callable[[], None]):
+        self.group, self.plan, self.mixing, self._check_mask = group, plan, plan.mixing, check_mask
         self.rows: CutRows | None = None
+        self._reaches = Reaches(group)
         # rows change with each microbatch, and a graph would hold on to those of the first
         outside_of_graphs: Any = torch.compiler.disable
         self.attend: Callable[[AttentionCall, Caller | None], Tensor] = outside_of_graphs(self._attend)
@@ -71,7 +69,8 @@ class ContextRuntime:
         if MASK in batch:
             self._check_mask()
         by_positions = bool(self.mixing.implementation)
-        rows = cut_rows(batch, self.group.size, self.group.rank, device, by_positions=by_positions)
+        options = {"cut": self.plan.cut, "by_positions": by_positions}
+        rows = cut_rows(batch, self.group.size, self.group.rank, device, **options)
         whole = dict(batch)
         shape = batch["tokens"].shape
         if signature.takes["positions"] is not None and "positions" not in whole:
@@ -81,16 +80,22 @@ class ContextRuntime:
             whole[MASK] = torch.ones(shape, dtype=torch.int64, device=batch["tokens"].device)
         return cut_batch(whole, rows)
 
+    def places(self, length: int) -> list[int]:
+        """Return the places of this rank's tokens in rows of this length without documents."""
+        runs = cut_row(self.plan.cut, length, self.group.size)[self.group.rank]
+        return [place for run in runs for place in range(*run)]
+
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         rows = self.rows
         if rows is None:
             return plain()
         number, self._masks_made = self._masks_made, self._masks_made + 1
+        mask = RowMask(function, padding=padding)
         if not rows.has_mask:  # transformers looks for documents in a row only where no mask is given
-            padding = None
+            mask = RowMask(function)
             if rows.segments is not None and rows.positions is not None and self.mixing.packed[number]:
-                function = in_segments(function, rows.positions, rows.segments)
-        return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given), None))
+                mask = RowMask(function, rows.positions, rows.segments)
+        return TokenMask(function, mask, lambda **given: self.attend(sdpa_call(given), None))
 
     def _attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
         rows = self.rows
@@ -102,20 +107,40 @@ class ContextRuntime:
                 f"attention is called with {call.query.shape[2]} queries and {call.key.shape[2]} keys, where this rank"
                 f" has {own} tokens of a row"
             )
-        function, padding = self._rule(call, caller, rows)
-        key, value = gather_keys(call.key, call.value, rows, self.group)
-        mask = dense(function, rows.own, rows.length, len(call.query), padding)
-        return call.compute(call.query, key, value, mask, False)
+        mask = self._mask(call, caller, rows)
+        arithmetic = None if caller is None or call.dropout else caller.arithmetic
+        reach = None if arithmetic is None else self._reaches.of(mask, rows, len(call.query))
+        if caller is None or arithmetic is None or reach is None:
+            self._refuse_other_method(caller)
+            return attend_to_whole_rows(call, mask, rows, self.group)
+        return attend(call, Context(self.group, rows, reach), arithmetic, self.plan.method_of(caller.path))
 
-    def _rule(self, call: AttentionCall, caller: Caller | None, rows: CutRows) -> tuple[MaskFunction, Tensor | None]:
+    def _refuse_other_method(self, caller: Caller | None) -> None:
+        """Refuse a call that goes by all_gather alone, where another method was asked for."""
+        if caller is None:
+            return
+        method = self.plan.method_of(caller.path)
+        if method.asked and method.kind != "all_gather":
+            raise UnsupportedError(
+                f"techniques.context_parallel_method = {method.kind}: {caller.path} has a mask in which a query's keys"
+                f" are not one run of tokens, or dropout, and goes by all_gather alone"
+            )
+
+    def _mask(self, call: AttentionCall, caller: Caller | None, rows: CutRows) -> RowMask:
         if isinstance(call.mask, TokenMask):
-            return call.mask.function, call.mask.padding
-        if call.interface or caller is None:
-            return (causal if call.is_causal else everything), None
-        self._refuse_other_mask(call, caller, rows)
-        return caller.rule.function(rows.documents), None
+            return call.mask.rows
+        if call.interface or caller is None or caller.rule is None:
+            return self._by_rule(MaskRule(causal=call.is_causal), rows)
+        self._refuse_other_mask(call, caller, caller.rule, rows)
+        return self._by_rule(caller.rule, rows)
 
-    def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rows: CutRows) -> None:
+    def _by_rule(self, rule: MaskRule, rows: CutRows) -> RowMask:
+        if rule not in rows.memo:
+            segments = rows.documents if rule.documents else None
+            rows.memo[rule] = RowMask(rule.places, segments=segments, is_known=True)
+        return rows.memo[rule]
+
+    def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rule: MaskRule, rows: CutRows) -> None:
         """Compare the mask that the model made, of this rank's tokens alone, with the measured rule."""
         own = call.query.shape[2]
         if (caller.path, own) in self._checked:
@@ -123,9 +148,9 @@ class ContextRuntime:
         self._checked.add((caller.path, own))
         documents = None if rows.documents is None else rows.take(rows.documents)
         places = torch.arange(own, device=call.query.device)[None]
-        if not bool((allowed_of(call) == dense(caller.rule.function(documents), places, own, len(call.query))).all()):
+        if not bool((allowed_of(call) == dense(rule.function(documents), places, own, len(call.query))).all()):
             raise UnsupportedError(
-                f"{caller.path} masks {own} tokens by another rule than the one that was measured ({caller.rule})"
+                f"{caller.path} masks {own} tokens by another rule than the one that was measured ({rule})"
             )
 
 
@@ -143,14 +168,14 @@ class OfCaller:
 
 
 def wrap_modules(
-    model: nn.Module, plan: ContextPlan, group: TensorGroup, check_mask: Callable[[], None] = lambda: None
+    model: nn.Module, plan: ContextPlan, group: RankGroup, check_mask: Callable[[], None] = lambda: None
 ) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
     Args:
         check_mask: called for a batch with a padding mask; raises where the model's positions follow from the mask.
     """
-    runtime = ContextRuntime(group, plan.mixing, check_mask)
+    runtime = ContextRuntime(group, plan, check_mask)
     change = f"keys and values of cp {group.size}"
     modules = {clean(path): module for path, module in model.named_modules()}
     if plan.mixing.implementation:

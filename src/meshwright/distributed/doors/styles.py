@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.record import wrap
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.tensor import ends, functions, layers
-from meshwright.distributed.tensor.group import ProcessGroupRanks
 from meshwright.distributed.tensor.runtime import LocalView, Runtime, use_local_parameters
 from meshwright.distributed.tensor.sequence import Sequence
 from meshwright.distributed.weights.placement import distribute, placement_of_cut

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.distributed.exchange.ranks import own_share
 from meshwright.distributed.step.part import Batch
-from meshwright.distributed.tensor.group import own_share
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
 

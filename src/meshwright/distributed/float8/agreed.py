@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.distributed.tensor.group import TensorGroup
+from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.module_kinds import is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE
 
 from .products import Largest, Products
 
 
-def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: TensorGroup) -> list[Largest]:
+def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: RankGroup) -> list[Largest]:
     """Return the amax values that layers of one input need for their outputs, with one message."""
     operands = [part for weight, way in zip(weights, ways, strict=True) for part in _of_forward(x, weight, way)]
     found = _agreed(operands, group)
@@ -31,7 +31,7 @@ def before_gradients(
     ways: Sequence[Products],
     earlier: Sequence[Largest],
     needed: Sequence[bool],
-    group: TensorGroup,
+    group: RankGroup,
 ) -> list[Largest]:
     """Add to ``earlier`` the amax values that layers of one input need for their gradients, with one message.
 
@@ -56,7 +56,7 @@ def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
     return [Largest(x, weight) for x, weight in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: TensorGroup) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: RankGroup) -> Tensor:
     """Compute a linear layer, differentiable: this rank's output features, or its summand of the output."""
     if way.parts == WHOLE:
         return way.linear(x, weight, bias)
@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group:
 
 class _AgreedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, way: Products, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: Products, group: RankGroup) -> Tensor:
         (largest,) = before_outputs(x, [weight], [way], group)
         ctx.save_for_backward(x, weight, *to_save([largest]))
         ctx.way, ctx.group = way, group
@@ -86,7 +86,7 @@ def _of_forward(x: Tensor, weight: Tensor, way: Products) -> tuple[Tensor | None
     return x if way.parts.x else None, weight if way.parts.weight and not is_rounded(weight) else None
 
 
-def _agreed(operands: Sequence[Tensor | None], group: TensorGroup) -> list[Tensor | None]:
+def _agreed(operands: Sequence[Tensor | None], group: RankGroup) -> list[Tensor | None]:
     """Return the largest magnitude of each operand over the ranks of ``group``."""
     found = [operand.abs().max().float() for operand in operands if operand is not None]
     if not found:

@@ -20,12 +20,12 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.names import clean
 from meshwright.core.parts import take
 from meshwright.distributed import order
+from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.pipeline.absent import on_meta
 from meshwright.distributed.pipeline.split import StagePart, split
 from meshwright.distributed.step.objective import Objective
 from meshwright.distributed.step.part import ModelPart
-from meshwright.distributed.tensor.group import share_of_sequence
 from meshwright.distributed.tensor.parallel import wrap_modules
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.introspection.facts import ModelFacts, model_facts

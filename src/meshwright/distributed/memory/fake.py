@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, tree_map
-from meshwright.distributed.tensor.group import MessagingRanks
+from meshwright.distributed.exchange.ranks import MessagingRanks
 
 GROUPED = {GROUPED_PRODUCT}
 """Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
@@ -37,6 +37,13 @@ class FakeRanks(MessagingRanks):
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         self._note_buffers((x,))
+
+    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        self._note_buffers((received, x))
+
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+        self._note_buffers((received, x))
+        return lambda: None
 
 
 PATIENCE = 100_000

@@ -17,11 +17,11 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, Objective
 from meshwright.distributed.step.part import Batch, Inputs
-from meshwright.distributed.tensor.group import share_of_sequence
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing

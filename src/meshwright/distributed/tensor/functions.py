@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.distributed.exchange.ranks import RankGroup, own_share
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import OWN, Largest, Products
 
-from .group import TensorGroup, own_share
 from .sequence import Sequence
 
 
@@ -261,7 +261,7 @@ class _SummedPart(torch.autograd.Function):
         return ctx.sequence.group.gather(gradient, ctx.length), None
 
 
-def summed(x: Tensor, group: TensorGroup) -> Tensor:
+def summed(x: Tensor, group: RankGroup) -> Tensor:
     """Summands → their sum on every rank, where what follows is computed by all ranks alike: the gradient goes back
     as it comes.
     """
@@ -270,7 +270,7 @@ def summed(x: Tensor, group: TensorGroup) -> Tensor:
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         return group.sum(x.clone())
 
     @staticmethod
@@ -279,14 +279,14 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
-def summing_gradients(x: Tensor, group: TensorGroup) -> Tensor:
+def summing_gradients(x: Tensor, group: RankGroup) -> Tensor:
     """Return what all ranks have alike and use differently: its gradient is summed over them."""
     return _SummingGradients.apply(x, group)
 
 
 class _SummingGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -312,7 +312,7 @@ class _ScaledGradient(torch.autograd.Function):
         return grad_outputs[0] * ctx.factor, None
 
 
-def whole_features(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+def whole_features(x: Tensor, copies: int, group: RankGroup) -> Tensor:
     """Return (…, n) of each rank → (…, n · size / copies), where ``copies`` ranks in a row have the same.
 
     Its gradient is summed and cut.
@@ -322,7 +322,7 @@ def whole_features(x: Tensor, copies: int, group: TensorGroup) -> Tensor:
 
 class _WholeFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, copies: int, group: RankGroup) -> Tensor:
         ctx.copies, ctx.group = copies, group
         return torch.cat(group.gather_features(x)[::copies].unbind(), dim=-1)
 
@@ -334,7 +334,7 @@ class _WholeFeatures(torch.autograd.Function):
         return total.chunk(group.size // ctx.copies, dim=-1)[group.rank // ctx.copies] / ctx.copies, None, None
 
 
-def whole_vocabulary(own: Tensor, size: int, group: TensorGroup) -> Tensor:
+def whole_vocabulary(own: Tensor, size: int, group: RankGroup) -> Tensor:
     """Return this rank's features, (…, n), by torch's chunks of ``size`` → all of them, where what follows is
     computed by all ranks alike.
     """
@@ -343,7 +343,7 @@ def whole_vocabulary(own: Tensor, size: int, group: TensorGroup) -> Tensor:
 
 class _WholeVocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, size: int, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, own: Tensor, size: int, group: RankGroup) -> Tensor:
         share = -(-size // group.size)
         ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
         filled = F.pad(own, (0, share - own.shape[-1]))

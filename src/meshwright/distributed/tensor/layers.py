@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.core.parts import FusedPart, ranges
 from meshwright.core.record import wrap
+from meshwright.distributed.exchange.ranks import own_share
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products, products_of
 from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
@@ -20,7 +21,6 @@ from meshwright.models.moe import Router
 from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions
-from .group import own_share
 from .runtime import Runtime, argument, local, with_arguments
 from .sums import summing_copies
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.core.losses import IGNORED
-
-from .group import TensorGroup
+from meshwright.distributed.exchange.ranks import RankGroup
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class VocabularyShard:
     first: int
     size: int
     whole: int
-    group: TensorGroup | None = None
+    group: RankGroup | None = None
 
     @classmethod
-    def of(cls, whole: int, group: TensorGroup | None) -> VocabularyShard:
+    def of(cls, whole: int, group: RankGroup | None) -> VocabularyShard:
         """By torch's chunks."""
         if group is None:
             return cls(0, whole, whole)

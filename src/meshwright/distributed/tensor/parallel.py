@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart
 from meshwright.core.record import remember
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
 from meshwright.distributed.weights.placement import distribute, placement_of_cut
 from meshwright.introspection.structure.region import Cut, Region
 from meshwright.planning.experts.plan import ExpertPlan
@@ -17,7 +18,6 @@ from meshwright.planning.tensor.plan import BlocksPlan, TensorPlan
 
 from . import adapted, ends, layers, normed
 from .ends import separate_streams
-from .group import ProcessGroupRanks, TensorGroup
 from .layers import routers_of_parts
 from .overlap import Overlap
 from .runtime import LocalView, Runtime, use_local_parameters
@@ -88,7 +88,7 @@ def distribute_parameters(
 def wrap_modules(
     model: nn.Module,
     plan: TensorPlan,
-    group: TensorGroup,
+    group: RankGroup,
     *,
     sums_at_once: bool = False,
     overlap: Overlap | None = None,
@@ -137,7 +137,7 @@ def wrap_modules(
 
 
 def _use_local_parameters(
-    model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: TensorGroup | None
+    model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: RankGroup | None
 ) -> None:
     """Let every forward see plain tensors, its module's and those of all modules inside: many a block reads the
     weights of its children.

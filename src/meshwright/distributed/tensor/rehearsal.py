@@ -7,9 +7,8 @@ another.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import is_plain, ranges, take
+from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import narrows
@@ -25,94 +25,14 @@ from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.planning.tensor.plan import TensorPlan
 
-from .group import by_rank, joined
 from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
 from .parallel import wrap_modules
 from .runtime import LossRequest, Runtime
 
-Result = TypeVar("Result")
-PATIENCE_SEC = 60.0
 LARGEST_ERROR = 1e-6
 """In fp64, relative."""
 ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
 """Of models that compute in fp32 inside: times what weights rounded to fp32 change, and no more than the other."""
-
-
-class Board:
-    """A meeting point of threads: each lays down a tensor, and reads those of all.
-
-    One thread computes at a time: threads that compete for the interpreter take twice as long together.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=PATIENCE_SEC)
-        self.laid = [[torch.empty(0)] * size for _ in range(2)]
-        self.messages = [0] * size
-        self.turn = threading.Lock()
-
-    def meet(self) -> None:
-        """Let the other threads compute until all are here."""
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-    def all(self, rank: int, x: Tensor, read: Callable[[Tensor], Tensor] = lambda laid: laid) -> Tensor:
-        """Return (ranks, ...): what ``read`` gives of the tensor of every rank, copied."""
-        laid = self.laid[self.messages[rank] % 2]
-        self.messages[rank] += 1
-        laid[rank] = x.clone()  # whoever laid it down may write into it before others read it
-        self.meet()  # two messages on, all have read: a rank meets again only behind its reading
-        return torch.stack([read(tensor) for tensor in laid])
-
-
-class Thread:
-    """A TensorGroup whose ranks are threads."""
-
-    def __init__(self, board: Board, rank: int):
-        self.board, self.rank, self.size = board, rank, board.size
-
-    def gather(self, x: Tensor, length: int) -> Tensor:
-        return joined(self.board.all(self.rank, x), length)
-
-    def scatter(self, x: Tensor) -> Tensor:
-        return self.board.all(self.rank, by_rank(x, self.size), lambda laid: laid[self.rank]).sum(0)
-
-    def gather_features(self, x: Tensor) -> Tensor:
-        return self.board.all(self.rank, x)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x.copy_(self.board.all(self.rank, x).sum(0))
-
-    def largest(self, x: Tensor) -> Tensor:
-        return x.copy_(self.board.all(self.rank, x).amax(0))
-
-
-def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
-    """Return what ``job`` gives on each of ``size`` threads; the first error that one raised is raised."""
-    board = Board(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            with board.turn:
-                results[rank] = job(Thread(board, rank))
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
-            board.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.record import recall, wrap
+from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 
 from . import functions
-from .group import TensorGroup
 from .loss import LossOfLogits
 from .sequence import Sequence
 
@@ -75,7 +75,7 @@ class Runtime(LossSite):
     _standing_for: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
-    def group(self) -> TensorGroup:
+    def group(self) -> RankGroup:
         return self.sequence.group
 
     def stand_in(self, part: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class LocalView:
 
     home: nn.Module
     name: str
-    summed_over: TensorGroup | None = None
+    summed_over: RankGroup | None = None
     gradient_factor: float = 1.0
 
     @classmethod
@@ -178,7 +178,7 @@ class LocalView:
         module: nn.Module,
         *,
         summing: Iterable[str] = (),
-        group: TensorGroup | None = None,
+        group: RankGroup | None = None,
         gradient_factor: float = 1.0,
     ) -> list[LocalView]:
         """Return all parameters of the module itself.

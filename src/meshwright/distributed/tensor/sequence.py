@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.distributed.exchange.ranks import RankGroup, share_of_sequence
 from meshwright.distributed.step.deferred import DeferredGradients
 
-from .group import TensorGroup, share_of_sequence
 from .overlap import Overlap
 
 
@@ -30,7 +30,7 @@ class Sequence:
     and each new one a compilation.
     """
 
-    group: TensorGroup
+    group: RankGroup
     cut: bool = True
     regather: bool = True
     overlap: Overlap | None = None

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import pieces
-
-from .group import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Sums:
 
 
 @contextmanager
-def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
+def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
     """Sum over ``group``, at the end, what the backwards inside add to gradients.
 
     What was there before is kept beside.
@@ -59,7 +58,7 @@ def summing(sums: Sums, group: TensorGroup) -> Iterator[None]:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: TensorGroup) -> Tensor:
+def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
     """Return a rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is
     summed over them at once.
     """
@@ -68,7 +67,7 @@ def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: Tenso
 
 class _SummingCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[FusedPart], group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
         ctx.dim, ctx.parts, ctx.group = dim, parts, group
         return x.view_as(x)
 
@@ -88,7 +87,7 @@ def _local(gradient: Tensor) -> Tensor:
     return local_part(gradient)
 
 
-def _copies(gradient: Tensor | None, group: TensorGroup) -> list[tuple[Tensor, int, int]]:
+def _copies(gradient: Tensor | None, group: RankGroup) -> list[tuple[Tensor, int, int]]:
     """Return (view, number of its slot, slots): ranks that have copies of one part share a slot."""
     assert gradient is not None
     return [
@@ -98,7 +97,7 @@ def _copies(gradient: Tensor | None, group: TensorGroup) -> list[tuple[Tensor, i
     ]
 
 
-def _sum(places: list[tuple[Tensor, int, int]], group: TensorGroup) -> None:
+def _sum(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
     """Add up views over the ranks, in one message for each dtype; a view only with those that lie in its slot."""
     for dtype in dict.fromkeys(view.dtype for view, *_ in places):
         chosen = [entry for entry in places if entry[0].dtype == dtype]

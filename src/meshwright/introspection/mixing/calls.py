@@ -18,97 +18,24 @@ from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
 from meshwright.introspection.structure.experts import find_stacks
 
+from .arithmetic import allowed_of, arithmetic_of
 from .interception import (
     AttentionCall,
     Handled,
     SdpaCalls,
     handling,
     intercept_transformers,
+    sdpa_call,
 )
-from .masks import MaskFunction, causal, dense, everything, in_segments, segments_of, shorter_than, within
+from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
+from .reach import rule_of
+from .values import Caller, MaskRule, Mixing, Sizes
 
 ROWS = 2
 LENGTHS = (48, 26, 13, 7, 4)
 """Tokens of the rows on which masks are read: the first number that the model takes. Rehearsals begin at the second: no
 multiple of a number of ranks.
 """
-BLOCKED = -1e4
-"""Summands of scores below this block a key."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one call of attention: heads, and features of one head."""
-
-    heads: int
-    key_heads: int
-    key_features: int
-    value_features: int
-
-    @classmethod
-    def of(cls, call: AttentionCall) -> Sizes:
-        return cls(call.query.shape[1], call.key.shape[1], call.key.shape[3], call.value.shape[3])
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """A mask by places.
-
-    Attributes:
-        causal: a token attends to itself and earlier tokens only.
-        window: number of tokens that a token attends to, itself included; 0: all.
-        documents: tokens attend within their document only, by the batch's ``document_ids``.
-    """
-
-    causal: bool = True
-    window: int = 0
-    documents: bool = False
-
-    def function(self, documents: Tensor | None) -> MaskFunction:
-        """Return the rule as a function of places, for a batch with these (rows, length) documents."""
-        made = causal if self.causal else everything
-        made = shorter_than(made, self.window) if self.window else made
-        return within(made, documents) if self.documents and documents is not None else made
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
-        return f"{kind}{f' window {self.window}' if self.window else ''}{' per document' if self.documents else ''}"
-
-
-@dataclass(frozen=True)
-class Caller:
-    """A module whose forward calls attention.
-
-    Attributes:
-        path: the module.
-        sizes: of one call.
-        interface: called through transformers' interface, which gives the mask's rule; else
-            ``F.scaled_dot_product_attention`` is called.
-        rule: of the mask, for other calls.
-        is_dense: the model gives the mask as a tensor.
-    """
-
-    path: str
-    sizes: Sizes
-    interface: bool
-    rule: MaskRule = MaskRule()
-    is_dense: bool = False
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """The calls by which a model's tokens see each other.
-
-    Attributes:
-        callers: modules that call attention, in the order of their calls.
-        implementation: the name of transformers' implementation that computes them; "" for other models.
-        packed: whether each mask of a forward, in the order in which transformers makes them, keeps runs of positions
-            apart.
-    """
-
-    callers: tuple[Caller, ...]
-    implementation: str = ""
-    packed: tuple[bool, ...] = ()
 
 
 class Recorder:
@@ -131,10 +58,10 @@ class Recorder:
 
 
 class SizeRecorder(Recorder):
-    """A recorder for models on meta: nothing is computed, and no mask is made."""
+    """A recorder for models on meta: nothing is computed, and masks are functions of places."""
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        return None
+        return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given)))
 
 
 @contextmanager
@@ -261,22 +188,32 @@ def documents_of(length: int, shift: int) -> Tensor:
 
 def _callers_of(model: nn.Module, small: list[Caller]) -> Iterator[Caller]:
     """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
-    sizes, is_whole = _sizes(model)
+    measured, is_whole = _measured(model)
     alike: dict[str, list[Caller]] = {}
     for caller in small:
         alike.setdefault(pattern(caller.path), []).append(caller)
     known = {caller.path: caller for caller in small}
     paths = [clean(path) for path, _ in model.named_modules()]
-    for path in sizes if is_whole else (path for path in paths if pattern(path) in alike):
+    for path in measured if is_whole else (path for path in paths if pattern(path) in alike):
         others = alike.get(pattern(path), [])
         if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
             raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
         found = known.get(path) or others[0]
-        yield replace(found, path=path, sizes=sizes.get(path, found.sizes))
+        real = measured.get(path)
+        rule = found.rule if real is None or not found.interface else real.rule
+        yield replace(found, path=path, sizes=found.sizes if real is None else real.sizes, rule=rule)
 
 
-def _sizes(model: nn.Module) -> tuple[dict[str, Sizes], bool]:
-    """Return the sizes of each caller in the model itself, by a forward on meta that leaves experts out.
+@dataclass(frozen=True)
+class _Measured:
+    """The sizes of one call, and the rule of its mask where it is a function of places."""
+
+    sizes: Sizes
+    rule: MaskRule | None
+
+
+def _measured(model: nn.Module) -> tuple[dict[str, _Measured], bool]:
+    """Return sizes and mask of each caller in the model itself, by a forward on meta that leaves experts out.
 
     The second value tells whether the forward ran to its end; else the sizes are those of the calls before.
     """
@@ -296,21 +233,28 @@ def _sizes(model: nn.Module) -> tuple[dict[str, Sizes], bool]:
         is_whole = True
     except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
         is_whole = False
-    return {path: Sizes.of(call) for path, call in recorder.calls}, is_whole
+    return {path: _Measured(Sizes.of(call), _rule_of(call)) for path, call in recorder.calls}, is_whole
+
+
+def _rule_of(call: AttentionCall) -> MaskRule | None:
+    if isinstance(call.mask, TokenMask):
+        return rule_of(call.mask.function)
+    return MaskRule(causal=call.is_causal)
 
 
 def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Caller:
     call, _ = calls[0]
-    sizes = Sizes.of(call)
+    sizes, arithmetic = Sizes.of(call), arithmetic_of([each for each, _ in calls])
     if call.interface:
-        return Caller(path, sizes, interface=True)
+        return Caller(path, sizes, interface=True, rule=None, arithmetic=arithmetic)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
         raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
     rules = _candidates(calls)
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
     if rule is None:
         raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
-    return Caller(path, sizes, interface=False, rule=rule, is_dense=any(isinstance(c.mask, Tensor) for c, _ in calls))
+    is_dense = any(isinstance(each.mask, Tensor) for each, _ in calls)
+    return Caller(path, sizes, interface=False, rule=rule, is_dense=is_dense, arithmetic=arithmetic)
 
 
 def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[MaskRule]:
@@ -327,21 +271,3 @@ def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> boo
     length = allowed.shape[-1]
     expected = dense(rule.function(inputs.get("document_ids")), torch.arange(length)[None], length, len(call.query))
     return bool((allowed == expected).all())
-
-
-def allowed_of(call: AttentionCall) -> Tensor:
-    """Return which keys a call's queries attend to: (rows or 1, heads or 1, queries, keys) bool.
-
-    Raises:
-        UnsupportedError: the mask adds other numbers to scores than 0 and those that block a key.
-    """
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    if not isinstance(call.mask, Tensor):
-        rule = causal if call.is_causal else everything
-        return dense(rule, torch.arange(queries, device=call.query.device)[None], keys, 1)
-    mask = call.mask.reshape((1,) * (4 - call.mask.dim()) + call.mask.shape)
-    if mask.dtype is torch.bool:
-        return mask
-    if bool(((mask != 0) & (mask > BLOCKED)).any()):
-        raise UnsupportedError("a mask adds numbers to the scores of attention, by the distance of tokens or otherwise")
-    return mask == 0

@@ -25,12 +25,12 @@ class TokenMask:
 
     Attributes:
         function: the model's own rule.
-        padding: (rows, length) bool, False for padding; None: no padding.
+        rows: what a handler knows of the mask besides.
         compute: called with the arguments of ``F.scaled_dot_product_attention`` where code calls that with this mask.
     """
 
     function: MaskFunction
-    padding: Tensor | None
+    rows: Any
     compute: Callable[..., Tensor]
 
     @classmethod
@@ -67,6 +67,15 @@ def shorter_than(function: MaskFunction, window: int) -> MaskFunction:
 
     def inside(row: Any, head: Any, query: Any, key: Any) -> Tensor:
         return function(row, head, query, key) & (query - key < window)
+
+    return inside
+
+
+def in_chunks(function: MaskFunction, chunk: int) -> MaskFunction:
+    """Restrict a mask to queries and keys of one run of ``chunk`` places."""
+
+    def inside(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return function(row, head, query, key) & (query // chunk == key // chunk)
 
     return inside
 

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from meshwright.core.errors import ConfigError
 
 Runs = tuple[tuple[int, int], ...]
 """Runs of tokens [start, stop) of a row, in order."""
+
+
+Cut = Literal["head_tail", "contiguous"]
+"""Each rank has a run from either end of a row, or one run."""
+
+
+def cut_row(cut: Cut, length: int, ranks: int) -> tuple[Runs, ...]:
+    """Cut a row; one tuple of runs per rank, whose numbers of tokens differ by at most one.
+
+    Raises:
+        ConfigError: the row has fewer tokens than there are ranks.
+    """
+    return head_tail(length, ranks) if cut == "head_tail" else contiguous(length, ranks)
+
+
+def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Give each rank one run: where attention reaches little, no run needs more than what is before its first token.
+
+    Returns, raises: see ``cut_row``.
+    """
+    refuse_shorter(length, ranks)
+    ends = accumulate((length // ranks + (rank < length % ranks) for rank in range(ranks)), initial=0)
+    return tuple((run,) for run in pairwise(ends))
+
+
+def sent_tokens(cut: Cut, length: int, ranks: int, reaches: Callable[[int], int]) -> int:
+    """Count the tokens of a row that the rank sends that sends most, where each rank fetches what its queries reach.
+
+    Args:
+        reaches: a query's place -> that of the first key that it reaches.
+    """
+    runs = cut_row(cut, length, ranks)
+    sent = [0] * ranks
+    for rank, mine in enumerate(runs):
+        for owner in (other for other in range(ranks) if other != rank):
+            for first, end in runs[owner]:
+                lowest = min((reaches(start) for start, _ in mine if start >= end), default=end)
+                sent[owner] += max(0, end - max(first, lowest))
+    return max(sent)
 
 
 def head_tail(length: int, ranks: int) -> tuple[Runs, ...]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.introspection.mixing.calls import Mixing
+from meshwright.introspection.mixing.values import Mixing
+
+from .cut import Cut
+from .methods import Bytes, Method, methods
 
 
 @dataclass(frozen=True)
@@ -14,9 +17,30 @@ class ContextPlan:
     Attributes:
         ranks: size of the context axis.
         mixing: the calls by which the model's tokens see each other.
-        cut: which tokens of a row a rank has: "head_tail".
+        methods: how each of these calls reaches other ranks' tokens.
+        cut: which tokens of a row a rank has.
     """
 
     ranks: int
     mixing: Mixing
-    cut: str = "head_tail"
+    methods: tuple[Method, ...]
+    cut: Cut = "head_tail"
+
+    def method_of(self, path: str) -> Method:
+        """Return the method of one module's attention."""
+        return next(m for c, m in zip(self.mixing.callers, self.methods, strict=True) if c.path == path)
+
+
+def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: str, size: Bytes) -> ContextPlan:
+    """Plan the attentions of a model.
+
+    Args:
+        kind: the method asked for, or "auto".
+        size: bytes of a key's or value's number, and of its gradient in sums.
+
+    Raises:
+        ConfigError, UnsupportedError: the method asked for cannot be; see ``methods.given``.
+    """
+    chosen = tuple(methods(kind, mixing.callers, ranks, tensor_ranks, size))
+    near = all(m.kind == "halo" and c.rule and c.rule.reach for c, m in zip(mixing.callers, chosen, strict=True))
+    return ContextPlan(ranks, mixing, chosen, "contiguous" if near else "head_tail")

@@ -17,11 +17,6 @@ def context_companions(case: Case) -> Found:
             f"layout.cp = {ranks} shards parameters over dp_shard × cp, and techniques.data_parallel ="
             f" {case.technique} keeps them whole. Set techniques.data_parallel = fully_shard."
         )
-    if case.reduction == "mean":
-        yield UnsupportedError(
-            f"the mesh has cp = {ranks}, and this function leaves the step to your own loop, which would have to cut"
-            f" the rows. Use parallelize(), or make the mesh with cp = 1."
-        )
     yield from _routers(case)
 
 

@@ -1,7 +1,8 @@
-"""Exchange tensors among the ranks of the tensor axis."""
+"""Exchange tensors among the ranks of one axis."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,10 +16,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 """torch 2.13 gave both new names."""
 
 
-class TensorGroup(Protocol):
-    """Ranks that share out weights.
+class RankGroup(Protocol):
+    """Ranks of one axis, and the messages between them.
 
-    Activations between blocks are cut along dim 1, the sequence; the last rank's may be filled up.
+    ``gather`` and ``scatter`` are about activations (rows, tokens, …) that are cut along dim 1; the last rank's may be
+    filled up.
     """
 
     rank: int
@@ -45,6 +47,22 @@ class TensorGroup(Protocol):
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum over ranks, written into ``x``."""
+        ...
+
+    def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Send runs of a flat ``x`` to all ranks in order, and return those received, in order of their senders.
+
+        Args:
+            sends, receives: elements for and from each rank.
+        """
+        ...
+
+    def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
+        """Begin to send a flat ``x`` to the rank ``shift`` further on, and to receive from the one ``shift`` before.
+
+        Returns:
+            A function that waits for the ``elements`` received and returns them.
+        """
         ...
 
 
@@ -78,7 +96,7 @@ def joined(parts: Tensor, length: int) -> Tensor:
 
 
 class MessagingRanks:
-    """A TensorGroup that sends whole buffers; who carries them is its subclass's choice."""
+    """A RankGroup that sends whole buffers; who carries them is its subclass's choice."""
 
     rank: int
     size: int
@@ -95,6 +113,14 @@ class MessagingRanks:
         """All ranks' ``x``, in place."""
         raise NotImplementedError
 
+    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        """Every rank's run of ``x`` for this rank into ``received``."""
+        raise NotImplementedError
+
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+        """Begin to send ``x`` to the rank ``shift`` further on, and return the function that waits."""
+        raise NotImplementedError
+
     def gather(self, x: Tensor, length: int) -> Tensor:
         return joined(self.gather_features(x), length)
 
@@ -109,6 +135,24 @@ class MessagingRanks:
 
     def largest(self, x: Tensor) -> Tensor:
         return exchanged(lambda: self._reduced(x, dist.ReduceOp.MAX), into=x)
+
+    def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        return exchanged(lambda: self._traded(x, sends, receives))
+
+    def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
+        received = x.new_empty(elements)
+        wait = self.pass_into(received, x.contiguous(), shift)
+
+        def finish() -> Tensor:
+            wait()
+            return received
+
+        return finish
+
+    def _traded(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        received = x.new_empty(sum(receives))
+        self.trade_into(received, x.contiguous(), receives, sends)
+        return received
 
     def _gathered(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
@@ -127,7 +171,7 @@ class MessagingRanks:
 
 
 class ProcessGroupRanks(MessagingRanks):
-    """A TensorGroup over a process group."""
+    """A RankGroup over a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -140,3 +184,22 @@ class ProcessGroupRanks(MessagingRanks):
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(x, op=op, group=self.group)
+
+    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        dist.all_to_all_single(received, x, list(receives), list(sends), group=self.group)
+
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+        to, source = (dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (shift, -shift))
+        requests = [
+            dist.P2POp(dist.isend, x, to, self.group),
+            dist.P2POp(dist.irecv, received, source, self.group),
+        ]
+        works = dist.batch_isend_irecv(requests)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            del x_alive[:]
+
+        x_alive = [x]  # until it has been sent
+        return wait

@@ -1,0 +1,226 @@
+"""Compute attention in blocks of queries and keys, of keys that come in parts, without a matrix of scores.
+
+The softmax is carried on from block to block by its running maximum and sum (Milakov and Gimelshein 2018, arXiv
+1805.02867), as in FlashAttention (Dao et al. 2022, arXiv 2205.14135; its backward from the logarithm of the sum, Dao
+2023, arXiv 2307.08691). Blocks that no query reaches are passed over. Scores, sums and gradients are at least fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.introspection.mixing.reach import Reach
+
+QUERIES, KEYS = 256, 256
+"""Sizes of a block."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of products: ``cap`` · tanh(``scale`` · products / ``cap``), without a cap the products."""
+
+    scale: float
+    cap: float | None = None
+
+    def of(self, products: Tensor) -> Tensor:
+        """Return the scores of scaled products, which may be overwritten."""
+        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope_at(self, scores: Tensor) -> Tensor | float:
+        """Return the derivative of scores by scaled products."""
+        return 1.0 if self.cap is None else 1 - (scores / self.cap) ** 2
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries with some keys.
+
+    Attributes:
+        rows, queries, keys: where they are.
+        is_whole: every query attends to every key.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_whole: bool
+
+
+def blocks(reach: Reach) -> Iterator[list[Block]]:
+    """Yield, for one run of queries after another, the blocks of keys that they reach."""
+    rows, length = reach.lower.shape
+    starts = list(range(0, length, QUERIES))
+    for row in range(rows):
+        of_row = slice(None) if rows == 1 else slice(row, row + 1)
+        lower, upper = reach.lower[row], reach.upper[row]
+        none = lower >= upper
+        most = int(upper.max()) if length else 0
+        bounds = torch.stack(
+            [
+                torch.stack((low.min(), up.max(), lower[part].max(), upper[part].min()))
+                for part in (slice(start, start + QUERIES) for start in starts)
+                for low in (lower[part].masked_fill(none[part], most),)
+                for up in (upper[part].masked_fill(none[part], 0),)
+            ]
+        ).tolist()
+        for start, (first, last, whole_from, whole_to) in zip(starts, bounds, strict=True):
+            queries = slice(start, min(start + QUERIES, length))
+            yield [
+                Block(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
+                for key in range(first, last, KEYS)
+                for end in (min(key + KEYS, last),)
+            ]
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return a tensor in at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Attended:
+    """Attention to the keys that have come so far.
+
+    Attributes:
+        largest, total: (rows, key heads, heads per key head, queries, 1), of the exponentials' running sum.
+        output: (rows, key heads, heads per key head, queries, features), to be divided by ``total``.
+    """
+
+    def __init__(self, query: Tensor, key_heads: int, features: int):
+        rows, heads, queries, _ = query.shape
+        shape, kind = (rows, key_heads, heads // key_heads, queries), wide(query[:0]).dtype
+        self.largest = query.new_full((*shape, 1), float("-inf"), dtype=kind)
+        self.total = query.new_zeros((*shape, 1), dtype=kind)
+        self.output = query.new_zeros((*shape, features), dtype=kind)
+
+    def add(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> None:
+        """Attend to more keys; ``reach`` counts them."""
+        query = query.unflatten(1, (key.shape[1], -1))
+        for run in blocks(reach):
+            if not run:
+                continue
+            at = (run[0].rows, slice(None), slice(None), run[0].queries)
+            some = wide(query[at]) * scores.scale
+            largest, total, output = self.largest[at], self.total[at], self.output[at]
+            for block in run:
+                made = _scores(some, key, block, reach, scores)
+                more = torch.maximum(largest, made.amax(-1, keepdim=True))
+                finite = more.masked_fill(more == float("-inf"), 0)
+                made.sub_(finite).exp_()
+                before = (largest - finite).exp_()
+                total = total * before + made.sum(-1, keepdim=True)
+                output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
+                largest = more
+            self.largest[at], self.total[at], self.output[at] = largest, total, output
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return (rows, heads, queries, features), zero for queries without keys, and (…, queries) logarithms."""
+        output = self.output / self.total.masked_fill(self.total == 0, 1)
+        logarithm = self.largest + self.total.log()
+        return output.flatten(1, 2), logarithm.flatten(1, 2)[..., 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The gradients that attention's backward begins with.
+
+    Attributes:
+        output: of the output, (rows, heads, queries, features), at least fp32.
+        rest: (rows, heads, queries): the output times its gradient, less the logarithms' gradient.
+        logarithm: (rows, heads, queries), what the forward returned.
+    """
+
+    output: Tensor
+    rest: Tensor
+    logarithm: Tensor
+
+    @classmethod
+    def of(cls, output: Tensor, logarithm: Tensor, for_output: Tensor, for_logarithm: Tensor | None) -> Given:
+        for_output = wide(for_output)
+        rest = (for_output * output).sum(-1)
+        return cls(for_output, rest if for_logarithm is None else rest - for_logarithm, logarithm)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Sums of gradients, at least fp32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def add_gradients(
+    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
+) -> None:
+    """Add the gradients of attention to some keys; ``sums.key`` and ``sums.value`` are of those keys."""
+    heads = (key.shape[1], -1)
+    query, output, for_query = (x.unflatten(1, heads) for x in (query, given.output, sums.query))
+    rest, logarithm = (x.unflatten(1, heads)[..., None] for x in (given.rest, given.logarithm))
+    logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
+    for run in blocks(reach):
+        if not run:
+            continue
+        at = (run[0].rows, slice(None), slice(None), run[0].queries)
+        some, for_some, rest_of_some, sum_of_some = wide(query[at]) * scores.scale, output[at], rest[at], logarithm[at]
+        total = torch.zeros_like(some)
+        for block in run:
+            keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
+            made = _scores(some, key, block, reach, scores)
+            slope = scores.slope_at(made)
+            share = (made - sum_of_some).exp_()
+            sums.value[block.rows, :, block.keys] += _product_over_queries(share, for_some)
+            share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest_of_some))
+            if scores.cap is not None:
+                share.mul_(torch.as_tensor(slope).nan_to_num(0.0))
+            total += _product(share, keys)
+            sums.key[block.rows, :, block.keys] += _product_over_queries(share, some)
+        for_query[at] += total * scores.scale
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, reach: Reach, scores: Scores) -> Tensor:
+    """Return (rows, key heads, heads per key head, queries, keys), -inf where a query does not attend to a key."""
+    made = scores.of(_product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2)))
+    if block.is_whole:
+        return made
+    keys = torch.arange(block.keys.start, block.keys.stop, device=key.device)
+    lower, upper = (bound[block.rows, block.queries, None] for bound in (reach.lower, reach.upper))
+    blocked = (keys < lower) | (keys >= upper)
+    return made.masked_fill_(blocked[:, None, None], float("-inf"))
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """(rows, key heads, heads per key head, n, a) by (rows, key heads, a, b)."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def _product_over_queries(x: Tensor, y: Tensor) -> Tensor:
+    """(rows, key heads, heads per key head, n, a) and (…, n, b) -> (rows, key heads, a, b), summed over heads and n."""
+    return x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of queries to keys that are all here: (query, key, value, reach, scores) -> (output, logarithms)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        attended = Attended(query, key.shape[1], value.shape[-1])
+        attended.add(query, key, value, reach, scores)
+        output, logarithm = attended.finish()
+        ctx.save_for_backward(query, key, value, output, logarithm)
+        ctx.reach, ctx.scores = reach, scores
+        return output, logarithm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logarithm = ctx.saved_tensors
+        sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
+        given = Given.of(output, logarithm, *gradients)
+        add_gradients(sums, given, query, key, value, ctx.reach, ctx.scores)
+        return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None

@@ -1,0 +1,115 @@
+"""Fetch the keys and values that a rank's queries reach, and no others.
+
+A layer with a window reaches little beyond a rank's own tokens, and a document that lies on one rank reaches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.introspection.mixing.reach import Reach
+
+from .blocks import wide
+from .rows import CutRows
+
+
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """The tokens of other ranks that one rank's queries reach, and its own that others' reach.
+
+    Attributes:
+        group: the ranks.
+        sent: (tokens,) int64: which own tokens are sent, row · own tokens + number, those for rank 0 first.
+        sends, receives: tokens for and from each rank.
+        held: (rows, most) int64: number, among own tokens (row by row) and those received behind them, of each token
+            that a row's queries may reach, by place; 0 behind the last.
+        places: (rows, most) int64, ascending; behind the last, ``length``.
+        length: of whole rows.
+    """
+
+    group: RankGroup
+    sent: Tensor
+    sends: list[int]
+    receives: list[int]
+    held: Tensor
+    places: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, group: RankGroup, rows: CutRows, reach: Reach, count: int) -> Halo:
+        """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
+        reach = Reach(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
+        ranks = range(group.size)
+        places = [rows.places_of(rank).expand(count, -1) for rank in ranks]
+        needs = [_needed(reach.take(places[rank]), rows.length) for rank in ranks]
+        mine = places[group.rank]
+        wanted = [needs[rank].gather(1, mine) & (rank != group.rank) for rank in ranks]
+        found = [needs[group.rank].gather(1, places[rank]) & (rank != group.rank) for rank in ranks]
+        sent = torch.cat([flags.flatten().nonzero()[:, 0] for flags in wanted])
+        row = torch.arange(count, device=mine.device)[:, None]
+        where = [row.expand_as(mine).flatten(), *(row.expand_as(flags)[flags] for flags in found)]
+        which = [mine.flatten(), *(its[flags] for its, flags in zip(places, found, strict=True))]
+        held, place = _by_row(torch.cat(where), torch.cat(which), count, rows.length)
+        sends, receives = ([int(flags.sum()) for flags in each] for each in (wanted, found))
+        return cls(group, sent, sends, receives, held, place, rows.length)
+
+
+def _needed(reach: Reach, length: int) -> Tensor:
+    """Return which tokens some query reaches: (rows, length) bool."""
+    edges = reach.lower.new_zeros((len(reach.lower), length + 1))
+    ones = (reach.lower < reach.upper).to(edges.dtype)
+    edges.scatter_add_(1, reach.lower.clamp(max=length), ones).scatter_add_(1, reach.upper.clamp(max=length), -ones)
+    return edges.cumsum(1)[:, :length] > 0
+
+
+def _by_row(row: Tensor, place: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of tokens, and their places, row by row and by place: (rows, most) each."""
+    order = (row * length + place).argsort()
+    in_row = torch.bincount(row, minlength=count)
+    number = torch.arange(int(in_row.max()), device=row.device)
+    index = (in_row.cumsum(0) - in_row)[:, None] + number
+    is_filler = number >= in_row[:, None]
+    order = order[index.masked_fill(is_filler, 0)]
+    return order.masked_fill(is_filler, 0), place[order].masked_fill(is_filler, length)
+
+
+def fetch(x: Tensor, halo: Halo) -> Tensor:
+    """Return (rows, heads, own tokens, features) -> (rows, heads, most, features), at ``halo.places``.
+
+    The backward sums what all ranks hand to each token, in at least fp32.
+    """
+    return _Fetched.apply(x, halo)  # type: ignore[no-any-return]
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
+        ctx.halo, ctx.own = halo, x.shape
+        rows, heads, _, features = x.shape
+        tokens = x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        size = heads * features
+        sizes = [[count * size for count in counts] for counts in (halo.sends, halo.receives)]
+        received = halo.group.trade(tokens[halo.sent].flatten(), *sizes).view(-1, size)
+        held = torch.cat((tokens, received))[halo.held.flatten()]
+        return held.view(rows, -1, heads, features).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        halo, (gradient,) = ctx.halo, gradients
+        rows, heads, own, features = ctx.own
+        size = heads * features
+        is_token = (halo.places < halo.length).flatten()
+        flat = wide(gradient).transpose(1, 2).reshape(-1, size)[is_token]
+        held = flat.new_zeros((rows * own + sum(halo.receives), size)).index_copy_(
+            0, halo.held.flatten()[is_token], flat
+        )
+        mine, others = held.split((rows * own, sum(halo.receives)))
+        sizes = [[count * size for count in counts] for counts in (halo.receives, halo.sends)]
+        returned = halo.group.trade(others.flatten(), *sizes).view(-1, size)
+        mine = mine.index_add(0, halo.sent, returned)
+        return mine.view(rows, own, heads, features).transpose(1, 2).to(gradient.dtype), None

@@ -1,0 +1,49 @@
+"""Find the reach of masks, once for each mask and length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.introspection.mixing.masks import MaskFunction
+from meshwright.introspection.mixing.reach import Reach, RowMask, fingerprint, is_reach, search
+
+from .rows import CutRows
+
+
+class Reaches:
+    """The reach of each mask that a model has made, or that there is none.
+
+    A function of places may be anything, so that its values are compared with the intervals that were found, by each
+    rank for its own queries; the ranks then agree, with a message of one number. A function that is made of the same
+    code and the same numbers is not looked at again.
+    """
+
+    def __init__(self, group: RankGroup):
+        self._group = group
+        self._known: dict[Any, Reach | None] = {}
+
+    def of(self, mask: RowMask, rows: CutRows, count: int) -> Reach | None:
+        """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
+        if mask not in rows.memo:
+            rows.memo[mask] = mask.reach(rows.length, lambda function: self._of(function, mask.is_known, rows, count))
+        return rows.memo[mask]
+
+    def _of(self, function: MaskFunction, is_known: bool, rows: CutRows, count: int) -> Reach | None:
+        code = fingerprint(function)
+        key = (code, rows.length, count, rows.places.device)
+        if code is not None and key in self._known:
+            return self._known[key]
+        found = search(function, rows.length, count, rows.places.device)
+        if not is_known and not self._agreed(found, function, rows, count):
+            found = None
+        if code is not None:
+            self._known[key] = found
+        return found
+
+    def _agreed(self, found: Reach | None, function: MaskFunction, rows: CutRows, count: int) -> bool:
+        is_right = found is not None and is_reach(function, found, rows.own, rows.length, count)
+        wrong = torch.tensor([not is_right], dtype=torch.int64, device=rows.places.device)
+        return not bool(self._group.largest(wrong))

@@ -1,0 +1,137 @@
+"""Attend to keys and values that go round a ring of ranks (Liu et al. 2023, arXiv 2310.01889).
+
+Each rank holds its own part and the one that is passing. The next part travels while attention to this one is
+computed. The backward lets keys and values go round once more, with the sums of their gradients behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.recompute.kept import exchanged
+from meshwright.introspection.mixing.reach import Reach
+
+from .blocks import Attended, Given, Gradients, Scores, add_gradients, wide
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Ranks that pass parts of rows on.
+
+    Attributes:
+        group: the ranks, of which every ``step``-th is on this ring.
+        position: this rank's number on the ring.
+        places: of each part's tokens in their rows, (rows or 1, tokens) int64 ascending, by their owner's number.
+    """
+
+    group: RankGroup
+    position: int
+    places: tuple[Tensor, ...]
+    step: int = 1
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    def part(self, passed: int) -> int:
+        """Return whose part is here after it was passed on so many times."""
+        return (self.position - passed) % self.size
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens), at least fp32.
+
+    Args:
+        reach: of this rank's queries, by places.
+    """
+    both = _RingAttention.apply(query, key, value, ring, reach, scores)
+    return both[..., :-1], both[..., -1]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+    ) -> Tensor:
+        both = exchanged(lambda: _forward(query, key, value, ring, reach, scores))
+        ctx.save_for_backward(query, key, value, both)
+        ctx.ring, ctx.reach, ctx.scores = ring, reach, scores
+        return both
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, both = ctx.saved_tensors
+        (gradient,) = gradients
+        given = Given.of(both[..., :-1], both[..., -1], gradient[..., :-1], gradient[..., -1])
+        sums = _backward(given, query, key, value, ctx.ring, ctx.reach, ctx.scores)
+        return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None, None
+
+
+class _Parts:
+    """Keys and values, or their gradients, in one buffer."""
+
+    def __init__(self, ring: Ring, key: Tensor, value: Tensor):
+        self.ring, self.rows = ring, key.shape[0]
+        self.sizes = tuple((x.shape[1], x.shape[3]) for x in (key, value))
+
+    def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat((key.flatten(), value.flatten()))
+
+    def tokens(self, part: int) -> int:
+        return self.ring.places[part].shape[1]
+
+    def elements(self, part: int) -> int:
+        return sum(self.rows * heads * self.tokens(part) * features for heads, features in self.sizes)
+
+    def unpack(self, flat: Tensor, part: int) -> tuple[Tensor, Tensor]:
+        tokens = self.tokens(part)
+        shapes = [(self.rows, heads, tokens, features) for heads, features in self.sizes]
+        key, value = flat.split([torch.Size(shape).numel() for shape in shapes])
+        return key.view(shapes[0]), value.view(shapes[1])
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores) -> Tensor:
+    parts = _Parts(ring, key, value)
+    attended = Attended(query, key.shape[1], value.shape[-1])
+    flat = parts.pack(key, value)
+    for passed in range(ring.size):
+        part, following = ring.part(passed), ring.part(passed + 1)
+        is_last = passed + 1 == ring.size
+        wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
+        attended.add(query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
+        flat = flat if wait is None else wait()
+    output, logarithm = attended.finish()
+    return torch.cat((output, logarithm[..., None]), dim=-1)
+
+
+def _backward(
+    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+) -> Gradients:
+    """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
+    parts = _Parts(ring, key, value)
+    sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
+    flat = parts.pack(key, value)
+    travelling = torch.zeros_like(wide(flat[:0]))
+    for passed in range(ring.size):
+        part, following = ring.part(passed), ring.part(passed + 1)
+        is_last = passed + 1 == ring.size
+        wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
+        here = sums
+        if passed:
+            travelling = torch.zeros_like(wide(flat)) if passed == 1 else travelling
+            here = Gradients(sums.query, *parts.unpack(travelling, part))
+        add_gradients(here, given, query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
+        if passed:
+            travelling = ring.group.pass_on(travelling, parts.elements(following), ring.step)()
+        flat = flat if wait is None else wait()
+    if ring.size > 1:
+        for total, more in zip((sums.key, sums.value), parts.unpack(travelling, ring.position), strict=True):
+            total.add_(more)
+    return sums
