@@ -19,6 +19,12 @@ from meshwright.verification.problem import RandomBatches
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 EXPERTS = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2))
 BATCHES = RandomBatches(DECODER.vocab_size, rows=8, seq_len=22)
+
+
+def by(method: str) -> dict[str, str]:
+    return {"context_parallel_method": method}
+
+
 CASES = {
     "cp 2": (DECODER, Layout(dp_shard=1, cp=2), {}),
     "cp 4": (DECODER, Layout(dp_shard=1, cp=4), {}),
@@ -31,6 +37,19 @@ CASES = {
     "cp 2, compiled": (DECODER, Layout(dp_shard=1, cp=2), {"compile": True, "compile_backend": "aot_eager"}),
     "cp 2, loss in chunks": (DECODER, Layout(dp_shard=1, cp=2), {"loss_chunks": 3}),
     "cp 2, zero 2": (DECODER, Layout(dp_shard=1, cp=2), {"zero_stage": 2}),
+    "ring, cp 4": (DECODER, Layout(dp_shard=1, cp=4), by("ring")),
+    "ring, cp 2, recomputed": (DECODER, Layout(dp_shard=1, cp=2), by("ring") | {"activation_checkpointing": "full"}),
+    "ring, cp 2, selective": (
+        DECODER,
+        Layout(dp_shard=1, cp=2),
+        by("ring") | {"activation_checkpointing": "selective_op"},
+    ),
+    "ring, cp 2, pp 2": (DECODER, Layout(dp_shard=1, cp=2, pp=2), by("ring")),
+    "ulysses, cp 4": (DECODER, Layout(dp_shard=1, cp=4), by("ulysses")),
+    "ulysses, cp 2, tp 2": (DECODER, Layout(dp_shard=1, cp=2, tp=2), by("ulysses")),
+    "ulysses, cp 2, ep 2": (EXPERTS, Layout(dp_shard=1, cp=2, ep=2), by("ulysses")),
+    "ulysses and ring, cp 4": (DECODER, Layout(dp_shard=1, cp=4), by("ulysses_ring")),
+    "halo, hsdp, cp 2": (DECODER, Layout(dp_replicate=2, dp_shard=1, cp=2), by("halo")),
 }
 
 
@@ -43,21 +62,29 @@ def test_a_layout_with_cut_rows_is_equal(pool, name):
     assert report, report
 
 
-def step_on_the_wire(techniques: dict, tp: int) -> tuple:
+def step_on_the_wire(techniques: dict, tp: int, cp: int = 2) -> tuple:
     even = replace(DECODER, vocab_size=64)  # else the first tensor rank has more of the table, and the plan is its
-    model = parallelize(even, Layout(dp_shard=1, cp=2, tp=tp), techniques=techniques)
+    model = parallelize(even, Layout(dp_shard=1, cp=cp, tp=tp), techniques=techniques)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.randint(0, 61, (2, 22), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
     for warm in (False, True):
         with WireCounter() if warm else nullcontext() as wire:
             model.forward_backward({"tokens": tokens, "labels": tokens})
             model.optimizer_step(optimizer, 1.0)
-    return estimated(model.plan, Batch(2, 22)), counted(wire)
+    return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_travels_is_what_the_plan_says(spmd, mode):
     for said, found in spmd(2, step_on_the_wire, {"activation_checkpointing": mode}, 1):
+        assert_estimated(said, found)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
+    techniques = by(method) | {"activation_checkpointing": mode}
+    for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
         assert_estimated(said, found)
 
 

@@ -28,13 +28,15 @@ from meshwright.distributed.context import attention, rehearsal, runtime
 from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehearse, rehearsed
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing import calls, masks
+from meshwright.introspection.mixing import masks, values
 from meshwright.introspection.mixing.calls import measure_mixing, small_copy
-from meshwright.introspection.mixing.values import MaskRule, Sizes
+from meshwright.introspection.mixing.reach import RowMask
+from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.context.cut import head_tail
-from meshwright.planning.context.plan import ContextPlan
+from meshwright.planning.context.methods import Bytes
+from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.values import Batch
 
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -102,9 +104,13 @@ EQUAL = {
 }
 
 
+def planned(model, ranks: int, kind: str = "auto") -> ContextPlan:
+    return context_plan(measure_mixing(model), ranks, 1, kind, Bytes(8, 8))
+
+
 def errors(build, ranks: int) -> dict[str, float]:
     model = small_copy(build())
-    made = ContextPlan(ranks, measure_mixing(model))
+    made = planned(model, ranks)
     return {kind: max(rehearse(model, made, batch).values()) for kind, batch in rehearsed(model).items()}
 
 
@@ -189,7 +195,7 @@ def local_queries(patch):
 
 def window_off_by_one(patch):
     correct = masks.shorter_than
-    patch.setattr(calls, "shorter_than", lambda function, window: correct(function, window + 1))
+    patch.setattr(values, "shorter_than", lambda function, window: correct(function, window + 1))
 
 
 def other_ranks_order(patch):
@@ -205,7 +211,7 @@ def never_exchanged(patch):
 
 
 def documents_lost(patch):
-    patch.setattr(MaskRule, "function", lambda rule, documents: masks.causal)
+    patch.setattr(runtime.ContextRuntime, "_by_rule", lambda self, rule, rows: RowMask(rule.places))
 
 
 def gradients_of_own_queries_alone(patch):
@@ -222,7 +228,7 @@ def keys_in_another_order(patch):
         k, v = correct(k, v, rows, group)
         return k.flip(1), v.flip(1)
 
-    patch.setattr(runtime, "gather_keys", swapped)
+    patch.setattr(attention, "gather_keys", swapped)
 
 
 def local_positions(patch):
@@ -251,7 +257,7 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_rehearsal_finds(monkeypatch, fault):
     model = small_copy(Model(windowed) if fault is window_off_by_one else decoder())
-    made = ContextPlan(2, measure_mixing(model))
+    made = planned(model, 2, "all_gather")
     fault(monkeypatch)
     worst = 0.0
     for batch in rehearsed(model).values():

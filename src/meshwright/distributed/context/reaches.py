@@ -17,7 +17,7 @@ class Reaches:
     """The reach of each mask that a model has made, or that there is none.
 
     A function of places may be anything, so that its values are compared with the intervals that were found, by each
-    rank for its own queries; the ranks then agree, with a message of one number. A function that is made of the same
+    rank for a part of the queries; the ranks then agree, with a message of one number. A function that is made of the same
     code and the same numbers is not looked at again.
     """
 
@@ -28,22 +28,27 @@ class Reaches:
     def of(self, mask: RowMask, rows: CutRows, count: int) -> Reach | None:
         """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
         if mask not in rows.memo:
-            rows.memo[mask] = mask.reach(rows.length, lambda function: self._of(function, mask.is_known, rows, count))
+            device = rows.places.device
+
+            def known(function: MaskFunction, length: int) -> Reach | None:
+                return self._of(function, length, count, device, is_known=mask.is_known)
+
+            rows.memo[mask] = mask.reach(rows.length, known)
         return rows.memo[mask]
 
-    def _of(self, function: MaskFunction, is_known: bool, rows: CutRows, count: int) -> Reach | None:
+    def _of(
+        self, function: MaskFunction, length: int, count: int, device: torch.device, *, is_known: bool
+    ) -> Reach | None:
         code = fingerprint(function)
-        key = (code, rows.length, count, rows.places.device)
+        key = (code, length, count, device)
         if code is not None and key in self._known:
             return self._known[key]
-        found = search(function, rows.length, count, rows.places.device)
-        if not is_known and not self._agreed(found, function, rows, count):
-            found = None
+        found = search(function, length, count, device)
+        if not is_known:
+            mine = torch.arange(self._group.rank, length, self._group.size, device=device)[None]
+            is_right = found is not None and is_reach(function, found, mine, length, count)
+            wrong = torch.tensor([not is_right], dtype=torch.int64, device=device)
+            found = None if bool(self._group.largest(wrong)) else found
         if code is not None:
             self._known[key] = found
         return found
-
-    def _agreed(self, found: Reach | None, function: MaskFunction, rows: CutRows, count: int) -> bool:
-        is_right = found is not None and is_reach(function, found, rows.own, rows.length, count)
-        wrong = torch.tensor([not is_right], dtype=torch.int64, device=rows.places.device)
-        return not bool(self._group.largest(wrong))

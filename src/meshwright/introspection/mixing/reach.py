@@ -75,13 +75,14 @@ class RowMask:
                 function = within(function, self.segments)
         return dense(function, queries, length, rows, self.padding)
 
-    def reach(self, length: int, of: Callable[[MaskFunction], Reach | None]) -> Reach | None:
+    def reach(self, length: int, of: Callable[[MaskFunction, int], Reach | None]) -> Reach | None:
         """Return the reach of all tokens of rows; None where the keys of a query are not one interval.
 
         Args:
-            of: gives the reach of ``function`` for places 0 to ``length`` - 1.
+            of: gives the reach of ``function`` for a number of places.
         """
-        reach = of(self.function)
+        last = -1 if self.positions is None else int(self.positions.max())
+        reach = of(self.function, length if last < length else 2 ** last.bit_length())
         if reach is None:
             return None
         if self.segments is not None:
@@ -94,15 +95,12 @@ class RowMask:
         return reach
 
     def _in_segments(self, reach: Reach, segments: Tensor) -> Reach | None:
-        if bool((segments.diff(dim=1) < 0).any()):
-            return None
-        segments = segments.contiguous()
-        starts, ends = torch.searchsorted(segments, segments), torch.searchsorted(segments, segments, right=True)
+        runs = (segments.diff(dim=1, prepend=segments[:, :1]) != 0).cumsum(1)
+        if bool((segments.sort(dim=1).values.diff(dim=1) != 0).sum(1).ne(runs[:, -1]).any()):
+            return None  # a document that goes on behind another one
+        starts, ends = torch.searchsorted(runs, runs), torch.searchsorted(runs, runs, right=True)
         if self.positions is not None:
-            length = segments.shape[1]
-            if int(self.positions.max()) >= length or int(self.positions.min()) < 0:
-                return None
-            shift = torch.arange(length, device=segments.device) - self.positions
+            shift = torch.arange(segments.shape[1], device=segments.device) - self.positions
             reach = reach.take(self.positions)
             reach = Reach(reach.lower + shift, reach.upper + shift)
         return reach.within(starts, ends)

@@ -84,16 +84,18 @@ def _passed(to: _To, method: Method) -> Messages:
     passes = to.ranks // neighbours - 1
     heads = max(1, -(-to.sizes.key_heads // neighbours))
     elements = passes * neighbours * heads * (to.sizes.key_features + to.sizes.value_features)
-    options: dict[str, Any] = {"among": to.ranks}
+    options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
     yield to.make("send", BOTH, elements, passes, **options)
     yield to.make("send", BOTH, elements, -passes, **options)
     yield to.make("send", BOTH, elements, -passes, summed=True, **options)
 
 
 def _traded(to: _To, method: Method) -> Messages:
-    elements = traded_elements(to.sizes, method.neighbours)
+    # each keeps its own part of what neighbours trade; a message over the whole axis counts as keeping a part of that
+    others = method.neighbours - 1
+    elements, among = others * traded_elements(to.sizes, method.neighbours), method.neighbours * (to.ranks - 1)
     for direction in (1, -1):
-        yield to.make("all_to_all", "heads", elements, direction * TRADES, ranks=method.neighbours, among=to.ranks)
+        yield to.make("all_to_all", "heads", elements, direction * TRADES, among=among)
 
 
 def _traded_and_passed(to: _To, method: Method) -> Messages:

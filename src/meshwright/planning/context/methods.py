@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import UnsupportedError
 from meshwright.introspection.mixing.values import Caller, Sizes
 
 Kind = Literal["all_gather", "ring", "ulysses", "ulysses_ring", "halo"]
+Auto = Literal["auto"]
 KINDS: tuple[Kind, ...] = ("all_gather", "ring", "ulysses", "ulysses_ring", "halo")
 LARGE = 4
 """Whole rows of keys and values go round a ring where they are this many times larger than a rank's own queries."""
@@ -70,11 +71,10 @@ def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method
     return Method("all_gather", why="keys and values are small beside the queries")
 
 
-def given(kind: str, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
+def given(kind: Kind, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
     """Return the method that was asked for.
 
     Raises:
-        ConfigError: no such method.
         UnsupportedError: this attention cannot be computed by it; the text says why.
     """
     start = f"techniques.context_parallel_method = {kind}: {caller.path}"
@@ -91,16 +91,13 @@ def given(kind: str, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
         if ranks not in fitting:
             raise UnsupportedError(f"{start} has {heads}, which {ranks} ranks cannot share out. {_instead(fitting)}")
         return _asked("ulysses", ranks)
-    if kind == "ulysses_ring":
-        smaller = [n for n in fitting if n < ranks]
-        if not smaller:
-            raise UnsupportedError(
-                f"{start} has {heads}: no number of ranks between 1 and layout.cp = {ranks} divides both that and them."
-                f" {_instead(fitting)}"
-            )
-        return _asked("ulysses_ring", smaller[0])
-    choices = ", ".join(("auto", *KINDS))
-    raise ConfigError(f"techniques.context_parallel_method = {kind}: choose one of {choices}")
+    smaller = [n for n in fitting if n < ranks]
+    if not smaller:
+        raise UnsupportedError(
+            f"{start} has {heads}: no number of ranks between 1 and layout.cp = {ranks} divides both that and them."
+            f" {_instead(fitting)}"
+        )
+    return _asked("ulysses_ring", smaller[0])
 
 
 def _asked(kind: Kind, neighbours: int = 1) -> Method:
@@ -141,8 +138,10 @@ def methods(kind: str, callers: tuple[Caller, ...], ranks: int, tensor_ranks: in
     """Yield the method of each attention: the one asked for, or with "auto" the one chosen.
 
     Raises:
-        ConfigError, UnsupportedError: see ``given``.
+        UnsupportedError: see ``given``.
     """
     for caller in callers:
-        auto = kind == "auto"
-        yield choose(caller, ranks, tensor_ranks, size) if auto else given(kind, caller, ranks, tensor_ranks)
+        if kind == "auto":
+            yield choose(caller, ranks, tensor_ranks, size)
+        else:
+            yield given(kind, caller, ranks, tensor_ranks)

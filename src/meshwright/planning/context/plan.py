@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.introspection.mixing.values import Mixing
 
 from .cut import Cut
-from .methods import Bytes, Method, methods
+from .methods import Auto, Bytes, Kind, Method, methods
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ContextPlan:
         return next(m for c, m in zip(self.mixing.callers, self.methods, strict=True) if c.path == path)
 
 
-def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: str, size: Bytes) -> ContextPlan:
+def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, size: Bytes) -> ContextPlan:
     """Plan the attentions of a model.
 
     Args:
@@ -39,7 +39,7 @@ def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: str, size:
         size: bytes of a key's or value's number, and of its gradient in sums.
 
     Raises:
-        ConfigError, UnsupportedError: the method asked for cannot be; see ``methods.given``.
+        UnsupportedError: the method asked for cannot be; see ``methods.given``.
     """
     chosen = tuple(methods(kind, mixing.callers, ranks, tensor_ranks, size))
     near = all(m.kind == "halo" and c.rule and c.rule.reach for c, m in zip(mixing.callers, chosen, strict=True))
