@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.laid_out import assert_estimated, counted, estimated
+from support.mixing import WIDTH, Model, windowed
 
 from meshwright import ConfigError, Layout, parallelize, verify
 from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 
@@ -86,6 +88,28 @@ def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
     techniques = by(method) | {"activation_checkpointing": mode}
     for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
         assert_estimated(said, found)
+
+
+def window_on_the_wire() -> tuple[float, float, float]:
+    """Bytes of keys and values by the plan, those of this rank, and its part of all tokens."""
+    torch.manual_seed(0)
+    model = parallelize(Model(windowed), Layout(dp_shard=1, cp=4))
+    tokens = torch.randint(0, 61, (2, 32), generator=torch.Generator().manual_seed(0))
+    with WireCounter() as wire:
+        model.forward_backward({"tokens": tokens, "labels": tokens})
+    (planned,) = [t.bytes for t in step_traffic(model.plan, Batch(2, 32)) if t.op == "all_to_all"]
+    sent = [sent.bytes for sent in wire.sent if sent.op == "all_to_all"]
+    return planned, sum(sent), len(sent)
+
+
+def test_a_window_moves_what_the_plan_says_and_no_more(spmd):
+    found = spmd(4, window_on_the_wire)
+    planned = found[0][0]
+    assert planned == 2 * 2 * 2 * 4 * 2 * WIDTH * 4, (
+        "2 layers, both ways, 2 rows, 4 tokens before a run, 2 widths, fp32"
+    )
+    assert max(sent for _, sent, _ in found) == pytest.approx(planned, rel=1e-12)
+    assert all(calls == 4 for *_, calls in found)
 
 
 def test_what_travels_beside_the_tensor_axis_is_what_the_plan_says(spmd):

@@ -16,7 +16,7 @@ from meshwright.distributed.context import attention, blocks, halo, heads, ring
 from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
 from meshwright.distributed.context.blocks import BlockAttention, Scores
 from meshwright.distributed.context.reaches import Reaches
-from meshwright.distributed.context.rows import cut_rows
+from meshwright.distributed.context.rows import CutRows, cut_rows, select
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
@@ -122,14 +122,18 @@ def weights(output: Tensor) -> Tensor:
 
 
 def of_several(
-    case: Case, ranks: int, method: Method | None, cut: str = "head_tail"
+    case: Case, ranks: int, method: Method | None, cut: str = "head_tail", apart: str = ""
 ) -> tuple[Tensor, dict[str, Tensor]]:
     whole = case.tensors()
     mask = MASKS[case.mask]
+    expected = weights(of_one_process(case)[0])
+    batch = {"tokens": torch.zeros(ROWS, LENGTH)}
+    if mask.segments is not None:
+        batch["document_ids"] = mask.segments
 
-    def job(group: Thread) -> tuple[Any, Tensor, dict[str, Tensor]]:
-        rows = cut_rows({"tokens": torch.zeros(ROWS, LENGTH)}, ranks, group.rank, cut=cut)
-        own = {name: x if x.dim() == 1 else x[:, :, rows.own[0]] for name, x in whole.items()}
+    def job(group: Thread) -> tuple[CutRows, Tensor, dict[str, Tensor]]:
+        rows = cut_rows(batch, ranks, group.rank, cut=cut, apart=apart)
+        own = {name: x if x.dim() == 1 else select(x, rows.own, 2) for name, x in whole.items()}
         own = {name: x.clone().requires_grad_() for name, x in own.items()}
         reach = Reaches(group).of(mask, rows, ROWS)
         assert reach is not None
@@ -137,29 +141,29 @@ def of_several(
             output = attend_to_whole_rows(case.call(own), mask, rows, group)
         else:
             output = attend(case.call(own), Context(group, rows, reach), case.arithmetic, method)
-        expected = weights(of_one_process(case)[0])[:, :, rows.own[0]]
-        output.backward(expected)
+        output.backward(select(expected, rows.own, 2))
         return rows, output.detach(), {name: x.grad for name, x in own.items() if x.grad is not None}
 
     found = on_threads(ranks, job)
     rows = found[0][0]
-    order = torch.cat([rows.places_of(rank)[0] for rank in range(ranks)]).argsort()
-    output = torch.cat([out for _, out, _ in found], dim=2)[:, :, order]
-    gradients = {
-        name: sum(g[name] for *_, g in found)
-        if name == "sinks"
-        else torch.cat([g[name] for *_, g in found], dim=2)[:, :, order]
-        for name in found[0][2]
-    }
-    return output, gradients
+    gradients = {}
+    for name in found[0][2]:
+        parts = [g[name] for *_, g in found]
+        gradients[name] = sum(parts) if name == "sinks" else in_rows_order(parts, rows)
+    return in_rows_order([output for _, output, _ in found], rows), gradients
 
 
-def error(case: Case, ranks: int, method: Method | None, cut: str = "head_tail") -> float:
+def error(case: Case, ranks: int, method: Method | None, cut: str = "head_tail", apart: str = "") -> float:
     output, gradients = of_one_process(case)
-    found, theirs = of_several(case, ranks, method, cut)
+    found, theirs = of_several(case, ranks, method, cut, apart)
     assert set(gradients) == set(theirs)
     pairs = [(output, found), *((gradients[name], theirs[name]) for name in gradients)]
     return max(float((one - other).norm() / one.norm()) for one, other in pairs)
+
+
+def in_rows_order(parts: list[Tensor], rows: CutRows) -> Tensor:
+    order = torch.cat([rows.places_of(rank) for rank in range(len(parts))], dim=1).argsort(dim=1)
+    return select(torch.cat(parts, dim=2), order, 2)
 
 
 METHODS = {
@@ -190,6 +194,23 @@ def test_four_ranks_compute_what_one_does(case, method):
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
 def test_other_numbers_of_ranks_compute_what_one_does(mask, kind, ranks, cut):
     assert error(Case(mask, "alike"), ranks, Method(kind), cut) < 1e-13
+
+
+@pytest.mark.parametrize("method", [*METHODS, "all_gather, halo for documents"])
+@pytest.mark.parametrize("mask", ["documents", "full documents", "windows by position"])
+def test_rows_that_are_cut_by_their_documents_compute_what_one_process_does(mask, method):
+    chosen = METHODS.get(method) or Method("all_gather", bytes=10**6)
+    assert error(Case(mask, "shared"), 4, chosen, apart="ids") < 1e-13
+
+
+def test_rows_of_documents_go_by_halo_where_that_is_less(monkeypatch):
+    used = []
+    correct = attention._fetched
+    monkeypatch.setattr(attention, "_fetched", lambda *given: used.append(1) or correct(*given))
+    for of_method, asked, halos in ((10**6, False, 4), (1, False, 0), (10**6, True, 0)):
+        used.clear()
+        of_several(Case("documents"), 4, Method("all_gather", bytes=of_method, asked=asked), apart="ids")
+        assert len(used) == halos
 
 
 @pytest.mark.parametrize(("ranks", "neighbours"), [(2, 2), (8, 8), (8, 2), (8, 4)])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,25 +25,37 @@ from meshwright.core.torch_private import compiled_call, is_in_backward, set_com
 from .sketch import sketch_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokensOfRank:
     """The tokens of each row that a rank has where ranks have parts of rows.
 
     Attributes:
-        places: the places of these tokens in a row.
+        places: (rows of a step or 1, tokens) int64: the places of these tokens in each row; 1: alike in all rows.
         filled: number of tokens in the rank's tensors, those included that only fill up.
         length: number of tokens of a whole row.
+        now: returns the places for the rows that are computed at the moment, where rows differ.
     """
 
-    places: Sequence[int] = ()
+    places: Tensor = field(default_factory=lambda: torch.zeros((1, 0), dtype=torch.int64))
     filled: int = 0
     length: int = 0
+    now: Callable[[], Tensor] | None = None
 
     @classmethod
     def run(cls, rank: int, ranks: int, length: int) -> TokensOfRank:
         """The ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉ tokens, the last one filled up."""
         share = -(-length // ranks)
-        return cls(range(min(rank * share, length), min((rank + 1) * share, length)), share, length)
+        places = torch.arange(min(rank * share, length), min((rank + 1) * share, length))
+        return cls(places[None], share, length)
+
+    @property
+    def count(self) -> int:
+        """Tokens of a row, without those that fill up."""
+        return self.places.shape[1]
+
+    def of_step(self) -> TokensOfRank:
+        """Return the value without ``now``, for other processes."""
+        return replace(self, now=None)
 
     def are_those_of(self, tensor: Tensor) -> bool:
         """Tell whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
@@ -56,7 +68,11 @@ class TokensOfRank:
 
     def sketch(self, part: Tensor) -> Tensor:
         """Sketch a part without its filling; the ranks' sketches add up to the sketch of the whole."""
-        return sketch_rows(part[:, : len(self.places)], torch.tensor(self.places, dtype=torch.int64), self.length)
+        places = self.places if self.now is None else self.now()
+        part = part[:, : self.count]
+        if len(places) == 1:
+            return sketch_rows(part, places[0], self.length)
+        return torch.cat([sketch_rows(row[None], its, self.length) for row, its in zip(part, places, strict=True)])
 
 
 @dataclass

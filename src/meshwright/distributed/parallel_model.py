@@ -134,11 +134,13 @@ class ParallelModel:
                 apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
             self._signature = replace(self._signature, positions_part_documents=apart)
 
-    def own_tokens(self, length: int) -> TokensOfRank:
-        """Return which tokens of rows of this length lie on this rank between the model's blocks."""
+    def own_tokens(self, batch: step_batch.Batch) -> TokensOfRank:
+        """Return which tokens of a step's rows lie on this rank between the model's blocks."""
+        length = batch["tokens"].shape[1]
         if self._context:
-            places = self._context[0].places(length)
-            return TokensOfRank(places, len(places), length)
+            context = self._context[0]
+            places = context.places(batch)
+            return TokensOfRank(places, places.shape[1], length, context.own_places)
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 
     # --- the step

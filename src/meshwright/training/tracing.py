@@ -110,7 +110,7 @@ class TraceCheck:
         if self._step == 0:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
-        tokens = self.r.model.own_tokens(batch["tokens"].shape[1])
+        tokens = self.r.model.own_tokens(batch)
         with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts), tokens=tokens) as self._observed:
             yield
         self._gradients = sketches(

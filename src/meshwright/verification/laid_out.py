@@ -64,9 +64,9 @@ class LaidOut:
         """Clip the gradients, step and clear them; return the norm before clipping."""
         raise NotImplementedError
 
-    def tokens(self, length: int) -> TokensOfRank:
-        """Return which tokens of each row lie on this rank between blocks."""
-        return TokensOfRank.run(*self._part, length)
+    def tokens(self, rows: Batch) -> TokensOfRank:
+        """Return which tokens of this rank's rows lie on it between blocks."""
+        return TokensOfRank.run(*self._part, rows["tokens"].shape[1])
 
     def summed_elsewhere(self) -> tuple[str, ...]:
         """Name modules whose output is another's in one process: sums of several layers are reduced at once."""
@@ -90,8 +90,8 @@ class Ours(LaidOut):
     def optimizer(self) -> torch.optim.Optimizer:
         return self.problem.make_optimizer(self.parallel.parameters())
 
-    def tokens(self, length: int) -> TokensOfRank:
-        return self.parallel.own_tokens(length)
+    def tokens(self, rows: Batch) -> TokensOfRank:
+        return self.parallel.own_tokens(rows)
 
     def summed_elsewhere(self) -> tuple[str, ...]:
         tensor = self.parallel.plan.tensor

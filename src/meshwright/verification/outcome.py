@@ -235,13 +235,13 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     _sketch_initial(seen, named, laid_out.buffers())
     opaque = stack_paths(*laid_out.models)
     noted: list[Routes] = []
-    tokens = TokensOfRank()
+    tokens: list[TokensOfRank] = []
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
         mine = share(batch, *laid_out.place)
-        tokens = laid_out.tokens(batch["tokens"].shape[1])
+        tokens.append(laid_out.tokens(mine))
         watched = (
-            observing(*laid_out.models, opaque=opaque, tokens=tokens)
+            observing(*laid_out.models, opaque=opaque, tokens=tokens[-1])
             if watches(problem, step)
             else nullcontext(Observed())
         )
@@ -265,9 +265,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         for path, number in said.items()
     }
     if nowhere:
-        for step, said in enumerate(
-            zip(*agree.everybody_says([(laid_out.place, tokens, one) for one in noted]), strict=True)
-        ):
+        own = [(laid_out.place, its.of_step(), one) for its, one in zip(tokens, noted, strict=True)]
+        for step, said in enumerate(zip(*agree.everybody_says(own), strict=True)):
             outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
     said = agree.everybody_says(seen)
     outcome.products = together([seen.products for seen in said])

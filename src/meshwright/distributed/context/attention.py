@@ -15,7 +15,7 @@ from meshwright.introspection.mixing.reach import Reach, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
-from .blocks import BlockAttention, Scores
+from .blocks import BlockAttention, Scores, wide
 from .halo import Halo, fetch
 from .heads import Members, shares_of_heads, to_heads, to_tokens
 from .ring import Ring, ring_attention
@@ -47,11 +47,13 @@ def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method
     neighbours = method.neighbours
     if not is_divisible(call.query.shape[1], call.key.shape[1], neighbours):
         neighbours = 1  # a small copy has fewer heads than its model
-    if method.kind == "all_gather":
+    if _is_less_by_halo(call, context, method):
+        found = _fetched(call, context, _halo(call, context), scores)
+    elif method.kind == "all_gather":
         key, value = gather_keys(call.key, call.value, context.rows, context.group)
         found = BlockAttention.apply(call.query, key, value, context.own_reach, scores)
     elif method.kind == "halo":
-        found = _fetched(call, context, scores)
+        found = _fetched(call, context, _halo(call, context), scores)
     elif neighbours == 1:
         found = _passed(call, context, scores)
     else:
@@ -74,11 +76,25 @@ def _finished(call: AttentionCall, arithmetic: Arithmetic, output: Tensor, logar
     return output.to(call.query.dtype)
 
 
-def _fetched(call: AttentionCall, context: Context, scores: Scores) -> tuple[Tensor, Tensor]:
-    rows, key, value = context.rows, call.key, call.value
-    halo = rows.memo.get((context.reach, "halo"))
-    if halo is None:
-        halo = rows.memo[context.reach, "halo"] = Halo.of(context.group, rows, context.reach, len(call.query))
+def _halo(call: AttentionCall, context: Context) -> Halo:
+    memo = context.rows.memo
+    if (context.reach, "halo") not in memo:
+        memo[context.reach, "halo"] = Halo.of(context.group, context.rows, context.reach, len(call.query))
+    return memo[context.reach, "halo"]
+
+
+def _is_less_by_halo(call: AttentionCall, context: Context, method: Method) -> bool:
+    """Tell whether rows of several documents move fewer bytes by a halo, on the rank that sends most."""
+    rows = context.rows
+    if method.asked or method.kind == "halo" or not rows.has_documents:
+        return False
+    size = call.key.element_size() + wide(call.key[:0]).element_size()
+    each = call.key.shape[1] * (call.key.shape[3] + call.value.shape[3]) * size
+    return _halo(call, context).most * each < len(call.query) * max(rows.counts) * method.bytes
+
+
+def _fetched(call: AttentionCall, context: Context, halo: Halo, scores: Scores) -> tuple[Tensor, Tensor]:
+    key, value = call.key, call.value
     if key.shape[:3] == value.shape[:3] and key.dtype == value.dtype:
         both = fetch(torch.cat((key, value), dim=-1), halo)
         key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)

@@ -26,9 +26,10 @@ class Halo:
         group: the ranks.
         sent: (tokens,) int64: which own tokens are sent, row · own tokens + number, those for rank 0 first.
         sends, receives: tokens for and from each rank.
-        held: (rows, most) int64: number, among own tokens (row by row) and those received behind them, of each token
+        most: tokens that the rank sends that sends most.
+        held: (rows, held) int64: number, among own tokens (row by row) and those received behind them, of each token
             that a row's queries may reach, by place; 0 behind the last.
-        places: (rows, most) int64, ascending; behind the last, ``length``.
+        places: (rows, held) int64, ascending; behind the last, ``length``.
         length: of whole rows.
     """
 
@@ -36,6 +37,7 @@ class Halo:
     sent: Tensor
     sends: list[int]
     receives: list[int]
+    most: int
     held: Tensor
     places: Tensor
     length: int
@@ -44,19 +46,19 @@ class Halo:
     def of(cls, group: RankGroup, rows: CutRows, reach: Reach, count: int) -> Halo:
         """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
         reach = Reach(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
-        ranks = range(group.size)
+        ranks, me = range(group.size), group.rank
         places = [rows.places_of(rank).expand(count, -1) for rank in ranks]
-        needs = [_needed(reach.take(places[rank]), rows.length) for rank in ranks]
-        mine = places[group.rank]
-        wanted = [needs[rank].gather(1, mine) & (rank != group.rank) for rank in ranks]
-        found = [needs[group.rank].gather(1, places[rank]) & (rank != group.rank) for rank in ranks]
-        sent = torch.cat([flags.flatten().nonzero()[:, 0] for flags in wanted])
-        row = torch.arange(count, device=mine.device)[:, None]
-        where = [row.expand_as(mine).flatten(), *(row.expand_as(flags)[flags] for flags in found)]
-        which = [mine.flatten(), *(its[flags] for its, flags in zip(places, found, strict=True))]
+        needs = [_needed(reach.take(its), rows.length) for its in places]
+        flags = [[needs[taker].gather(1, places[giver]) & (taker != giver) for taker in ranks] for giver in ranks]
+        tokens = torch.stack([torch.stack([flag.sum() for flag in of_giver]) for of_giver in flags]).tolist()
+        found = [flags[giver][me] for giver in ranks]
+        row = torch.arange(count, device=places[me].device)[:, None]
+        where = [row.expand_as(places[me]).flatten(), *(row.expand_as(flag)[flag] for flag in found)]
+        which = [places[me].flatten(), *(its[flag] for its, flag in zip(places, found, strict=True))]
         held, place = _by_row(torch.cat(where), torch.cat(which), count, rows.length)
-        sends, receives = ([int(flags.sum()) for flags in each] for each in (wanted, found))
-        return cls(group, sent, sends, receives, held, place, rows.length)
+        sent = torch.cat([flag.flatten().nonzero()[:, 0] for flag in flags[me]])
+        receives = [of_giver[me] for of_giver in tokens]
+        return cls(group, sent, tokens[me], receives, max(map(sum, tokens)), held, place, rows.length)
 
 
 def _needed(reach: Reach, length: int) -> Tensor:

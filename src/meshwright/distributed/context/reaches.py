@@ -17,8 +17,8 @@ class Reaches:
     """The reach of each mask that a model has made, or that there is none.
 
     A function of places may be anything, so that its values are compared with the intervals that were found, by each
-    rank for a part of the queries; the ranks then agree, with a message of one number. A function that is made of the same
-    code and the same numbers is not looked at again.
+    rank for a part of the queries; the ranks then agree, with a message of one number. A function that is made of the
+    same code and the same numbers is not looked at again.
     """
 
     def __init__(self, group: RankGroup):

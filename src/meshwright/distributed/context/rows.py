@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from meshwright.introspection.mixing.masks import segments_of
-from meshwright.planning.context.cut import Cut, cut_row
+from meshwright.planning.context.cut import Cut, Runs, cut_row
+from meshwright.planning.context.documents import cut_documents
 
 FILLER = -1
+Apart = Literal["", "positions", "ids"]
 MASK = "attention_mask"
 """Key of a batch: (rows, length), 0 for padding, as models of transformers take it."""
 
@@ -31,6 +33,7 @@ class CutRows:
         segments: (rows, length) int64, the runs of consecutive positions; None where each row is one.
         documents: (rows, length) int64, the whole rows' documents; None where the batch has none.
         has_mask: the batch brings a padding mask of its own.
+        has_documents: rows were cut by their documents.
     """
 
     rank: int
@@ -41,6 +44,7 @@ class CutRows:
     segments: Tensor | None = None
     documents: Tensor | None = None
     has_mask: bool = False
+    has_documents: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """For each mask of the microbatch, what follows from it and from where the tokens lie."""
 
@@ -88,30 +92,41 @@ def cut_rows(
     *,
     cut: Cut = "head_tail",
     by_positions: bool = False,
+    apart: Apart = "",
 ) -> CutRows:
     """Decide where the tokens of a microbatch lie.
 
     Args:
         batch: whole rows: tokens (rows, length), optional positions, document_ids and attention_mask.
-        cut: which tokens each rank has.
+        cut: which tokens each rank has of a row that is one document.
+        apart: how tokens of other documents are known, which no token sees: by "positions" that do not follow each
+            other, or by "ids"; "": there are none, and all rows are cut alike.
         by_positions: positions that do not follow each other keep documents apart, as in transformers.
 
     Raises:
         ConfigError: rows have fewer tokens than there are ranks.
     """
     length = batch["tokens"].shape[1]
-    own = [torch.cat([torch.arange(*run) for run in mine]) for mine in cut_row(cut, length, ranks)]
-    most = max(len(places) for places in own)
-    places = torch.full((len(own), 1, most), FILLER, dtype=torch.int64)
-    for number, mine in enumerate(own):
-        places[number, 0, : len(mine)] = mine
     positions, documents = (
         None if key not in batch else batch[key].to(device) for key in ("positions", "document_ids")
     )
     segments = segments_of(positions) if by_positions and positions is not None else None
-    counts = tuple(len(mine) for mine in own)
-    has_mask = MASK in batch
-    return CutRows(rank, length, places.to(device), counts, positions, segments, documents, has_mask)
+    parted = {"": None, "positions": segments, "ids": documents}[apart]
+    cuts = [cut_row(cut, length, ranks)] if parted is None else [_by_documents(row, ranks, cut) for row in parted]
+    counts = tuple(sum(stop - start for start, stop in runs) for runs in cuts[0])
+    places = torch.full((ranks, len(cuts), max(counts)), FILLER, dtype=torch.int64)
+    for row, runs_of_ranks in enumerate(cuts):
+        for number, runs in enumerate(runs_of_ranks):
+            places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
+    has_documents = parted is not None
+    where = (rank, length, places.to(device), counts, positions, segments, documents)
+    return CutRows(*where, MASK in batch, has_documents)
+
+
+def _by_documents(row: Tensor, ranks: int, cut: Cut) -> tuple[Runs, ...]:
+    """Cut one row by its documents, (length,) numbers; as many tokens for each rank as of any other row."""
+    sizes = torch.unique_consecutive(row, return_counts=True)[1].tolist()
+    return cut_row(cut, len(row), ranks) if len(sizes) == 1 else cut_documents(sizes, ranks)
 
 
 class CutBatch(dict[str, Tensor]):

@@ -25,12 +25,11 @@ from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Caller, MaskRule
 from meshwright.introspection.signature import Signature
-from meshwright.planning.context.cut import cut_row
 from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
 from .reaches import Reaches
-from .rows import MASK, CutBatch, CutRows, cut_batch, cut_rows
+from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows
 
 
 class ContextRuntime:
@@ -68,9 +67,7 @@ class ContextRuntime:
         """
         if MASK in batch:
             self._check_mask()
-        by_positions = bool(self.mixing.implementation)
-        options = {"cut": self.plan.cut, "by_positions": by_positions}
-        rows = cut_rows(batch, self.group.size, self.group.rank, device, **options)
+        rows = self._cut_rows(batch, device)
         whole = dict(batch)
         shape = batch["tokens"].shape
         if signature.takes["positions"] is not None and "positions" not in whole:
@@ -80,10 +77,20 @@ class ContextRuntime:
             whole[MASK] = torch.ones(shape, dtype=torch.int64, device=batch["tokens"].device)
         return cut_batch(whole, rows)
 
-    def places(self, length: int) -> list[int]:
-        """Return the places of this rank's tokens in rows of this length without documents."""
-        runs = cut_row(self.plan.cut, length, self.group.size)[self.group.rank]
-        return [place for run in runs for place in range(*run)]
+    def places(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""
+        return self._cut_rows(batch, "cpu").own
+
+    def own_places(self) -> Tensor:
+        """Return the same for the microbatch that is computed now."""
+        assert self.rows is not None
+        return self.rows.own.cpu()
+
+    def _cut_rows(self, batch: Mapping[str, Tensor], device: torch.device | str) -> CutRows:
+        apart: Apart = "" if not self.plan.cuts_documents else "positions" if self.mixing.implementation else "ids"
+        by_positions = bool(self.mixing.implementation)
+        options: dict[str, Any] = {"cut": self.plan.cut, "by_positions": by_positions, "apart": apart}
+        return cut_rows(batch, self.group.size, self.group.rank, device, **options)
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         rows = self.rows

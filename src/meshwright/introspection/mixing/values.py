@@ -120,3 +120,10 @@ class Mixing:
     callers: tuple[Caller, ...]
     implementation: str = ""
     packed: tuple[bool, ...] = ()
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """No call sees from one document of a packed row to another."""
+        if self.implementation:
+            return bool(self.packed) and all(self.packed) and all(caller.interface for caller in self.callers)
+        return all(caller.rule is not None and caller.rule.documents for caller in self.callers)

@@ -7,12 +7,15 @@ gradients that are summed in e_g bytes where keys have e:
     ring        forward (C - 1) (h_k + h_v) e     backward (C - 1) (h_k + h_v) (e + e_g)
     ulysses     forward (C - 1) / C (h_q + h_k + h_v + h_o) e     backward the same
     halo        what the queries reach: by a window of w tokens about w (h_k + h_v) for each run of a rank's tokens
+
+Rows of several documents are cut so that few queries reach beyond their rank; where halo moves less than the method
+chosen, such rows go by halo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.core.errors import UnsupportedError
@@ -36,12 +39,14 @@ class Method:
         neighbours: ranks among which tokens are traded for heads; 1: none.
         why: the reason in words.
         asked: the kind was asked for, and is not ours to change.
+        bytes: that forward and backward send for each token of a rank; 0: it depends on the mask.
     """
 
     kind: Kind
     neighbours: int = 1
     why: str = ""
     asked: bool = False
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,23 @@ class Bytes:
 
 def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method:
     """Choose the method that moves fewest bytes; a ring where whole keys and values are large beside the rest."""
-    if caller.arithmetic is None:
-        return Method("all_gather", why="it computes scores in a way of its own")
-    if caller.rule is None:
-        return Method("all_gather", why="its mask follows no known rule")
-    if caller.rule.reach:
-        return Method("halo", why=f"its mask is {caller.rule}")
     own = of_rank(caller.sizes, tensor_ranks)
     gathered = (ranks - 1) * keys_and_values(own) * (size.element + size.summed)
+    all_gather = Method("all_gather", bytes=gathered)
+    if caller.arithmetic is None:
+        return replace(all_gather, why="it computes scores in a way of its own")
+    if caller.rule is None:
+        return replace(all_gather, why="its mask follows no known rule")
+    if caller.rule.reach:
+        return Method("halo", why=f"its mask is {caller.rule}")
     if is_divisible(own.heads, own.key_heads, ranks):
-        traded = 2 * (ranks - 1) / ranks * traded_elements(own, ranks) * size.element
+        traded = round(2 * (ranks - 1) / ranks * traded_elements(own, ranks) * size.element)
         if traded <= gathered:
-            return Method("ulysses", ranks, f"{traded:.0f} bytes per token instead of {gathered}")
+            return Method("ulysses", ranks, f"{traded} bytes per token instead of {gathered}", bytes=traded)
     if ranks * keys_and_values(own) > LARGE * own.heads * own.key_features:
-        return Method("ring", why=f"whole keys and values are over {LARGE} times a rank's queries")
-    return Method("all_gather", why="keys and values are small beside the queries")
+        passed = (ranks - 1) * keys_and_values(own) * (2 * size.element + size.summed)
+        return Method("ring", why=f"whole keys and values are over {LARGE} times a rank's queries", bytes=passed)
+    return replace(all_gather, why="keys and values are small beside the queries")
 
 
 def given(kind: Kind, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
@@ -83,7 +90,7 @@ def given(kind: Kind, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
     if caller.arithmetic is None:
         raise UnsupportedError(f"{start} computes scores in a way of its own, which goes by all_gather alone")
     own = of_rank(caller.sizes, tensor_ranks)
-    if kind == "ring" or kind == "halo":
+    if kind in ("ring", "halo"):
         return _asked(kind)
     fitting = [n for n in range(ranks, 1, -1) if ranks % n == 0 and is_divisible(own.heads, own.key_heads, n)]
     heads = f"{own.heads} heads and {own.key_heads} key heads on a rank"
@@ -134,7 +141,9 @@ def is_divisible(heads: int, key_heads: int, ranks: int) -> bool:
     return heads % ranks == 0 and heads % key_heads == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
-def methods(kind: str, callers: tuple[Caller, ...], ranks: int, tensor_ranks: int, size: Bytes) -> Iterator[Method]:
+def methods(
+    kind: Kind | Auto, callers: tuple[Caller, ...], ranks: int, tensor_ranks: int, size: Bytes
+) -> Iterator[Method]:
     """Yield the method of each attention: the one asked for, or with "auto" the one chosen.
 
     Raises:

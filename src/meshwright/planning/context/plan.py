@@ -18,13 +18,19 @@ class ContextPlan:
         ranks: size of the context axis.
         mixing: the calls by which the model's tokens see each other.
         methods: how each of these calls reaches other ranks' tokens.
-        cut: which tokens of a row a rank has.
+        cut: which tokens a rank has of a row that is one document.
     """
 
     ranks: int
     mixing: Mixing
     methods: tuple[Method, ...]
     cut: Cut = "head_tail"
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Packed rows are cut by their documents: no attention sees beyond its own, and the whole of it counts."""
+        rules = [caller.rule for caller in self.mixing.callers]
+        return self.cut == "head_tail" and self.mixing.keeps_documents_apart and all(r and r.causal for r in rules)
 
     def method_of(self, path: str) -> Method:
         """Return the method of one module's attention."""

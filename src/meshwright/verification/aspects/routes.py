@@ -87,13 +87,18 @@ def _row(parts: Sequence[tuple[TokensOfRank, Tensor]], seq: int) -> Tensor | Non
     """Join whole rows, where ranks have all of them or each its own tokens; else return None."""
     if {part.shape[1] for _, part in parts} == {seq}:
         return parts[0][1]
-    together = sorted(place for tokens, _ in parts for place in tokens.places)
-    if together != list(range(seq)) or any(part.shape[1] != tokens.filled for tokens, part in parts):
-        return None
     first = parts[0][1]
-    whole = first.new_empty((first.shape[0], seq, *first.shape[2:]))
-    for tokens, part in parts:
-        whole[:, list(tokens.places)] = part[:, : len(tokens.places)]
+    rows = first.shape[0]
+    places = [tokens.places.expand(rows, -1) for tokens, _ in parts]
+    together = torch.cat(places, dim=1).sort(dim=1).values
+    if any(part.shape[1] != tokens.filled for tokens, part in parts):
+        return None
+    if together.shape[1] != seq or not bool((together == torch.arange(seq)).all()):
+        return None
+    whole = first.new_empty((rows, seq, *first.shape[2:]))
+    row = torch.arange(rows)[:, None]
+    for (tokens, part), own in zip(parts, places, strict=True):
+        whole[row, own] = part[:, : tokens.count]
     return whole
 
 

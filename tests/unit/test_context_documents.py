@@ -1,0 +1,114 @@
+"""Rows of documents cut over ranks: equal tokens, equal work, few keys that travel."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright import ConfigError
+from meshwright.distributed.context.rows import cut_rows
+from meshwright.planning.context.cut import head_tail
+from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of, work_of_ranks
+
+LONG = 2**17
+
+
+def lognormal(seed: int, deviation: float, length: int = LONG) -> list[int]:
+    """Lengths of documents with a median of 512 to 1024 tokens that fill a row."""
+    draw, sizes = random.Random(seed), []
+    median = math.log(draw.choice((512, 768, 1024)))
+    while (left := length - sum(sizes)) > 0:
+        sizes.append(min(left, max(1, int(draw.lognormvariate(median, deviation)))))
+    return sizes
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 9))
+def test_every_token_is_on_one_rank_and_ranks_have_as_many(sizes, ranks):
+    length = sum(sizes)
+    if length < ranks:
+        with pytest.raises(ConfigError, match=f"layout.cp = {ranks} cuts each row over {ranks} ranks"):
+            cut_documents(sizes, ranks)
+        return
+    cut = cut_documents(sizes, ranks)
+    assert sorted(place for runs in cut for run in runs for place in range(*run)) == list(range(length))
+    counts = [sum(stop - start for start, stop in runs) for runs in cut]
+    assert counts == [sum(stop - start for start, stop in runs) for runs in head_tail(length, ranks)]
+    assert all(list(runs) == sorted(runs) for runs in cut)
+    assert sum(work_of_ranks(sizes, cut)) == sum(work_of(0, size) for size in sizes)
+
+
+@pytest.mark.parametrize("deviation", [1.5, 2.0, 2.5])
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_work_is_balanced(ranks, deviation):
+    for seed in range(5):
+        sizes = lognormal(seed, deviation)
+        work = work_of_ranks(sizes, cut := cut_documents(sizes, ranks))
+        assert max(work) <= 1.03 * sum(work) / ranks
+        assert fetched_tokens(sizes, cut) < 0.6 * (ranks - 1) * LONG, "of those that a gathering moves"
+
+
+def test_head_and_tail_alone_would_not_balance_documents():
+    sizes = lognormal(0, 2.0)
+    work = work_of_ranks(sizes, head_tail(LONG, 8))
+    assert max(work) > 1.5 * sum(work) / 8
+
+
+def test_one_document_is_cut_at_head_and_tail():
+    work = work_of_ranks([4096], cut_documents([4096], 4))
+    assert max(work) <= 1.03 * sum(work) / 4
+
+
+def test_short_documents_stay_whole():
+    assert fetched_tokens([8] * 16, cut_documents([8] * 16, 4)) == 0
+
+
+def least_by_force(sizes: list[int], ranks: int, work: int, tokens: int) -> int:
+    """The fewest keys fetched by any placing of tokens with no more work and tokens on a rank."""
+    length = sum(sizes)
+    codes = np.arange(ranks**length)
+    owner = np.stack([codes // ranks**place % ranks for place in range(length)], axis=1)
+    document = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.concatenate([np.arange(size) for size in sizes])
+    fetched, allowed = np.zeros(len(codes)), np.ones(len(codes), dtype=bool)
+    for rank in range(ranks):
+        own = owner == rank
+        allowed &= (own.sum(1) <= tokens) & ((own * (place + 1)).sum(1) <= work)
+        for number in range(len(sizes)):
+            mine = own[:, document == number]
+            last = np.where(mine.any(1), mine.shape[1] - mine[:, ::-1].argmax(1), 0)
+            fetched += last - mine.sum(1)
+    return int(fetched[allowed].min())
+
+
+def test_keys_that_travel_are_near_the_fewest():
+    draw, ours, least = random.Random(0), 0, 0
+    for ranks, length in [(2, 14)] * 12 + [(3, 9)] * 12:
+        sizes: list[int] = []
+        while (left := length - sum(sizes)) > 0:
+            sizes.append(min(left, draw.choice((1, 2, 3, 5, 8, 12))))
+        cut = cut_documents(sizes, ranks)
+        tokens = max(sum(stop - start for start, stop in runs) for runs in cut)
+        ours += fetched_tokens(sizes, cut)
+        least += least_by_force(sizes, ranks, max(work_of_ranks(sizes, cut)), tokens)
+    assert ours <= 1.2 * least
+
+
+@pytest.mark.parametrize("apart", ["ids", "positions"])
+def test_rows_are_cut_each_by_its_own_documents(apart):
+    sizes = [[5, 7, 20], [32]]
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in sizes])
+    starts = torch.stack(
+        [torch.repeat_interleave(torch.tensor([0, *accumulate(r)][:-1]), torch.tensor(r)) for r in sizes]
+    )
+    batch = {"tokens": ids, "document_ids": ids, "positions": torch.arange(32) - starts}
+    rows = cut_rows(batch, 2, 1, apart=apart, by_positions=True)
+    assert rows.has_documents and rows.places.shape == (2, 2, 16)
+    for number, row in enumerate(sizes):
+        expected = cut_documents(row, 2)[1] if len(row) > 1 else head_tail(32, 2)[1]
+        assert rows.own[number].tolist() == [place for run in expected for place in range(*run)]
