@@ -103,9 +103,7 @@ def test_keys_that_travel_are_near_the_fewest():
 def test_rows_are_cut_each_by_its_own_documents(apart):
     sizes = [[5, 7, 20], [32]]
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in sizes])
-    starts = torch.stack(
-        [torch.repeat_interleave(torch.tensor([0, *accumulate(r)][:-1]), torch.tensor(r)) for r in sizes]
-    )
+    starts = torch.stack([torch.searchsorted(row, row) for row in ids])
     batch = {"tokens": ids, "document_ids": ids, "positions": torch.arange(32) - starts}
     rows = cut_rows(batch, 2, 1, apart=apart, by_positions=True)
     assert rows.has_documents and rows.places.shape == (2, 2, 16)

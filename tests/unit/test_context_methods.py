@@ -12,7 +12,7 @@ from support.mixing import Model, causal, windowed
 from torch import Tensor
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, blocks, halo, heads, ring
+from meshwright.distributed.context import attention, blocks, halo, heads, ring, segments
 from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
 from meshwright.distributed.context.blocks import BlockAttention, Scores
 from meshwright.distributed.context.reaches import Reaches
@@ -32,10 +32,12 @@ ROWS, LENGTH, WHOLE = 2, 29, Arithmetic()
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+@pytest.fixture(autouse=True, params=["segments", "blocks"])
+def small_parts(monkeypatch, request):
+    """Rows are short: let attention be computed in several parts all the same."""
     monkeypatch.setattr(blocks, "QUERIES", 5)
     monkeypatch.setattr(blocks, "KEYS", 3)
+    monkeypatch.setattr(segments, "SHORTEST", 1 if request.param == "segments" else 1000)
 
 
 # --- calls of attention, each by one process and by several
@@ -312,6 +314,7 @@ def test_queries_without_keys_give_zeros_and_no_gradient():
 
 
 def test_blocks_that_no_query_reaches_are_passed_over(monkeypatch):
+    monkeypatch.setattr(segments, "SHORTEST", 1000)
     computed = []
     correct = blocks._scores
     monkeypatch.setattr(blocks, "_scores", lambda *given: computed.append(given[2]) or correct(*given))
@@ -436,7 +439,14 @@ def logarithms_forgotten(patch):
     patch.setattr(ring.Given, "of", lambda out, log, g, g_log: correct(out, log, g, None))
 
 
+def last_segment_lost(patch):
+    correct = segments.segments
+    patch.setattr(blocks, "segments", lambda reach: (correct(reach) or [])[:-1])
+    patch.setattr(segments, "SHORTEST", 1)
+
+
 def last_block_lost(patch):
+    patch.setattr(segments, "SHORTEST", 1000)
     correct = blocks.blocks
     patch.setattr(blocks, "blocks", lambda reach: ([b for b in run if b.keys.start < 9] for run in correct(reach)))
 
@@ -450,6 +460,7 @@ FAULTS = (
     (shared_key_heads_not_summed, "ulysses", Case("causal", "one key head")),
     (logarithms_forgotten, "ring", CASES["sinks"]),
     (last_block_lost, "all_gather", Case()),
+    (last_segment_lost, "all_gather", Case()),
 )
 
 

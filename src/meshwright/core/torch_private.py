@@ -220,3 +220,32 @@ def record_memory_history(max_entries: int | None) -> None:
 def dump_memory_history(path: str) -> None:
     """Write the recording for https://pytorch.org/memory_viz; torch documents the private name."""
     torch.cuda.memory._dump_snapshot(path)
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention and the logarithms of the sums of exponentials, (rows, heads, queries), on the CPU.
+
+    Until ``F.scaled_dot_product_attention`` returns them.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+
+
+def flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; output and logarithms may be those over more keys than these.
+
+    Until it has a public name.
+    """
+    given = (gradient, query, key, value, output, logarithm, 0.0, is_causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, scale=scale)

@@ -43,7 +43,7 @@ class Context:
 def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method: Method) -> Tensor:
     """Compute a call whose keys lie on all ranks: (rows, heads, own queries, features)."""
     cap = call.extras[arithmetic.cap] if arithmetic.cap else None
-    scores = Scores(scale_of(call), cap)
+    scores = Scores(scale_of(call), cap, bool(arithmetic.sinks))
     neighbours = method.neighbours
     if not is_divisible(call.query.shape[1], call.key.shape[1], neighbours):
         neighbours = 1  # a small copy has fewer heads than its model

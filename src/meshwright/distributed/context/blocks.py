@@ -16,16 +16,28 @@ from torch import Tensor
 
 from meshwright.introspection.mixing.reach import Reach
 
+from .segments import Segment, attend, gradients, segments
+
 QUERIES, KEYS = 256, 256
 """Sizes of a block."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of products: ``cap`` · tanh(``scale`` · products / ``cap``), without a cap the products."""
+    """How scores are made of products: ``cap`` · tanh(``scale`` · products / ``cap``), without a cap the products.
+
+    Attributes:
+        sinks: the sums' logarithms are used beside the output, and have gradients.
+    """
 
     scale: float
     cap: float | None = None
+    sinks: bool = False
+
+    def segments(self, reach: Reach, query: Tensor, value: Tensor) -> list[Segment] | None:
+        """Return the segments that torch's kernel computes; None where attention goes by blocks."""
+        alike = query.shape[-1] == value.shape[-1] and query.device.type == "cpu"
+        return segments(reach) if alike and self.cap is None and not self.sinks else None
 
     def of(self, products: Tensor) -> Tensor:
         """Return the scores of scaled products, which may be overwritten."""
@@ -99,7 +111,24 @@ class Attended:
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> None:
         """Attend to more keys; ``reach`` counts them."""
+        parts = scores.segments(reach, query, value)
         query = query.unflatten(1, (key.shape[1], -1))
+        if parts is None:
+            self._add_blocks(query, key, value, reach, scores)
+            return
+        for part in parts:
+            at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
+            output, logarithm = attend(wide(query[at]), wide(key[keys]), wide(value[keys]), part, scores.scale)
+            self._merge(at, logarithm[..., None], torch.ones_like(logarithm[..., None]), output)
+
+    def _merge(self, at: tuple[slice, ...], largest: Tensor, total: Tensor, output: Tensor) -> None:
+        more = torch.maximum(self.largest[at], largest)
+        before, now = (self.largest[at] - more).exp_(), (largest - more).exp_()
+        self.total[at] = self.total[at] * before + total * now
+        self.output[at] = self.output[at] * before + output * now
+        self.largest[at] = more
+
+    def _add_blocks(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> None:
         for run in blocks(reach):
             if not run:
                 continue
@@ -129,11 +158,12 @@ class Given:
     """The gradients that attention's backward begins with.
 
     Attributes:
-        output: of the output, (rows, heads, queries, features), at least fp32.
+        for_output: of the output, (rows, heads, queries, features), at least fp32.
+        output, logarithm: what the forward returned.
         rest: (rows, heads, queries): the output times its gradient, less the logarithms' gradient.
-        logarithm: (rows, heads, queries), what the forward returned.
     """
 
+    for_output: Tensor
     output: Tensor
     rest: Tensor
     logarithm: Tensor
@@ -142,7 +172,7 @@ class Given:
     def of(cls, output: Tensor, logarithm: Tensor, for_output: Tensor, for_logarithm: Tensor | None) -> Given:
         for_output = wide(for_output)
         rest = (for_output * output).sum(-1)
-        return cls(for_output, rest if for_logarithm is None else rest - for_logarithm, logarithm)
+        return cls(for_output, output, rest if for_logarithm is None else rest - for_logarithm, logarithm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +188,48 @@ def add_gradients(
     sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
 ) -> None:
     """Add the gradients of attention to some keys; ``sums.key`` and ``sums.value`` are of those keys."""
+    parts = scores.segments(reach, query, value)
+    if parts is None:
+        _add_of_blocks(sums, given, query, key, value, reach, scores)
+        return
     heads = (key.shape[1], -1)
-    query, output, for_query = (x.unflatten(1, heads) for x in (query, given.output, sums.query))
+    given_query = query.unflatten(1, heads)
+    for_output, output, for_query = (x.unflatten(1, heads) for x in (given.for_output, given.output, sums.query))
+    logarithm = given.logarithm.unflatten(1, heads)
+    for part in parts:
+        at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
+        found = gradients(
+            for_output[at],
+            wide(given_query[at]),
+            wide(key[keys]),
+            wide(value[keys]),
+            output[at],
+            logarithm[at],
+            part,
+            scores.scale,
+        )
+        for_query[at] += found[0]
+        sums.key[keys] += found[1]
+        sums.value[keys] += found[2]
+
+
+def _add_of_blocks(
+    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
+) -> None:
+    heads = (key.shape[1], -1)
+    query, for_output, for_query = (x.unflatten(1, heads) for x in (query, given.for_output, sums.query))
     rest, logarithm = (x.unflatten(1, heads)[..., None] for x in (given.rest, given.logarithm))
     logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
     for run in blocks(reach):
         if not run:
             continue
         at = (run[0].rows, slice(None), slice(None), run[0].queries)
-        some, for_some, rest_of_some, sum_of_some = wide(query[at]) * scores.scale, output[at], rest[at], logarithm[at]
+        some, for_some, rest_of_some, sum_of_some = (
+            wide(query[at]) * scores.scale,
+            for_output[at],
+            rest[at],
+            logarithm[at],
+        )
         total = torch.zeros_like(some)
         for block in run:
             keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
@@ -218,9 +281,9 @@ class BlockAttention(torch.autograd.Function):
         return output, logarithm
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given_gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logarithm = ctx.saved_tensors
         sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
-        given = Given.of(output, logarithm, *gradients)
+        given = Given.of(output, logarithm, *given_gradients)
         add_gradients(sums, given, query, key, value, ctx.reach, ctx.scores)
         return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None

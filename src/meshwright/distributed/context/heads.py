@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.distributed.exchange.ranks import RankGroup
 
 from .blocks import wide
-from .rows import CutRows, select
+from .rows import CutRows, place, select
 
 
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
@@ -39,7 +39,7 @@ class Members:
         group: the ranks of the context axis.
         first, count: the members are ``count`` ranks from ``first`` on.
         rows: where tokens lie.
-        order: (rows or 1, tokens) int64: puts the members' tokens, one member behind the other, in the rows' order.
+        numbers: of each member's tokens, (rows or 1, tokens) int64 each: their numbers among all members', by place.
         places: (rows or 1, tokens) int64, the places of all of them, ascending.
     """
 
@@ -47,14 +47,15 @@ class Members:
     first: int
     count: int
     rows: CutRows
-    order: Tensor
+    numbers: tuple[Tensor, ...]
     places: Tensor
 
     @classmethod
     def of(cls, group: RankGroup, rows: CutRows, first: int, count: int) -> Members:
-        joined = torch.cat([rows.places_of(rank) for rank in range(first, first + count)], dim=1)
-        places, order = joined.sort(dim=1)
-        return cls(group, first, count, rows, order, places)
+        of_members = [rows.places_of(rank) for rank in range(first, first + count)]
+        places = torch.cat(of_members, dim=1).sort(dim=1).values
+        numbers = tuple(torch.searchsorted(places, own.contiguous()) for own in of_members)
+        return cls(group, first, count, rows, numbers, places)
 
     @property
     def ranks(self) -> range:
@@ -109,21 +110,27 @@ def _heads(x: Tensor, shares: tuple[range, ...], members: Members) -> Tensor:
     receives = [rows * heads * count * features for count in counts]
     sends = [rows * len(share) * own * features for share in shares]
     received = members.group.trade(flat, members.sizes(sends), members.sizes(receives))
-    parts = zip(received.split(receives), counts, strict=True)
-    joined = torch.cat([part.view(rows, heads, count, features) for part, count in parts], dim=2)
-    return select(joined, members.order, 2)
+    made = x.new_empty((rows, heads, sum(counts), features))
+    for part, count, numbers in zip(received.split(receives), counts, members.numbers, strict=True):
+        place(made, numbers, 2, part.view(rows, heads, count, features))
+    return made
 
 
 def _tokens(x: Tensor, shares: tuple[range, ...], members: Members) -> Tensor:
     rows, heads, _, features = x.shape
-    by_member = select(x, members.order.argsort(dim=1), 2)
     counts = [members.rows.counts[rank] for rank in members.ranks]
-    flat = torch.cat([part.flatten() for part in by_member.split(counts, dim=2)])
     own = counts[members.group.rank - members.first]
     sends = [rows * heads * count * features for count in counts]
+    flat = x.new_empty(sum(sends))
+    for part, count, numbers in zip(flat.split(sends), counts, members.numbers, strict=True):
+        select(x, numbers, 2, out=part.view(rows, heads, count, features))
     receives = [rows * len(share) * own * features for share in shares]
     received = members.group.trade(flat, members.sizes(sends), members.sizes(receives))
-    made = x.new_zeros((rows, max(share.stop for share in shares), own, features), dtype=wide(x[:0]).dtype)
-    for part, share in zip(received.split(receives), shares, strict=True):
-        made[:, share.start : share.stop] += part.view(rows, len(share), own, features)
+    shape = (rows, max(share.stop for share in shares), own, features)
+    parts = [part.view(rows, -1, own, features) for part in received.split(receives)]
+    if sum(map(len, shares)) == shape[1]:
+        return torch.cat(parts, dim=1)
+    made = x.new_zeros(shape, dtype=wide(x[:0]).dtype)
+    for part, share in zip(parts, shares, strict=True):
+        made[:, share.start : share.stop] += part
     return made.to(x.dtype)

@@ -75,13 +75,30 @@ class CutRows:
         return select(whole, self.own, 1)
 
 
-def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows."""
+def select(x: Tensor, index: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows.
+
+    Args:
+        out: a tensor that they are written into, and that is returned.
+    """
     if index.shape[0] == 1:
-        return x.index_select(dim, index[0])
+        return torch.index_select(x, dim, index[0], out=out)
+    return torch.gather(x, dim, _for_rows(index, x, dim), out=out)
+
+
+def place(x: Tensor, index: Tensor, dim: int, part: Tensor) -> None:
+    """Write elements along ``dim`` of ``x`` at an index per row: ``select`` the other way round."""
+    if index.shape[0] == 1:
+        x.index_copy_(dim, index[0], part)
+    else:
+        x.scatter_(dim, _for_rows(index, part, dim), part)
+
+
+def _for_rows(index: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Shape an index per row, (rows, n), as (rows, …, n, …), for as many elements of the other dims as ``x`` has."""
     shape = [1] * x.dim()
     shape[0], shape[dim] = index.shape
-    return torch.take_along_dim(x, index.view(shape), dim)
+    return index.view(shape).expand(*x.shape[:dim], index.shape[1], *x.shape[dim + 1 :])
 
 
 def cut_rows(

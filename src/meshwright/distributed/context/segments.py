@@ -1,0 +1,118 @@
+"""Compute attention by torch's fused kernel where queries reach rectangles and triangles of keys.
+
+Consecutive queries that begin at the same key, and end at the same one or each one further than the query before,
+reach a rectangle of keys and, in the second case, a triangle behind it: a run of a causal row, or a document of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.core.torch_private import flash_attention, flash_attention_backward
+from meshwright.introspection.mixing.reach import Reach
+
+SHORTEST = 32
+"""Mean queries of a segment below which the kernel is called too often."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some queries with the keys that they reach.
+
+    Attributes:
+        rows, queries: where the queries are.
+        keys: those that all queries reach, or the queries' own, of which each reaches those up to its own.
+        is_causal: keys are the queries' own.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def segments(reach: Reach) -> list[Segment] | None:
+    """Split queries into segments; None if there were many short ones."""
+    rows, length = reach.lower.shape
+    steps = reach.upper.diff(dim=1)
+    same = (reach.lower.diff(dim=1) == 0) & ((steps == 0) | (steps == 1))
+    # a segment goes on as it began: with keys that end alike, or each one further
+    same[:, 1:] &= (steps[:, 1:] == steps[:, :-1]) | ~same[:, :-1]
+    starts = torch.cat((torch.ones_like(same[:, :1]), ~same), dim=1)
+    if length == 0 or int(starts.sum()) * SHORTEST > rows * length:
+        return None
+    found = []
+    for row in range(rows):
+        of_row = slice(None) if rows == 1 else slice(row, row + 1)
+        first = starts[row].nonzero()[:, 0]
+        ends = [*first[1:].tolist(), length]
+        bounds = torch.stack((reach.lower[row][first], reach.upper[row][first]), dim=1).tolist()
+        for start, end, (low, high) in zip(first.tolist(), ends, bounds, strict=True):
+            grows = end - start > 1 and int(reach.upper[row][start + 1]) > high
+            found += _of_queries(of_row, slice(start, end), low, high, grows=grows)
+    return found
+
+
+def _of_queries(rows: slice, queries: slice, low: int, high: int, *, grows: bool) -> Iterator[Segment]:
+    if high <= low:
+        if grows:  # the first query reaches nothing, and the keys of the others begin one further on
+            yield from _of_queries(rows, slice(queries.start + 1, queries.stop), low, high + 1, grows=True)
+        return
+    whole = slice(low, high - 1 if grows else high)
+    if whole.start < whole.stop:
+        yield Segment(rows, queries, whole, False)
+    if grows:
+        yield Segment(rows, queries, slice(high - 1, high - 1 + queries.stop - queries.start), True)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
+    """Return a segment's attention, and its logarithms.
+
+    Args:
+        query: (rows, key heads, heads per key head, queries, features), of the segment.
+        key, value: (rows, key heads, keys, features), of the segment.
+    """
+    key, value = _as_heads(query, key, segment), _as_heads(query, value, segment)
+    output, logarithm = flash_attention(
+        _as_queries(query, segment), key, value, is_causal=segment.is_causal, scale=scale
+    )
+    return output.view(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
+
+
+def gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    segment: Segment,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a segment's queries, keys and values, from output and logarithms over all keys.
+
+    Args:
+        gradient, output: shaped as ``query``.
+        logarithm: (rows, key heads, heads per key head, queries).
+    """
+    gradient, flat, output = (_as_queries(x, segment) for x in (gradient, query, output))
+    sums = _as_queries(logarithm[..., None], segment)[..., 0]
+    keys, values = _as_heads(query, key, segment), _as_heads(query, value, segment)
+    options = {"is_causal": segment.is_causal, "scale": scale}
+    for_query, for_key, for_value = flash_attention_backward(gradient, flat, keys, values, output, sums, **options)
+    if segment.is_causal:
+        for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
+    return for_query.reshape(query.shape), for_key, for_value
+
+
+def _as_queries(x: Tensor, segment: Segment) -> Tensor:
+    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
+    return x.flatten(1, 2) if segment.is_causal else x.flatten(2, 3)
+
+
+def _as_heads(query: Tensor, x: Tensor, segment: Segment) -> Tensor:
+    return x[:, :, None].expand(-1, -1, query.shape[2], -1, -1).flatten(1, 2) if segment.is_causal else x
