@@ -95,8 +95,8 @@ def measure_time(args: argparse.Namespace) -> bool:
             fine &= middle <= GOAL_TIME
             seconds = statistics.median(r[1] for r in found[0])
             print(
-                f"{args.method}, dim {dim}, {args.tokens} tokens per rank: {middle:.3f} x ({min(ratios):.3f} to {max(ratios):.3f},"
-                f" {len(ratios)} rounds; {seconds:.2f} s a rank's step with whole rows)"
+                f"{args.method}, dim {dim}, {args.tokens} tokens per rank: {middle:.3f} x ({min(ratios):.3f} to"
+                f" {max(ratios):.3f}, {len(ratios)} rounds; {seconds:.2f} s a rank's step with whole rows)"
             )
     return fine
 

@@ -8,9 +8,10 @@ so that another torch shows what it moved. The registries of ``nn.Module`` (``_p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,10 @@ __all__ = [
 ]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode for code that is never compiled: torch wraps others by its compiler, which takes a second to
     import.
@@ -56,6 +61,20 @@ class EagerDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def by_values(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function about places and sizes outside of all dispatch modes: its tensors have values everywhere.
+
+    Also where a model's have none, in a dry run.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 SAMPLES_NORMAL = "_no_grad_trunc_normal_"

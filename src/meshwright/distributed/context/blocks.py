@@ -7,13 +7,13 @@ The softmax is carried on from block to block by its running maximum and sum (Mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.reach import Reach
 
 from .segments import Segment, attend, gradients, segments
@@ -63,8 +63,10 @@ class Block:
     is_whole: bool
 
 
-def blocks(reach: Reach) -> Iterator[list[Block]]:
-    """Yield, for one run of queries after another, the blocks of keys that they reach."""
+@by_values
+def blocks(reach: Reach) -> list[list[Block]]:
+    """Return, for one run of queries after another, the blocks of keys that they reach."""
+    made = []
     rows, length = reach.lower.shape
     starts = list(range(0, length, QUERIES))
     for row in range(rows):
@@ -82,11 +84,14 @@ def blocks(reach: Reach) -> Iterator[list[Block]]:
         ).tolist()
         for start, (first, last, whole_from, whole_to) in zip(starts, bounds, strict=True):
             queries = slice(start, min(start + QUERIES, length))
-            yield [
-                Block(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
-                for key in range(first, last, KEYS)
-                for end in (min(key + KEYS, last),)
-            ]
+            made.append(
+                [
+                    Block(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
+                    for key in range(first, last, KEYS)
+                    for end in (min(key + KEYS, last),)
+                ]
+            )
+    return made
 
 
 def wide(x: Tensor) -> Tensor:

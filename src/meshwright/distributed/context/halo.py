@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.reach import Reach
 
@@ -29,8 +30,8 @@ class Halo:
         most: tokens that the rank sends that sends most.
         held: (rows, held) int64: number, among own tokens (row by row) and those received behind them, of each token
             that a row's queries may reach, by place; 0 behind the last.
-        places: (rows, held) int64, ascending; behind the last, ``length``.
-        length: of whole rows.
+        places: (rows, held) int64, ascending; behind the last, the rows' length.
+        tokens: (n,) int64: the numbers of ``held``, taken as one list, behind which there is a token.
     """
 
     group: RankGroup
@@ -40,9 +41,10 @@ class Halo:
     most: int
     held: Tensor
     places: Tensor
-    length: int
+    tokens: Tensor
 
     @classmethod
+    @by_values
     def of(cls, group: RankGroup, rows: CutRows, reach: Reach, count: int) -> Halo:
         """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
         reach = Reach(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
@@ -56,9 +58,10 @@ class Halo:
         where = [row.expand_as(places[me]).flatten(), *(row.expand_as(flag)[flag] for flag in found)]
         which = [places[me].flatten(), *(its[flag] for its, flag in zip(places, found, strict=True))]
         held, place = _by_row(torch.cat(where), torch.cat(which), count, rows.length)
+        is_token = (place < rows.length).flatten().nonzero()[:, 0]
         sent = torch.cat([flag.flatten().nonzero()[:, 0] for flag in flags[me]])
         receives = [of_giver[me] for of_giver in tokens]
-        return cls(group, sent, tokens[me], receives, max(map(sum, tokens)), held, place, rows.length)
+        return cls(group, sent, tokens[me], receives, max(map(sum, tokens)), held, place, is_token)
 
 
 def _needed(reach: Reach, length: int) -> Tensor:
@@ -105,10 +108,9 @@ class _Fetched(torch.autograd.Function):
         halo, (gradient,) = ctx.halo, gradients
         rows, heads, own, features = ctx.own
         size = heads * features
-        is_token = (halo.places < halo.length).flatten()
-        flat = wide(gradient).transpose(1, 2).reshape(-1, size)[is_token]
+        flat = wide(gradient).transpose(1, 2).reshape(-1, size)[halo.tokens]
         held = flat.new_zeros((rows * own + sum(halo.receives), size)).index_copy_(
-            0, halo.held.flatten()[is_token], flat
+            0, halo.held.flatten()[halo.tokens], flat
         )
         mine, others = held.split((rows * own, sum(halo.receives)))
         sizes = [[count * size for count in counts] for counts in (halo.receives, halo.sends)]

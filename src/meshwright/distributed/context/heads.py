@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 
 from .blocks import wide
@@ -51,6 +52,7 @@ class Members:
     places: Tensor
 
     @classmethod
+    @by_values
     def of(cls, group: RankGroup, rows: CutRows, first: int, count: int) -> Members:
         of_members = [rows.places_of(rank) for rank in range(first, first + count)]
         places = torch.cat(of_members, dim=1).sort(dim=1).values

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.masks import MaskFunction
 from meshwright.introspection.mixing.reach import Reach, RowMask, fingerprint, is_reach, search
@@ -25,6 +26,7 @@ class Reaches:
         self._group = group
         self._known: dict[Any, Reach | None] = {}
 
+    @by_values
     def of(self, mask: RowMask, rows: CutRows, count: int) -> Reach | None:
         """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
         if mask not in rows.memo:

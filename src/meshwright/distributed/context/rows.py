@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.masks import segments_of
 from meshwright.planning.context.cut import Cut, Runs, cut_row
 from meshwright.planning.context.documents import cut_documents
@@ -58,11 +59,13 @@ class CutRows:
         """(rows or 1, own tokens) int64: the places of this rank's tokens, ascending."""
         return self.places_of(self.rank)
 
+    @by_values
     def places_of(self, rank: int) -> Tensor:
         """(rows or 1, tokens) int64: the places of one rank's tokens, ascending."""
         return self.places[rank, :, : self.counts[rank]]
 
     @property
+    @by_values
     def slots(self) -> Tensor:
         """(rows or 1, length) int64: rank · most + number on that rank, for each token of a whole row."""
         ranks, rows, most = self.places.shape
@@ -101,6 +104,7 @@ def _for_rows(index: Tensor, x: Tensor, dim: int) -> Tensor:
     return index.view(shape).expand(*x.shape[:dim], index.shape[1], *x.shape[dim + 1 :])
 
 
+@by_values
 def cut_rows(
     batch: Mapping[str, Tensor],
     ranks: int,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.core.torch_private import flash_attention, flash_attention_backward
+from meshwright.core.torch_private import by_values, flash_attention, flash_attention_backward
 from meshwright.introspection.mixing.reach import Reach
 
 SHORTEST = 32
@@ -35,6 +35,7 @@ class Segment:
     is_causal: bool
 
 
+@by_values
 def segments(reach: Reach) -> list[Segment] | None:
     """Split queries into segments; None if there were many short ones."""
     rows, length = reach.lower.shape

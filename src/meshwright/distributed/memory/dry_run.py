@@ -20,6 +20,8 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.names import clean
 from meshwright.core.parts import take
 from meshwright.distributed import order
+from meshwright.distributed.context.runtime import first_tokens
+from meshwright.distributed.context.runtime import wrap_modules as wrap_callers
 from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.pipeline.absent import on_meta
@@ -119,13 +121,20 @@ class _Player:
         batch, pipeline = self.batch, self.plan.pipeline
         own = max(1, batch.global_rows // self.plan.data_ranks)
         rows = min(own, batch.microbatch_rows or own)
-        self.piece = {key: torch.zeros((rows, batch.seq_len), dtype=torch.int64) for key in self.keys}
+        self.piece = self._piece(rows, batch.seq_len)
         self.inputs = self.signature.inputs(self.piece, torch.device("cpu"))
         microbatches = batch.microbatches(self.plan.data_ranks)
         if pipeline is None:
             return MemoryEstimate((_known(self._whole(microbatches)),))
         stages = {part.stage: self._stage(cast("StagePart", part)) for part in self.parts}
         return MemoryEstimate(tuple(map(_known, over_ranks(stages, pipeline.order(pipeline.legal(microbatches))))))
+
+    def _piece(self, rows: int, length: int) -> Mapping[str, Tensor]:
+        """Return a microbatch of whole rows of one document, or the first rank's tokens of it."""
+        whole = {key: torch.zeros((rows, length), dtype=torch.int64) for key in self.keys}
+        if self.plan.context is None:
+            return whole
+        return first_tokens(whole, self.plan.context, self.signature)
 
     def _whole(self, microbatches: int) -> Mapping[MemoryUse, int]:
         """Run a whole model: two microbatches if the second adds to the first one's unreduced gradients, else one."""
@@ -192,6 +201,9 @@ class _Player:
         if plan.tensor is not None:
             ranks = FakeRanks(plan.tensor.ranks, account.note_messages)
             wrap_modules(module, plan.tensor, ranks, sums_at_once=plan.data.reduction == "mean")
+        if plan.context is not None:
+            peers = FakeRanks(plan.context.ranks, account.note_messages)
+            wrap_callers(module, plan.context, peers).enter(self.piece)
         order.apply(module, plan, site, only=BEHIND_THE_CUT)
         objective = Objective(module, plan, None, lambda loss: None)
         self._cut(module, plan)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import by_values
+
 from .masks import MaskFunction, dense, in_segments, within
 from .values import MaskRule
 
@@ -25,6 +27,7 @@ class Reach:
     lower: Tensor
     upper: Tensor
 
+    @by_values
     def take(self, queries: Tensor) -> Reach:
         """Return the reach of some queries, (rows or 1, n) int64 places."""
         rows = max(len(self.lower), len(queries))
@@ -32,6 +35,7 @@ class Reach:
         lower, upper = (bound.expand(rows, -1).gather(1, queries) for bound in (self.lower, self.upper))
         return Reach(lower, upper)
 
+    @by_values
     def among(self, places: Tensor) -> Reach:
         """Return the reach as numbers of keys at these ascending places, (rows or 1, keys), instead of places."""
         rows = max(len(self.lower), len(places))
@@ -65,6 +69,7 @@ class RowMask:
     padding: Tensor | None = None
     is_known: bool = False
 
+    @by_values
     def dense(self, queries: Tensor, length: int, rows: int) -> Tensor:
         """Evaluate the mask for queries at (rows or 1, n) places: (rows or 1, 1, n, length) bool."""
         function = self.function
@@ -75,6 +80,7 @@ class RowMask:
                 function = within(function, self.segments)
         return dense(function, queries, length, rows, self.padding)
 
+    @by_values
     def reach(self, length: int, of: Callable[[MaskFunction, int], Reach | None]) -> Reach | None:
         """Return the reach of all tokens of rows; None where the keys of a query are not one interval.
 
