@@ -27,9 +27,11 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """Embedded tokens and positions, two blocks of attention and a layer per token, a head."""
 
-    def __init__(self, attend: Callable[..., Tensor], between: Callable[[Tensor], Tensor] = lambda x: x):
+    def __init__(
+        self, attend: Callable[..., Tensor], between: Callable[[Tensor], Tensor] = lambda x: x, longest: int = LONGEST
+    ):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(longest, WIDTH)
         self.attentions = nn.ModuleList([Attention(attend) for _ in range(2)])
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.head, self.between = nn.Linear(WIDTH, VOCABULARY), between

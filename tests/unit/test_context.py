@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mixing import (
@@ -19,13 +20,14 @@ from support.mixing import (
     every_other,
     full,
     packed,
+    places,
     shifted,
     windowed,
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import attention, rehearsal, runtime
-from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehearse, rehearsed
+from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, refuse_length, rehearse, rehearsed
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
@@ -266,6 +268,42 @@ def test_the_rehearsal_finds(monkeypatch, fault):
         except UnsupportedError:
             worst = torch.inf
     assert not worst <= 1e3 * LARGEST_ERROR
+
+
+def far_window(q, k, v, documents):
+    """A window that no measured row reaches."""
+    distance = places(q)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 70))
+
+
+class StatedRule(Model):
+    """A model whose attention states the rule of its masks."""
+
+    def __init__(self, rule: str):
+        super().__init__(far_window, longest=200)
+        for module in self.attentions:
+            module.mask_rule = rule
+
+
+def test_a_window_beyond_the_measured_rows_is_seen_in_rows_that_are_longer():
+    facts = model_facts(Model(far_window, longest=200))
+    made = plan(facts, Layout(dp_shard=1, cp=2)).context
+    assert made is not None and str(made.mixing.callers[0].rule) == "causal"
+    refuse_length(facts, made, 70)
+    with pytest.raises(UnsupportedError, match=r"attentions.0 masks rows of 100 tokens by another rule .*\(causal\)"):
+        refuse_length(facts, made, 100)
+    with pytest.raises(UnsupportedError, match="rows of 300 tokens cannot be seen: a small copy fails with"):
+        refuse_length(facts, made, 300)
+    with pytest.raises(
+        UnsupportedError, match='up to 8192 are compared. State the rule on the module .mask_rule = "causal"'
+    ):
+        refuse_length(facts, made, 10_000)
+
+
+def test_a_stated_rule_is_taken_where_it_was_measured():
+    dense = {rule: measure_mixing(StatedRule(rule)).callers[0].is_dense for rule in ("causal", "causal window 70", "")}
+    assert dense == {"causal": False, "causal window 70": True, "": True}
+    assert not measure_mixing(decoder()).callers[0].is_dense
 
 
 def test_rehearsal_is_once(monkeypatch):

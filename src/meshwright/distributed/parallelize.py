@@ -106,6 +106,8 @@ def parallelize(
         refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
     _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
+    if plan.context is not None:
+        facts.measurements.small()  # for batches of another kind than those that were rehearsed
     _refuse_other_mesh(plan, mesh)
     if loss_fn is not None:
         own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device))

@@ -13,7 +13,7 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
-from .mixing.calls import measure_mixing
+from .mixing.calls import measure_mixing, small_copy
 from .mixing.values import Mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh
@@ -95,6 +95,16 @@ class Measurements:
         if model is None:
             raise UnsupportedError("rows of this model cannot be cut: the model itself is not at hand")
         return self._once("mixing", lambda: measure_mixing(model))
+
+    def small(self) -> nn.Module:
+        """Return the smallest copy of the model that computes, to be copied before it is changed.
+
+        A model that is laid out cannot be copied any more: ask before.
+        """
+        model = self.model
+        if model is None:
+            raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
+        return self._once("small", lambda: small_copy(model))
 
     def router_loss(self) -> RouterLoss | None:
         """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.

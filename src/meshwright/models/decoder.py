@@ -47,6 +47,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class AttentionCore(nn.Module):
     """softmax(q kᵀ) v with a causal mask, or a given boolean one; a module of its own so that it can be replaced."""
 
+    mask_rule = "causal per document"
+    """What a given mask allows, in rows of any length."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from each query to the keys that the mask allows.
 

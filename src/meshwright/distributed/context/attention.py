@@ -15,7 +15,7 @@ from meshwright.introspection.mixing.reach import Reach, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
-from .blocks import BlockAttention, Scores, wide
+from .blocks import Scores, block_attention, wide
 from .halo import Halo, fetch
 from .heads import Members, shares_of_heads, to_heads, to_tokens
 from .ring import Ring, ring_attention
@@ -51,7 +51,7 @@ def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method
         found = _fetched(call, context, _halo(call, context), scores)
     elif method.kind == "all_gather":
         key, value = gather_keys(call.key, call.value, context.rows, context.group)
-        found = BlockAttention.apply(call.query, key, value, context.own_reach, scores)
+        found = block_attention(call.query, key, value, context.own_reach, scores)
     elif method.kind == "halo":
         found = _fetched(call, context, _halo(call, context), scores)
     elif neighbours == 1:
@@ -101,7 +101,7 @@ def _fetched(call: AttentionCall, context: Context, halo: Halo, scores: Scores) 
     else:
         key, value = fetch(key, halo), fetch(value, halo)
     reach = context.own_reach.among(halo.places)
-    return BlockAttention.apply(call.query, key, value, reach, scores)  # type: ignore[no-any-return]
+    return block_attention(call.query, key, value, reach, scores)
 
 
 def _passed(call: AttentionCall, context: Context, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _traded(call: AttentionCall, context: Context, scores: Scores, arithmetic: A
         key, value = to_heads(call.key, key_heads, members), to_heads(call.value, key_heads, members)
     reach = context.reach.take(members.places)
     if len(everyone) == 1:
-        found = BlockAttention.apply(query, key, value, reach, scores)
+        found = block_attention(query, key, value, reach, scores)
     else:
         ring = Ring(group, position, tuple(each.places for each in everyone), neighbours)
         found = ring_attention(query, key, value, ring, reach, scores)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
+from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import Reach
 
 from .segments import Segment, attend, gradients, segments
@@ -151,11 +152,12 @@ class Attended:
                 largest = more
             self.largest[at], self.total[at], self.output[at] = largest, total, output
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Return (rows, heads, queries, features), zero for queries without keys, and (…, queries) logarithms."""
+    def finish(self) -> Tensor:
+        """Return (rows, heads, queries, features and 1): the output, zero for queries without keys, and behind it the
+        logarithm of the sum.
+        """
         output = self.output / self.total.masked_fill(self.total == 0, 1)
-        logarithm = self.largest + self.total.log()
-        return output.flatten(1, 2), logarithm.flatten(1, 2)[..., 0]
+        return torch.cat((output, self.largest + self.total.log()), dim=-1).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,14 +172,15 @@ class Given:
 
     for_output: Tensor
     output: Tensor
-    rest: Tensor
     logarithm: Tensor
+    rest: Tensor
 
     @classmethod
-    def of(cls, output: Tensor, logarithm: Tensor, for_output: Tensor, for_logarithm: Tensor | None) -> Given:
-        for_output = wide(for_output)
-        rest = (for_output * output).sum(-1)
-        return cls(for_output, output, rest if for_logarithm is None else rest - for_logarithm, logarithm)
+    def of(cls, both: Tensor, gradient: Tensor) -> Given:
+        """Take outputs and logarithms, one behind the other, and their gradient, apart."""
+        gradient = wide(gradient)
+        output, for_output = both[..., :-1], gradient[..., :-1]
+        return cls(for_output, output, both[..., -1], (for_output * output).sum(-1) - gradient[..., -1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,24 +274,33 @@ def _product_over_queries(x: Tensor, y: Tensor) -> Tensor:
     return x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)
 
 
-class BlockAttention(torch.autograd.Function):
-    """Attention of queries to keys that are all here: (query, key, value, reach, scores) -> (output, logarithms)."""
+def block_attention(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Attend to keys that are all here, counted by ``reach``.
 
+    Returns:
+        (rows, heads, queries, features) and the logarithms (rows, heads, queries), at least fp32.
+    """
+    both = _BlockAttention.apply(query, key, value, reach, scores)
+    return both[..., :-1], both[..., -1]
+
+
+class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        attended = Attended(query, key.shape[1], value.shape[-1])
-        attended.add(query, key, value, reach, scores)
-        output, logarithm = attended.finish()
-        ctx.save_for_backward(query, key, value, output, logarithm)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> Tensor:
+        both = attended(lambda: _forward(query, key, value, reach, scores))
+        ctx.save_for_backward(query, key, value, both)
         ctx.reach, ctx.scores = reach, scores
-        return output, logarithm
+        return both
 
     @staticmethod
-    def backward(ctx: Any, *given_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logarithm = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, both = ctx.saved_tensors
         sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
-        given = Given.of(output, logarithm, *given_gradients)
-        add_gradients(sums, given, query, key, value, ctx.reach, ctx.scores)
+        add_gradients(sums, Given.of(both, gradients[0]), query, key, value, ctx.reach, ctx.scores)
         return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> Tensor:
+    found = Attended(query, key.shape[1], value.shape[-1])
+    found.add(query, key, value, reach, scores)
+    return found.finish()

@@ -12,14 +12,16 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from .rehearsal import refuse_padding
-from .runtime import ContextRuntime, wrap_modules
+from .rehearsal import refuse_length, refuse_padding
+from .runtime import Checks, ContextRuntime, wrap_modules
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> nn.Module:
     """Intercept the calls of attention that the plan names, for rows cut over a mesh axis."""
     assert plan.context is not None
-    wrap_modules(model, plan.context, ProcessGroupRanks(mesh.get_group()), partial(refuse_padding, facts, plan.context))
+    ranks, context = ProcessGroupRanks(mesh.get_group()), plan.context
+    checks = Checks(partial(refuse_padding, facts, context), partial(refuse_length, facts, context))
+    wrap_modules(model, context, ranks, checks)
     return model
 
 

@@ -17,7 +17,7 @@ from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.calls import LENGTHS, batches, small_copy
+from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -38,7 +38,7 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> None:
     """
     if plan in facts.measurements.proven or facts.module is None:
         return
-    model = small_copy(facts.module)
+    model = facts.measurements.small()
     for kind, batch in rehearsed(model).items():
         if not kind.startswith("padded"):
             _refuse_wrong(facts, plan, model, kind, batch)
@@ -49,11 +49,20 @@ def refuse_padding(facts: ModelFacts, plan: ContextPlan) -> None:
     """Rehearse batches with a padding mask, unless they were before; raises UnsupportedError as ``prove`` does."""
     if (plan, MASK) in facts.measurements.proven or facts.module is None:
         return
-    model = small_copy(facts.module)
+    model = facts.measurements.small()
     for kind, batch in rehearsed(model).items():
         if kind.startswith("padded"):
             _refuse_wrong(facts, plan, model, kind, batch)
     facts.measurements.proven.add((plan, MASK))
+
+
+def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
+    """Compare masks with their rules in rows of this length, unless they were before; raises UnsupportedError."""
+    if (plan, length) in facts.measurements.proven or facts.module is None:
+        return
+    if any(caller.is_dense for caller in plan.mixing.callers):
+        refuse_other_masks(copy_of(facts.measurements.small()), plan.mixing.callers, length)
+    facts.measurements.proven.add((plan, length))
 
 
 def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> None:

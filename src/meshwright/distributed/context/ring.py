@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.distributed.recompute.kept import exchanged
+from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import Reach
 
 from .blocks import Attended, Given, Gradients, Scores, add_gradients, wide
@@ -60,7 +60,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
     ) -> Tensor:
-        both = exchanged(lambda: _forward(query, key, value, ring, reach, scores))
+        both = attended(lambda: _forward(query, key, value, ring, reach, scores), exchanges=True)
         ctx.save_for_backward(query, key, value, both)
         ctx.ring, ctx.reach, ctx.scores = ring, reach, scores
         return both
@@ -68,9 +68,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, both = ctx.saved_tensors
-        (gradient,) = gradients
-        given = Given.of(both[..., :-1], both[..., -1], gradient[..., :-1], gradient[..., -1])
-        sums = _backward(given, query, key, value, ctx.ring, ctx.reach, ctx.scores)
+        sums = _backward(Given.of(both, gradients[0]), query, key, value, ctx.ring, ctx.reach, ctx.scores)
         return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None, None
 
 
@@ -99,16 +97,15 @@ class _Parts:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores) -> Tensor:
     parts = _Parts(ring, key, value)
-    attended = Attended(query, key.shape[1], value.shape[-1])
+    found = Attended(query, key.shape[1], value.shape[-1])
     flat = parts.pack(key, value)
     for passed in range(ring.size):
         part, following = ring.part(passed), ring.part(passed + 1)
         is_last = passed + 1 == ring.size
         wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
-        attended.add(query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
+        found.add(query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
         flat = flat if wait is None else wait()
-    output, logarithm = attended.finish()
-    return torch.cat((output, logarithm[..., None]), dim=-1)
+    return found.finish()
 
 
 def _backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ from .reaches import Reaches
 from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows
 
 
+@dataclass(frozen=True)
+class Checks:
+    """What is looked at when a batch first needs it; each raises UnsupportedError.
+
+    Attributes:
+        padding: the model can be given a padding mask in parts.
+        length: masks follow the measured rules in rows of so many tokens.
+    """
+
+    padding: Callable[[], None] = lambda: None
+    length: Callable[[int], None] = lambda length: None
+
+
 class ContextRuntime:
     """The state that a model's intercepted modules share.
 
@@ -41,8 +55,8 @@ class ContextRuntime:
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
     """
 
-    def __init__(self, group: RankGroup, plan: ContextPlan, check_mask: Callable[[], None]):
-        self.group, self.plan, self.mixing, self._check_mask = group, plan, plan.mixing, check_mask
+    def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks):
+        self.group, self.plan, self.mixing, self._checks = group, plan, plan.mixing, checks
         self.rows: CutRows | None = None
         self._reaches = Reaches(group)
         # rows change with each microbatch, and a graph would hold on to those of the first
@@ -64,10 +78,12 @@ class ContextRuntime:
 
         Raises:
             ConfigError: rows have fewer tokens than there are ranks.
-            UnsupportedError: a padding mask that this model cannot be given in parts.
+            UnsupportedError: a padding mask that this model cannot be given in parts; masks of another rule than the
+                measured one, in rows of this length.
         """
         if MASK in batch:
-            self._check_mask()
+            self._checks.padding()
+        self._checks.length(batch["tokens"].shape[1])
         rows = self._cut_rows(batch, device)
         return cut_batch(_completed(batch, self.plan, signature), rows)
 
@@ -169,15 +185,13 @@ class OfCaller:
         return self._runtime.attend(call, self._caller)
 
 
-def wrap_modules(
-    model: nn.Module, plan: ContextPlan, group: RankGroup, check_mask: Callable[[], None] = lambda: None
-) -> ContextRuntime:
+def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: Checks = Checks()) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
     Args:
-        check_mask: called for a batch with a padding mask; raises where the model's positions follow from the mask.
+        checks: what is looked at when a batch first needs it.
     """
-    runtime = ContextRuntime(group, plan, check_mask)
+    runtime = ContextRuntime(group, plan, checks)
     change = f"keys and values of cp {group.size}"
     modules = {clean(path): module for path, module in model.named_modules()}
     if plan.mixing.implementation:

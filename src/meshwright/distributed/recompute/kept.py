@@ -29,7 +29,7 @@ from .random_streams import restore_streams, streams
 _running = threading.local()
 """``modes``: of the regions whose forward, or recomputed forward, runs on this thread, the innermost last."""
 
-EXCHANGE = "exchange"
+EXCHANGE, ATTENTION = "exchange", "attention"
 
 
 def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
@@ -44,6 +44,18 @@ def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
         return send()
     modes = getattr(_running, "modes", None)
     return modes[-1].exchange(send, into) if modes else send()
+
+
+def attended(compute: Callable[[], Tensor], *, exchanges: bool = False) -> Tensor:
+    """Return an attention that is computed in several steps; a recomputation whose policy keeps attention has it.
+
+    Args:
+        exchanges: the steps send messages, so that a policy that keeps what was received keeps the result too.
+    """
+    if torch.compiler.is_compiling():
+        return compute()
+    modes = getattr(_running, "modes", None)
+    return modes[-1].attention(compute, exchanges) if modes else compute()
 
 
 def leaving(output: Any) -> Any:
@@ -133,6 +145,12 @@ class _Mode(TorchDispatchMode):
         if not self.results.policy.keeps_exchanges:
             return send()
         return self._exchange(self._key(EXCHANGE, ()), send, into)
+
+    def attention(self, compute: Callable[[], Tensor], exchanges: bool) -> Tensor:
+        policy = self.results.policy
+        if not (policy.keeps_attention or (exchanges and policy.keeps_exchanges)):
+            return compute()
+        return self._exchange(self._key(ATTENTION, ()), compute, None)
 
     def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
         raise NotImplementedError

@@ -43,7 +43,7 @@ class OperatorPolicy:
         where = "techniques.checkpoint_keep"
         named = [name for word in keep if word in WORDS and word != "matmuls" for name in WORDS[word]]
         named += [word for word in keep if word not in KEPT and ":" not in word]
-        self.keeps_exchanges = "collectives" in keep
+        self.keeps_exchanges, self.keeps_attention = "collectives" in keep, "attention" in keep
         self.every = every
         self._always = {form for name in named for form in operators(name, where)}
         self._products = (

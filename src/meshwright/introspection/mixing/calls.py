@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,7 +112,7 @@ def measure_mixing(model: nn.Module) -> Mixing:
             f"{type(model).__name__} calls attention neither through transformers' interface nor by"
             f" F.scaled_dot_product_attention"
         )
-    callers = [_caller(path, calls) for path, calls in seen.items()]
+    callers = [_caller(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
     return Mixing(tuple(_callers_of(original, callers)), base, _packed(masks, given[-1]) if len(given) > 1 else ())
 
 
@@ -204,6 +204,10 @@ def _callers_of(model: nn.Module, small: list[Caller]) -> Iterator[Caller]:
         yield replace(found, path=path, sizes=found.sizes if real is None else real.sizes, rule=rule)
 
 
+LONGEST_MEASURED = 8192
+"""Tokens of the longest rows in which masks that are tensors are compared with their rules."""
+
+
 @dataclass(frozen=True)
 class _Measured:
     """The sizes of one call, and the rule of its mask where it is a function of places."""
@@ -242,7 +246,49 @@ def _rule_of(call: AttentionCall) -> MaskRule | None:
     return MaskRule(causal=call.is_causal)
 
 
-def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Caller:
+def stated_rule(model: nn.Module, path: str) -> str:
+    """Return the rule of masks that a module states; "" for most."""
+    return next((getattr(m, "mask_rule", "") for name, m in model.named_modules() if clean(name) == path), "")
+
+
+def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int) -> None:
+    """Compare the masks that a model makes as tensors with the measured rules, in rows of this length.
+
+    Raises:
+        UnsupportedError: a mask follows another rule, or rows are too long for that to be seen.
+    """
+    rules = {caller.path: caller.rule for caller in callers if caller.is_dense}
+    if not rules or length <= LENGTHS[0]:
+        return
+    path = next(iter(rules))
+    where = f"{path} is given a mask of queries and keys as a tensor, and whether that follows the measured rule"
+    if length > LONGEST_MEASURED:
+        raise UnsupportedError(
+            f"{where} ({rules[path]}) in rows of {length} tokens cannot be seen: up to {LONGEST_MEASURED} are compared."
+            f' State the rule on the module (mask_rule = "{rules[path]}"), or set layout.cp = 1'
+        )
+    try:
+        found = [
+            (path, call, inputs)
+            for batch in batches(model, (length,))
+            for inputs in (Signature.of(model).inputs(batch, torch.device("cpu")),)
+            for path, call in record(model, inputs).calls
+        ]
+    except Exception as error:
+        raise UnsupportedError(
+            f"{where} ({rules[path]}) in rows of {length} tokens cannot be seen: a small copy fails with"
+            f" {type(error).__name__}: {error}. Set layout.cp = 1"
+        ) from error
+    for path, call, inputs in found:
+        rule = rules.get(path)
+        if rule is not None and not _follows(rule, call, inputs):
+            raise UnsupportedError(
+                f"{path} masks rows of {length} tokens by another rule than the one that was measured ({rule}) on"
+                f" shorter ones. Set layout.cp = 1"
+            )
+
+
+def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stated: str) -> Caller:
     call, _ = calls[0]
     sizes, arithmetic = Sizes.of(call), arithmetic_of([each for each, _ in calls])
     if call.interface:
@@ -253,7 +299,7 @@ def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Cal
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
     if rule is None:
         raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
-    is_dense = any(isinstance(each.mask, Tensor) for each, _ in calls)
+    is_dense = any(isinstance(each.mask, Tensor) for each, _ in calls) and stated != str(rule)
     return Caller(path, sizes, interface=False, rule=rule, is_dense=is_dense, arithmetic=arithmetic)
 
 

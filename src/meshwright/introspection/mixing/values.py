@@ -94,7 +94,8 @@ class Caller:
             ``F.scaled_dot_product_attention`` is called.
         rule: of the mask. Of a call through the interface the rule tells how far the mask reaches, and no more; None:
             the mask reaches by no rule that is known.
-        is_dense: the model gives the mask as a tensor.
+        is_dense: the model gives the mask as a tensor, and does not state its rule (``mask_rule`` of the module, in the
+            words of ``MaskRule``): in longer rows than those that were measured it may follow another one.
         arithmetic: how scores become an output; None: in a way of its own.
     """
 
