@@ -272,7 +272,7 @@ def measure_families(args: argparse.Namespace) -> bool:
     from meshwright.distributed.context.rehearsal import LARGEST_ERROR, rehearse, rehearsed
     from meshwright.introspection.mixing.calls import measure_mixing, small_copy
     from meshwright.planning.context.methods import KINDS, Bytes
-    from meshwright.planning.context.plan import context_plan
+    from meshwright.planning.context.plan import plan_methods
 
     blocks.QUERIES, blocks.KEYS = 5, 4  # rows are short: attention in several blocks
     fine = True
@@ -287,7 +287,7 @@ def measure_families(args: argparse.Namespace) -> bool:
         for kind in ("auto", *KINDS):
             for ranks in (2, 4):
                 try:
-                    plan = context_plan(mixing, ranks, 1, kind, Bytes(8, 8))
+                    plan = plan_methods(mixing, ranks, 1, kind, Bytes(8, 8))
                     worst = {name: max(rehearse(model, plan, b).values()) for name, b in rehearsed(model).items()}
                 except UnsupportedError:
                     continue

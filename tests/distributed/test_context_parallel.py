@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.laid_out import assert_estimated, counted, estimated
-from support.mixing import WIDTH, Model, windowed
+from support.mixing import WIDTH, Model, far_window, windowed
 
-from meshwright import ConfigError, Layout, parallelize, verify
+from meshwright import ConfigError, Layout, UnsupportedError, parallelize, verify
 from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -129,6 +129,23 @@ def other_rows() -> str:
 
 def test_ranks_of_the_axis_that_bring_other_rows_are_refused(spmd):
     assert all("ranks of the cp axis brought different rows" in said for said in spmd(2, other_rows))
+
+
+def rows_beyond_a_window(length: int) -> str:
+    torch.manual_seed(0)
+    model = parallelize(Model(far_window, longest=200), Layout(dp_shard=1, cp=2))
+    tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(0))
+    try:
+        model.forward_backward({"tokens": tokens, "labels": tokens})
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_in_which_a_mask_turns_out_to_be_another_are_refused(spmd):
+    assert spmd(2, rows_beyond_a_window, 60) == ["", ""]
+    for said in spmd(2, rows_beyond_a_window, 100):
+        assert "masks rows of 100 tokens by another rule than the one that was measured (causal)" in said
 
 
 def evaluated() -> tuple[float, list[int]]:

@@ -57,6 +57,12 @@ def in_documents(mask: Tensor, documents: Tensor | None) -> Tensor:
     return (mask & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
 
 
+def far_window(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    """A window that no measured row reaches."""
+    distance = places(q)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 70))
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 

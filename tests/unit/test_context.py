@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mixing import (
@@ -18,9 +17,9 @@ from support.mixing import (
     by_hand,
     causal,
     every_other,
+    far_window,
     full,
     packed,
-    places,
     shifted,
     windowed,
 )
@@ -38,7 +37,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.context.cut import head_tail
 from meshwright.planning.context.methods import Bytes
-from meshwright.planning.context.plan import ContextPlan, context_plan
+from meshwright.planning.context.plan import ContextPlan, plan_methods
 from meshwright.planning.values import Batch
 
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -107,7 +106,7 @@ EQUAL = {
 
 
 def planned(model, ranks: int, kind: str = "auto") -> ContextPlan:
-    return context_plan(measure_mixing(model), ranks, 1, kind, Bytes(8, 8))
+    return plan_methods(measure_mixing(model), ranks, 1, kind, Bytes(8, 8))
 
 
 def errors(build, ranks: int) -> dict[str, float]:
@@ -268,12 +267,6 @@ def test_the_rehearsal_finds(monkeypatch, fault):
         except UnsupportedError:
             worst = torch.inf
     assert not worst <= 1e3 * LARGEST_ERROR
-
-
-def far_window(q, k, v, documents):
-    """A window that no measured row reaches."""
-    distance = places(q)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 70))
 
 
 class StatedRule(Model):

@@ -22,7 +22,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.arithmetic import formula
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.reach import Reach, RowMask, fingerprint, is_reach, rule_of, search
+from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
 from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.context.cut import cut_row, sent_tokens
@@ -260,7 +260,7 @@ def others_alone(row: Any, head: Any, query: Any, key: Any) -> Tensor:
 
 @pytest.mark.parametrize("function", [every_other, others_alone])
 def test_a_mask_with_gaps_has_no_reach_and_is_computed_whole(function):
-    def job(group: Thread) -> Reach | None:
+    def job(group: Thread) -> KeyRanges | None:
         rows = cut_rows({"tokens": torch.zeros(ROWS, LENGTH)}, 2, group.rank)
         return Reaches(group).of(RowMask(function), rows, ROWS)
 
@@ -306,7 +306,7 @@ def test_functions_of_the_same_code_and_numbers_are_one():
 
 def test_queries_without_keys_give_zeros_and_no_gradient():
     q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    reach = Reach(torch.tensor([[0, 2, 1, 4]]), torch.tensor([[1, 2, 1, 4]]))
+    reach = KeyRanges(torch.tensor([[0, 2, 1, 4]]), torch.tensor([[1, 2, 1, 4]]))
     output, logarithm = block_attention(q, k, v, reach, Scores(0.5, 2.0))
     output.sum().backward()
     assert torch.equal(output[:, :, 1:], torch.zeros(1, 2, 3, 3)) and bool(torch.isinf(logarithm[:, :, 1:]).all())
@@ -417,7 +417,7 @@ def sinks_counted_twice(patch):
 
 def window_of_halo_off_by_one(patch):
     correct = halo._needed
-    patch.setattr(halo, "_needed", lambda reach, length: correct(Reach(reach.lower + 1, reach.upper), length))
+    patch.setattr(halo, "_needed", lambda reach, length: correct(KeyRanges(reach.lower + 1, reach.upper), length))
 
 
 def gradients_stay_where_they_are_computed(patch):

@@ -7,7 +7,6 @@ from typing import Any
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, pattern
 from meshwright.introspection.cluster import Cluster, local_device
@@ -23,9 +22,8 @@ from meshwright.introspection.structure.experts import find_stacks
 from . import notes
 from .case import Case
 from .collectives import step_collectives
-from .context.collectives import WIDE, context_collectives
-from .context.methods import Bytes
-from .context.plan import ContextPlan, context_plan
+from .context.collectives import context_collectives
+from .context.plan import context_plan
 from .data.units import trained_cuts, units_of
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
@@ -146,7 +144,10 @@ def _assemble(
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, requested)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
-    mode, context = requested.activation_checkpointing, _context_plan(facts, layout, requested, precision)
+    mode, context = (
+        requested.activation_checkpointing,
+        context_plan(facts, layout, requested, precision),
+    )
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
@@ -186,15 +187,6 @@ def _assemble(
 def _optimizer_plan(requested: Techniques) -> OptimizerPlan:
     in_host_memory = requested.cpu_offload == "optimizer"
     return OptimizerPlan(requested.optimizer_state, requested.stochastic_rounding, in_host_memory, requested.optimizer)
-
-
-def _context_plan(
-    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
-) -> ContextPlan | None:
-    if layout.cp == 1:
-        return None
-    size = Bytes(dtype_bytes(precision.compute), dtype_bytes(WIDE.get(precision.compute, "float32")))
-    return context_plan(facts.measurements.mixing(), layout.cp, layout.tp, requested.context_parallel_method, size)
 
 
 def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:

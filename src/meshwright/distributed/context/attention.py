@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.arithmetic import scale_of
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.reach import Reach, RowMask
+from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
@@ -32,10 +32,10 @@ class Context:
 
     group: RankGroup
     rows: CutRows
-    reach: Reach
+    reach: KeyRanges
 
     @property
-    def own_reach(self) -> Reach:
+    def own_reach(self) -> KeyRanges:
         """The reach of this rank's queries, by places."""
         return self.reach.take(self.rows.own)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.recompute.kept import attended
-from meshwright.introspection.mixing.reach import Reach
+from meshwright.introspection.mixing.reach import KeyRanges
 
 from .segments import Segment, attend, gradients, segments
 
@@ -35,7 +35,7 @@ class Scores:
     cap: float | None = None
     sinks: bool = False
 
-    def segments(self, reach: Reach, query: Tensor, value: Tensor) -> list[Segment] | None:
+    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> list[Segment] | None:
         """Return the segments that torch's kernel computes; None where attention goes by blocks."""
         alike = query.shape[-1] == value.shape[-1] and query.device.type == "cpu"
         return segments(reach) if alike and self.cap is None and not self.sinks else None
@@ -50,7 +50,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Block:
+class Tile:
     """Some queries with some keys.
 
     Attributes:
@@ -65,7 +65,7 @@ class Block:
 
 
 @by_values
-def blocks(reach: Reach) -> list[list[Block]]:
+def blocks(reach: KeyRanges) -> list[list[Tile]]:
     """Return, for one run of queries after another, the blocks of keys that they reach."""
     made = []
     rows, length = reach.lower.shape
@@ -87,7 +87,7 @@ def blocks(reach: Reach) -> list[list[Block]]:
             queries = slice(start, min(start + QUERIES, length))
             made.append(
                 [
-                    Block(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
+                    Tile(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
                     for key in range(first, last, KEYS)
                     for end in (min(key + KEYS, last),)
                 ]
@@ -115,7 +115,7 @@ class Attended:
         self.total = query.new_zeros((*shape, 1), dtype=kind)
         self.output = query.new_zeros((*shape, features), dtype=kind)
 
-    def add(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> None:
+    def add(self, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> None:
         """Attend to more keys; ``reach`` counts them."""
         parts = scores.segments(reach, query, value)
         query = query.unflatten(1, (key.shape[1], -1))
@@ -134,7 +134,7 @@ class Attended:
         self.output[at] = self.output[at] * before + output * now
         self.largest[at] = more
 
-    def _add_blocks(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> None:
+    def _add_blocks(self, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> None:
         for run in blocks(reach):
             if not run:
                 continue
@@ -193,7 +193,7 @@ class Gradients:
 
 
 def add_gradients(
-    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
+    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
 ) -> None:
     """Add the gradients of attention to some keys; ``sums.key`` and ``sums.value`` are of those keys."""
     parts = scores.segments(reach, query, value)
@@ -222,7 +222,7 @@ def add_gradients(
 
 
 def _add_of_blocks(
-    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores
+    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
 ) -> None:
     heads = (key.shape[1], -1)
     query, for_output, for_query = (x.unflatten(1, heads) for x in (query, given.for_output, sums.query))
@@ -253,7 +253,7 @@ def _add_of_blocks(
         for_query[at] += total * scores.scale
 
 
-def _scores(query: Tensor, key: Tensor, block: Block, reach: Reach, scores: Scores) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: Tile, reach: KeyRanges, scores: Scores) -> Tensor:
     """Return (rows, key heads, heads per key head, queries, keys), -inf where a query does not attend to a key."""
     made = scores.of(_product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2)))
     if block.is_whole:
@@ -274,7 +274,9 @@ def _product_over_queries(x: Tensor, y: Tensor) -> Tensor:
     return x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> tuple[Tensor, Tensor]:
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """Attend to keys that are all here, counted by ``reach``.
 
     Returns:
@@ -286,7 +288,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, reach: Reach, sco
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> Tensor:
         both = attended(lambda: _forward(query, key, value, reach, scores))
         ctx.save_for_backward(query, key, value, both)
         ctx.reach, ctx.scores = reach, scores
@@ -300,7 +302,7 @@ class _BlockAttention(torch.autograd.Function):
         return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scores: Scores) -> Tensor:
+def _forward(query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> Tensor:
     found = Attended(query, key.shape[1], value.shape[-1])
     found.add(query, key, value, reach, scores)
     return found.finish()

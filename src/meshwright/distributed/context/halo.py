@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.introspection.mixing.reach import Reach
+from meshwright.introspection.mixing.reach import KeyRanges
 
 from .blocks import wide
 from .rows import CutRows
@@ -45,9 +45,9 @@ class Halo:
 
     @classmethod
     @by_values
-    def of(cls, group: RankGroup, rows: CutRows, reach: Reach, count: int) -> Halo:
+    def of(cls, group: RankGroup, rows: CutRows, reach: KeyRanges, count: int) -> Halo:
         """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
-        reach = Reach(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
+        reach = KeyRanges(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
         ranks, me = range(group.size), group.rank
         places = [rows.places_of(rank).expand(count, -1) for rank in ranks]
         needs = [_needed(reach.take(its), rows.length) for its in places]
@@ -64,7 +64,7 @@ class Halo:
         return cls(group, sent, tokens[me], receives, max(map(sum, tokens)), held, place, is_token)
 
 
-def _needed(reach: Reach, length: int) -> Tensor:
+def _needed(reach: KeyRanges, length: int) -> Tensor:
     """Return which tokens some query reaches: (rows, length) bool."""
     edges = reach.lower.new_zeros((len(reach.lower), length + 1))
     ones = (reach.lower < reach.upper).to(edges.dtype)

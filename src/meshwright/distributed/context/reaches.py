@@ -9,7 +9,7 @@ import torch
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.masks import MaskFunction
-from meshwright.introspection.mixing.reach import Reach, RowMask, fingerprint, is_reach, search
+from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
 
 from .rows import CutRows
 
@@ -24,15 +24,15 @@ class Reaches:
 
     def __init__(self, group: RankGroup):
         self._group = group
-        self._known: dict[Any, Reach | None] = {}
+        self._known: dict[Any, KeyRanges | None] = {}
 
     @by_values
-    def of(self, mask: RowMask, rows: CutRows, count: int) -> Reach | None:
+    def of(self, mask: RowMask, rows: CutRows, count: int) -> KeyRanges | None:
         """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
         if mask not in rows.memo:
             device = rows.places.device
 
-            def known(function: MaskFunction, length: int) -> Reach | None:
+            def known(function: MaskFunction, length: int) -> KeyRanges | None:
                 return self._of(function, length, count, device, is_known=mask.is_known)
 
             rows.memo[mask] = mask.reach(rows.length, known)
@@ -40,7 +40,7 @@ class Reaches:
 
     def _of(
         self, function: MaskFunction, length: int, count: int, device: torch.device, *, is_known: bool
-    ) -> Reach | None:
+    ) -> KeyRanges | None:
         code = fingerprint(function)
         key = (code, length, count, device)
         if code is not None and key in self._known:

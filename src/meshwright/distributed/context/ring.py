@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
-from meshwright.introspection.mixing.reach import Reach
+from meshwright.introspection.mixing.reach import KeyRanges
 
 from .blocks import Attended, Given, Gradients, Scores, add_gradients, wide
 
@@ -44,7 +44,7 @@ class Ring:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens), at least fp32.
 
@@ -58,7 +58,7 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
     ) -> Tensor:
         both = attended(lambda: _forward(query, key, value, ring, reach, scores), exchanges=True)
         ctx.save_for_backward(query, key, value, both)
@@ -95,7 +95,7 @@ class _Parts:
         return key.view(shapes[0]), value.view(shapes[1])
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores) -> Tensor:
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores) -> Tensor:
     parts = _Parts(ring, key, value)
     found = Attended(query, key.shape[1], value.shape[-1])
     flat = parts.pack(key, value)
@@ -109,7 +109,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach
 
 
 def _backward(
-    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: Reach, scores: Scores
+    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
 ) -> Gradients:
     """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
     parts = _Parts(ring, key, value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values, flash_attention, flash_attention_backward
-from meshwright.introspection.mixing.reach import Reach
+from meshwright.introspection.mixing.reach import KeyRanges
 
 SHORTEST = 32
 """Mean queries of a segment below which the kernel is called too often."""
@@ -36,7 +36,7 @@ class Segment:
 
 
 @by_values
-def segments(reach: Reach) -> list[Segment] | None:
+def segments(reach: KeyRanges) -> list[Segment] | None:
     """Split queries into segments; None if there were many short ones."""
     rows, length = reach.lower.shape
     steps = reach.upper.diff(dim=1)

@@ -21,34 +21,34 @@ AT_ONCE = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
+class KeyRanges:
     """The keys of each query: those at the places [lower, upper) of its row; (rows or 1, queries) int64 each."""
 
     lower: Tensor
     upper: Tensor
 
     @by_values
-    def take(self, queries: Tensor) -> Reach:
+    def take(self, queries: Tensor) -> KeyRanges:
         """Return the reach of some queries, (rows or 1, n) int64 places."""
         rows = max(len(self.lower), len(queries))
         queries = queries.expand(rows, -1)
         lower, upper = (bound.expand(rows, -1).gather(1, queries) for bound in (self.lower, self.upper))
-        return Reach(lower, upper)
+        return KeyRanges(lower, upper)
 
     @by_values
-    def among(self, places: Tensor) -> Reach:
+    def among(self, places: Tensor) -> KeyRanges:
         """Return the reach as numbers of keys at these ascending places, (rows or 1, keys), instead of places."""
         rows = max(len(self.lower), len(places))
         places = places.expand(rows, -1).contiguous()
         lower, upper = (
             torch.searchsorted(places, bound.expand(rows, -1).contiguous()) for bound in (self.lower, self.upper)
         )
-        return Reach(lower, upper)
+        return KeyRanges(lower, upper)
 
-    def within(self, lower: Tensor, upper: Tensor) -> Reach:
+    def within(self, lower: Tensor, upper: Tensor) -> KeyRanges:
         """Restrict each query to the keys [lower, upper); a query may be left with none."""
         lower = torch.maximum(self.lower, lower)
-        return Reach(lower, torch.maximum(torch.minimum(self.upper, upper), lower))
+        return KeyRanges(lower, torch.maximum(torch.minimum(self.upper, upper), lower))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class RowMask:
         return dense(function, queries, length, rows, self.padding)
 
     @by_values
-    def reach(self, length: int, of: Callable[[MaskFunction, int], Reach | None]) -> Reach | None:
+    def reach(self, length: int, of: Callable[[MaskFunction, int], KeyRanges | None]) -> KeyRanges | None:
         """Return the reach of all tokens of rows; None where the keys of a query are not one interval.
 
         Args:
@@ -100,7 +100,7 @@ class RowMask:
             reach = reach.within(starts, ends)
         return reach
 
-    def _in_segments(self, reach: Reach, segments: Tensor) -> Reach | None:
+    def _in_segments(self, reach: KeyRanges, segments: Tensor) -> KeyRanges | None:
         runs = (segments.diff(dim=1, prepend=segments[:, :1]) != 0).cumsum(1)
         if bool((segments.sort(dim=1).values.diff(dim=1) != 0).sum(1).ne(runs[:, -1]).any()):
             return None  # a document that goes on behind another one
@@ -108,7 +108,7 @@ class RowMask:
         if self.positions is not None:
             shift = torch.arange(segments.shape[1], device=segments.device) - self.positions
             reach = reach.take(self.positions)
-            reach = Reach(reach.lower + shift, reach.upper + shift)
+            reach = KeyRanges(reach.lower + shift, reach.upper + shift)
         return reach.within(starts, ends)
 
 
@@ -121,7 +121,7 @@ def _run(flags: Tensor) -> tuple[Tensor, Tensor]:
     return first, torch.where(flags.any(1, keepdim=True), behind, first)
 
 
-def search(function: MaskFunction, length: int, rows: int, device: torch.device | str = "cpu") -> Reach | None:
+def search(function: MaskFunction, length: int, rows: int, device: torch.device | str = "cpu") -> KeyRanges | None:
     """Find the ends of each token's interval by bisection, from the token itself; None if it does not see itself.
 
     Whether keys between the ends are all seen is for ``is_reach`` to say.
@@ -139,9 +139,9 @@ def search(function: MaskFunction, length: int, rows: int, device: torch.device 
     lower = _least(sees, torch.zeros_like(query_of_each), query_of_each)
     last = torch.full_like(query_of_each, length - 1)
     beyond = _least(lambda key: sees(last - key), torch.zeros_like(last), last - query_of_each)
-    reach = Reach(lower[:, 0, :, 0], (length - beyond)[:, 0, :, 0])
+    reach = KeyRanges(lower[:, 0, :, 0], (length - beyond)[:, 0, :, 0])
     same = bool((reach.lower == reach.lower[:1]).all() and (reach.upper == reach.upper[:1]).all())
-    return Reach(reach.lower[:1], reach.upper[:1]) if same else reach
+    return KeyRanges(reach.lower[:1], reach.upper[:1]) if same else reach
 
 
 def _least(sees: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _least(sees: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tenso
     return high
 
 
-def is_reach(function: MaskFunction, reach: Reach, queries: Tensor, length: int, rows: int) -> bool:
+def is_reach(function: MaskFunction, reach: KeyRanges, queries: Tensor, length: int, rows: int) -> bool:
     """Compare an interval with every value of the mask, for queries at (rows or 1, n) places."""
     keys = torch.arange(length, device=queries.device)
     for some in queries.split(max(1, AT_ONCE // (length * max(rows, 1))), dim=1):

@@ -12,11 +12,9 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
 from meshwright.planning.values import Collective, PrecisionPlan
 
-from .methods import Method, keys_and_values, of_rank, traded_elements
+from .methods import Method, keys_and_values, of_rank, summed_dtype, traded_elements
 from .plan import ContextPlan
 
-WIDE = {"float64": "float64"}
-"""dtype in which gradients are summed, by compute dtype; float32 for all others."""
 ROW_WORDS = 2
 """Numbers by which ranks compare the rows that they bring."""
 TRADES = 3
@@ -58,7 +56,7 @@ class _To:
     def make(self, op: Op, unit: str, elements: int, calls: int, *, summed: bool = False, **options: Any) -> Message:
         """Describe a message of the forward, or of the backward where ``summed`` gradients or ``calls`` < 0."""
         compute = self.precision.compute
-        dtype = WIDE.get(compute, "float32") if summed else compute
+        dtype = summed_dtype(compute) if summed else compute
         unit = f"{unit} of {self.caller.path}"
         is_backward = calls < 0
         calls, elements = (-calls, elements) if is_backward else (self.calls * calls, self.calls * elements)

@@ -60,7 +60,7 @@ def cut_documents(sizes: Sequence[int], ranks: int) -> tuple[Runs, ...]:
 # --- from both ends
 
 
-class _End:
+class _InOrder:
     """Pieces that are taken one after another, each from its head or from its tail."""
 
     def __init__(self, pieces: Sequence[Piece], *, from_tail: bool):
@@ -101,7 +101,7 @@ def _share_out(sizes: Sequence[int], ranks: int) -> Iterator[list[Piece]]:
 
 def _from_both_ends(pieces: Sequence[Piece], tokens: int, mean: float) -> list[Piece]:
     """Return as many tokens, with the work that is nearest to the mean, of pieces in order of their work per token."""
-    heavy, light = _End(pieces[::-1], from_tail=True), _End(pieces, from_tail=False)
+    heavy, light = _InOrder(pieces[::-1], from_tail=True), _InOrder(pieces, from_tail=False)
 
     def excess(at_tail: int) -> float:
         return heavy.work_of(at_tail) + light.work_of(tokens - at_tail) - mean

@@ -57,6 +57,11 @@ class Bytes:
     summed: int
 
 
+def summed_dtype(compute: str) -> str:
+    """Return the dtype in which gradients are summed, for keys and values in a compute dtype."""
+    return "float64" if compute == "float64" else "float32"
+
+
 def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method:
     """Choose the method that moves fewest bytes; a ring where whole keys and values are large beside the rest."""
     own = of_rank(caller.sizes, tensor_ranks)

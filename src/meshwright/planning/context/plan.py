@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.core.dtypes import dtype_bytes
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Mixing
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.values import PrecisionPlan
 
 from .cut import Cut
-from .methods import Auto, Bytes, Kind, Method, methods
+from .methods import Auto, Bytes, Kind, Method, methods, summed_dtype
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class ContextPlan:
         return next(m for c, m in zip(self.mixing.callers, self.methods, strict=True) if c.path == path)
 
 
-def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, size: Bytes) -> ContextPlan:
-    """Plan the attentions of a model.
+def plan_methods(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, size: Bytes) -> ContextPlan:
+    """Plan the attentions of a model, by what was measured of them.
 
     Args:
         kind: the method asked for, or "auto".
@@ -50,3 +55,17 @@ def context_plan(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Aut
     chosen = tuple(methods(kind, mixing.callers, ranks, tensor_ranks, size))
     near = all(m.kind == "halo" and c.rule and c.rule.reach for c, m in zip(mixing.callers, chosen, strict=True))
     return ContextPlan(ranks, mixing, chosen, "contiguous" if near else "head_tail")
+
+
+def context_plan(
+    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
+) -> ContextPlan | None:
+    """Measure a model's attentions, and plan them; None where rows are not cut.
+
+    Raises:
+        UnsupportedError: see ``measure_mixing`` and ``methods.given``.
+    """
+    if layout.cp == 1:
+        return None
+    size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
+    return plan_methods(facts.measurements.mixing(), layout.cp, layout.tp, requested.context_parallel_method, size)
