@@ -36,7 +36,7 @@ Beyond, in those of ``AT_LARGE``: what more ranks can change shows there too.
 UNTIED = DecoderConfig(257, 10, 3, n_heads=5, n_kv_heads=1, hidden_dim=7, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
 CUTTABLE = {"dim": 24, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 20}
-"""Sizes of the models where the tensor axis cuts them: heads must divide, but key heads are fewer than four ranks."""
+"""Sizes of the models where ranks share heads out: heads must divide, but key heads are fewer than four ranks."""
 ROUNDED = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96}
 """Of the models that multiply in float8: what two ranks have of a layer divides by 16."""
 DEEP = {"n_layers": 4}
@@ -115,7 +115,8 @@ class Cell:
     def parts(self) -> tuple[tuple[DecoderConfig, tuple[str, ...]], ...]:
         """The column's models, as they can be cut, each with its dtypes."""
         layout = self.row.layout
-        cut = ROUNDED if self.rounds else CUTTABLE if layout.tp > 1 else {}
+        shares_heads = layout.tp > 1 or "ulysses" in self.row.way.name
+        cut = ROUNDED if self.rounds else CUTTABLE if shares_heads else {}
         sizes = cut | (DEEP if layout.pp > 1 else {})
         found = [(replace(model, **sizes), self._legal(dtypes)) for model, dtypes in self.column.parts]
         if layout.ep > 1:
@@ -266,8 +267,13 @@ EXPERTS = (
     Layout(dp_replicate=2, dp_shard=4, ep=4),
 )
 """Layouts with an expert axis; the first in every way, the others in those of AT_LARGE."""
+METHODS = tuple(
+    Way(f"context_parallel_method = {kind}", (("context_parallel_method", kind),))
+    for kind in ("all_gather", "ring", "halo", "ulysses", "ulysses_ring")
+)
 CONTEXT = (
     Layout(dp_shard=1, cp=2),
+    Layout(dp_shard=1, cp=4),
     Layout(dp_replicate=2, dp_shard=1, cp=2),
     Layout(dp_shard=1, cp=2, tp=2),
     Layout(pp=2, dp_shard=1, cp=2),
@@ -298,8 +304,10 @@ def _ways(layout: Layout) -> list[Way]:
     if layout.pp > 1:  # all at once compiles every stage by itself there
         ways = [way for way in ways if way.name != "all at once"]
         ways += PIPELINE_WAYS if layout.ep == 1 else [way for way in PIPELINE_WAYS if "zbv" in way.name]
+    if layout.cp > 1:
+        ways += [way for way in METHODS if way is not METHODS[-1] or layout.cp > 2]
     few = layout.world > EVERY_WAY or layout in (*TENSOR[1:], *PIPELINES[1:], *EXPERTS[1:], *CONTEXT[1:])
-    return [way for way in ways if way.name in AT_LARGE or way in PIPELINE_WAYS] if few else ways
+    return [way for way in ways if way.name in AT_LARGE or way in (*PIPELINE_WAYS, *METHODS)] if few else ways
 
 
 def cells() -> list[Cell]:

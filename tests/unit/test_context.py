@@ -28,6 +28,7 @@ from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import attention, rehearsal, runtime
 from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, refuse_length, rehearse, rehearsed
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
+from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
 from meshwright.introspection.mixing.calls import measure_mixing, small_copy
@@ -306,3 +307,20 @@ def test_rehearsal_is_once(monkeypatch):
     prove(facts, made)
     monkeypatch.setattr(rehearsal, "rehearse", None)
     prove(facts, made)
+
+
+def neighbours_differ(logits, labels):
+    """A loss that looks at two tokens at once."""
+    return (logits[:, 1:] - logits[:, :-1]).square().sum()
+
+
+def summed(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def test_a_loss_of_ones_own_must_add_up_over_tokens_where_rows_are_cut():
+    for loss in (neighbours_differ, summed):
+        own_loss.check(loss, 61, CPU)
+    own_loss.check(summed, 61, CPU, cuts_rows=True)
+    with pytest.raises(ConfigError, match=r"for their tokens in two parts: it does not add up over tokens"):
+        own_loss.check(neighbours_differ, 61, CPU, cuts_rows=True)

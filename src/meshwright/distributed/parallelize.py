@@ -110,7 +110,7 @@ def parallelize(
         facts.measurements.small()  # for batches of another kind than those that were rehearsed
     _refuse_other_mesh(plan, mesh)
     if loss_fn is not None:
-        own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device))
+        own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), cuts_rows=plan.context is not None)
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
     made.copy_shared()

@@ -144,10 +144,7 @@ def _assemble(
     units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, requested)
     parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
-    mode, context = (
-        requested.activation_checkpointing,
-        context_plan(facts, layout, requested, precision),
-    )
+    mode = requested.activation_checkpointing
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
@@ -166,7 +163,7 @@ def _assemble(
         compiled=facts.blocks if requested.compile else (),
         compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
-        context=context,
+        context=context_plan(facts, layout, requested, precision),
         pipeline=pipeline,
         experts=experts,
         loss=loss,

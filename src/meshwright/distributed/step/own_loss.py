@@ -29,11 +29,21 @@ def refuse_dropped(facts: ModelFacts) -> None:
         )
 
 
-def check(loss_fn: Callable[[Tensor, Tensor], Tensor], vocab_size: int | None, device: torch.device) -> None:
+def check(
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    vocab_size: int | None,
+    device: torch.device,
+    *,
+    cuts_rows: bool = False,
+) -> None:
     """Call a loss with a few made-up logits, and with the same rows twice; trust one that cannot be called so.
 
+    Args:
+        cuts_rows: ranks compute the loss of some tokens of each row.
+
     Raises:
-        ConfigError: the loss is a mean, or does not add up over rows, or has parameters that are trained.
+        ConfigError: the loss is a mean, or does not add up over rows, or over the tokens of cut rows, or has
+            parameters that are trained.
     """
     for module in _modules_in(loss_fn):
         if trained := [name for name, parameter in module.named_parameters() if parameter.requires_grad]:
@@ -51,9 +61,16 @@ def check(loss_fn: Callable[[Tensor, Tensor], Tensor], vocab_size: int | None, d
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             once = float(loss_fn(logits, labels))
             twice = float(loss_fn(torch.cat((logits, logits)), torch.cat((labels, labels))))
+            parts = [float(loss_fn(logits[:, part::2], labels[:, part::2])) for part in range(2 * cuts_rows)]
     except Exception:  # noqa: BLE001  (made for other shapes, or other labels: nothing is known then)
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or _near(twice, 2 * once):
+        if cuts_rows and math.isfinite(once) and not _near(sum(parts), once):
+            raise ConfigError(
+                f"loss_fn gives {once:.5g} for rows of {SEQ} tokens, and {sum(parts):.5g} for their tokens in two"
+                f" parts: it does not add up over tokens, and layout.cp cuts rows over ranks. Leave what looks at several"
+                f" tokens out of it, or set layout.cp = 1."
+            )
         return
     found = f"loss_fn gives {once:.5g} for {ROWS} rows and {twice:.5g} for the same rows twice"
     if _near(twice, once):

@@ -40,6 +40,9 @@ class TokenMask:
             return given["attn_mask"].compute(**given)
         raise UnsupportedError(f"its code computes with the attention mask itself ({operation.__name__})")
 
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedError(f"its code computes with the attention mask itself ([{index}])")
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
