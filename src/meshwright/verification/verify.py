@@ -29,6 +29,7 @@ from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.shares import shares_of
 
 from . import coverage
+from .aspects import sight
 from .aspects.float8 import refuse_unseen
 from .aspects.random_numbers import Nature, draws, nature, random_differences
 from .aspects.routes import flips
@@ -203,7 +204,9 @@ def _compared(
             problem = replace(problem, evaluating=False)
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
-        told = filter(None, (said, coverage.of_means(problem)))
+        is_wrong = number == 0 and any(difference.is_beyond for difference in compared)
+        seen = sight.explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
+        told = filter(None, (said, seen, coverage.of_means(problem)))
         yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *told))
 
 

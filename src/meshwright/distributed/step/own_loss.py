@@ -68,8 +68,8 @@ def check(
         if cuts_rows and math.isfinite(once) and not _near(sum(parts), once):
             raise ConfigError(
                 f"loss_fn gives {once:.5g} for rows of {SEQ} tokens, and {sum(parts):.5g} for their tokens in two"
-                f" parts: it does not add up over tokens, and layout.cp cuts rows over ranks. Leave what looks at several"
-                f" tokens out of it, or set layout.cp = 1."
+                f" parts: it does not add up over tokens, and layout.cp cuts rows over ranks. Leave what looks at"
+                f" several tokens out of it, or set layout.cp = 1."
             )
         return
     found = f"loss_fn gives {once:.5g} for {ROWS} rows and {twice:.5g} for the same rows twice"
