@@ -26,7 +26,14 @@ from support.mixing import (
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import attention, rehearsal, runtime
-from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, refuse_length, rehearse, rehearsed
+from meshwright.distributed.context.rehearsal import (
+    LARGEST_ERROR,
+    prove,
+    refuse_length,
+    refuse_own_positions,
+    rehearse,
+    rehearsed,
+)
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
@@ -120,7 +127,7 @@ def errors(build, ranks: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", EQUAL)
 def test_cut_rows_compute_what_one_process_does(name, ranks):
     found = errors(EQUAL[name], ranks)
-    assert set(found) == {"plain", "packed"} and max(found.values()) < 1e-12, found
+    assert set(found) == {"plain", "packed", "without positions"} and max(found.values()) < 1e-12, found
 
 
 def test_rules_of_masks_are_measured():
@@ -268,6 +275,30 @@ def test_the_rehearsal_finds(monkeypatch, fault):
         except UnsupportedError:
             worst = torch.inf
     assert not worst <= 1e3 * LARGEST_ERROR
+
+
+class OwnPositions(Model):
+    """A model whose rows begin at 2 where it is given no positions, as RoBERTa's."""
+
+    def forward(self, tokens, positions=None, document_ids=None):
+        positions = torch.arange(tokens.shape[1]) + 2 if positions is None else positions
+        return super().forward(tokens, positions, document_ids)
+
+
+def test_positions_that_a_model_makes_otherwise_are_seen_when_a_batch_has_none():
+    for build, words in (
+        (lambda: Model(causal, longest=70), ""),
+        (lambda: OwnPositions(causal), "without positions, and"),
+    ):
+        facts = model_facts(build())
+        made = plan(facts, Layout(dp_shard=1, cp=2)).context
+        assert made is not None
+        prove(facts, made)
+        if not words:
+            refuse_own_positions(facts, made)
+            continue
+        with pytest.raises(UnsupportedError, match=words + ".* Give batches positions, or set layout.cp = 1."):
+            refuse_own_positions(facts, made)
 
 
 class StatedRule(Model):

@@ -12,7 +12,7 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from .rehearsal import refuse_length, refuse_padding
+from .rehearsal import refuse_length, refuse_own_positions, refuse_padding
 from .runtime import Checks, ContextRuntime, wrap_modules
 
 
@@ -20,7 +20,9 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
     """Intercept the calls of attention that the plan names, for rows cut over a mesh axis."""
     assert plan.context is not None
     ranks, context = ProcessGroupRanks(mesh.get_group()), plan.context
-    checks = Checks(partial(refuse_padding, facts, context), partial(refuse_length, facts, context))
+    checks = Checks(
+        *(partial(check, facts, context) for check in (refuse_padding, refuse_own_positions, refuse_length))
+    )
     wrap_modules(model, context, ranks, checks)
     return model
 

@@ -26,6 +26,10 @@ from meshwright.planning.context.plan import ContextPlan
 from .rows import MASK, CutRows, select
 from .runtime import wrap_modules
 
+PADDED = {"padded behind": slice(-3, None), "padded before": slice(0, 3)}
+WITHOUT_POSITIONS = "without positions"
+INSTEAD = {WITHOUT_POSITIONS: "Give batches positions", **dict.fromkeys(PADDED, "Leave attention_mask out")}
+"""By kind of batch, what else can be done than to leave rows whole."""
 LARGEST_ERROR = 1e-6
 """In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
 
@@ -36,24 +40,27 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> None:
     Raises:
         UnsupportedError: the plan does not give what one process gives; the text names the module.
     """
-    if plan in facts.measurements.proven or facts.module is None:
-        return
-    model = facts.measurements.small()
-    for kind, batch in rehearsed(model).items():
-        if not kind.startswith("padded"):
-            _refuse_wrong(facts, plan, model, kind, batch)
-    facts.measurements.proven.add(plan)
+    _prove(facts, plan, ("plain", "packed"))
 
 
 def refuse_padding(facts: ModelFacts, plan: ContextPlan) -> None:
     """Rehearse batches with a padding mask, unless they were before; raises UnsupportedError as ``prove`` does."""
-    if (plan, MASK) in facts.measurements.proven or facts.module is None:
+    _prove(facts, plan, tuple(PADDED))
+
+
+def refuse_own_positions(facts: ModelFacts, plan: ContextPlan) -> None:
+    """Rehearse batches without positions, of a model that takes such: it may make others than 0, 1, 2 …"""
+    _prove(facts, plan, (WITHOUT_POSITIONS,))
+
+
+def _prove(facts: ModelFacts, plan: ContextPlan, kinds: tuple[str, ...]) -> None:
+    if (plan, kinds) in facts.measurements.proven or facts.module is None:
         return
     model = facts.measurements.small()
     for kind, batch in rehearsed(model).items():
-        if kind.startswith("padded"):
+        if kind in kinds:
             _refuse_wrong(facts, plan, model, kind, batch)
-    facts.measurements.proven.add((plan, MASK))
+    facts.measurements.proven.add((plan, kinds))
 
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
@@ -67,7 +74,7 @@ def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
 
 def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> None:
     start = f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}, and"
-    end = "Set layout.cp = 1." if not kind.startswith("padded") else "Leave attention_mask out, or set layout.cp = 1."
+    end = f"{INSTEAD[kind]}, or set layout.cp = 1." if kind in INSTEAD else "Set layout.cp = 1."
     try:
         errors = rehearse(model, plan, batch)
     except Exception as error:
@@ -85,9 +92,11 @@ def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: 
 def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Make the rehearsed batches: plain rows, packed documents and padding, as far as the model takes them."""
     made: dict[str, dict[str, Tensor]] = dict(zip(("plain", "packed"), batches(model, LENGTHS[1:]), strict=False))
-    if MASK in Signature.of(model).arguments:
-        tokens = made["plain"]["tokens"]
-        for kind, where in (("padded behind", slice(-3, None)), ("padded before", slice(0, 3))):
+    signature, tokens = Signature.of(model), made["plain"]["tokens"]
+    if signature.takes["positions"] is not None:
+        made[WITHOUT_POSITIONS] = {"tokens": tokens}
+    if MASK in signature.arguments:
+        for kind, where in PADDED.items():
             mask = torch.ones_like(tokens)
             mask[1, where] = 0
             made[kind] = {"tokens": tokens, MASK: mask}

@@ -40,10 +40,12 @@ class Checks:
 
     Attributes:
         padding: the model can be given a padding mask in parts.
+        positions: the model's positions are 0, 1, 2 … where it is given none.
         length: masks follow the measured rules in rows of so many tokens.
     """
 
     padding: Callable[[], None] = lambda: None
+    positions: Callable[[], None] = lambda: None
     length: Callable[[int], None] = lambda length: None
 
 
@@ -83,6 +85,8 @@ class ContextRuntime:
         """
         if MASK in batch:
             self._checks.padding()
+        if signature.takes["positions"] is not None and "positions" not in batch:
+            self._checks.positions()
         self._checks.length(batch["tokens"].shape[1])
         rows = self._cut_rows(batch, device)
         return cut_batch(_completed(batch, self.plan, signature), rows)

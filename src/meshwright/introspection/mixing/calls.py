@@ -103,7 +103,7 @@ def measure_mixing(model: nn.Module) -> Mixing:
     masks: list[list[MaskFunction]] = []
     given = list(batches(model))
     for batch in given:
-        recorder = record(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
+        recorder = _recorded(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
         masks.append(recorder.masks)
         for path, call in recorder.calls:
             seen.setdefault(path, []).append((call, inputs))
@@ -114,6 +114,18 @@ def measure_mixing(model: nn.Module) -> Mixing:
         )
     callers = [_caller(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
     return Mixing(tuple(_callers_of(original, callers)), base, _packed(masks, given[-1]) if len(given) > 1 else ())
+
+
+def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:
+    try:
+        return record(model, inputs)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the attention of {type(model).__name__} cannot be measured: a small copy fails with"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 def small_copy(model: nn.Module) -> nn.Module:
