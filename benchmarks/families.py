@@ -210,7 +210,7 @@ def batches() -> list[dict[str, Any]]:
     return made
 
 
-def alone(family: str, dtype: str) -> list[tuple[float, dict[str, Any]]]:
+def alone(family: str, dtype: str = "float32") -> list[tuple[float, dict[str, Any]]]:
     """The loss and the gradients of each step, in one process, by plain torch."""
     import torch
     import torch.nn.functional as F

@@ -120,8 +120,9 @@ class Cell:
         sizes = cut | (DEEP if layout.pp > 1 else {})
         found = [(replace(model, **sizes), self._legal(dtypes)) for model, dtypes in self.column.parts]
         if layout.ep > 1:
+            softmax = SOFTMAX if layout.cp == 1 else replace(SOFTMAX, sequence_loss=0.0)  # of whole sequences
             found = [
-                (replace(model, moe=SOFTMAX if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found
+                (replace(model, moe=softmax if model.tied_embeddings else SIGMOID), dtypes) for model, dtypes in found
             ]
         return tuple(found)
 

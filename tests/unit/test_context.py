@@ -28,9 +28,10 @@ from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import attention, rehearsal, runtime
 from meshwright.distributed.context.rehearsal import (
     LARGEST_ERROR,
+    WITHOUT_POSITIONS,
     prove,
+    refuse,
     refuse_length,
-    refuse_own_positions,
     rehearse,
     rehearsed,
 )
@@ -263,6 +264,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.kills("context", "fault")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_rehearsal_finds(monkeypatch, fault):
     model = small_copy(Model(windowed) if fault is window_off_by_one else decoder())
@@ -295,10 +297,10 @@ def test_positions_that_a_model_makes_otherwise_are_seen_when_a_batch_has_none()
         assert made is not None
         prove(facts, made)
         if not words:
-            refuse_own_positions(facts, made)
+            refuse(facts, made, WITHOUT_POSITIONS)
             continue
         with pytest.raises(UnsupportedError, match=words + ".* Give batches positions, or set layout.cp = 1."):
-            refuse_own_positions(facts, made)
+            refuse(facts, made, WITHOUT_POSITIONS)
 
 
 class StatedRule(Model):

@@ -464,6 +464,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.kills("context", "fault")
 @pytest.mark.parametrize(("fault", "method", "case"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_comparison_finds(monkeypatch, fault, method, case):
     fault(monkeypatch)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import FusedPart
-from meshwright.distributed.tensor import ends, functions, group, layers, loss, normed, rehearsal
+from meshwright.distributed.exchange import ranks as exchange
+from meshwright.distributed.exchange import threads
+from meshwright.distributed.tensor import ends, functions, layers, loss, normed, rehearsal
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
@@ -260,7 +262,7 @@ def in_backward(kind: type[functions.Sequence], node: Any = functions._ColumnPar
 
 class Unreduced(functions.Sequence):
     def reduced(self, x: Tensor) -> Tensor:
-        return group.own_share(x, self.group.rank, self.group.size)
+        return exchange.own_share(x, self.group.rank, self.group.size)
 
 
 def gathered_but_not_reduced() -> AbstractContextManager:
@@ -268,11 +270,11 @@ def gathered_but_not_reduced() -> AbstractContextManager:
 
 
 def filled_up_at_the_front() -> AbstractContextManager:
-    def by_rank(x: Tensor, size: int, whole: Any = group.by_rank) -> Tensor:
+    def by_rank(x: Tensor, size: int, whole: Any = exchange.by_rank) -> Tensor:
         missing = -x.shape[1] % size
         return whole(torch.cat([x[:, :missing] * 0, x], dim=1), size)
 
-    return patch.object(rehearsal, "by_rank", by_rank)
+    return patch.object(threads, "by_rank", by_rank)
 
 
 def bias_on_every_rank() -> AbstractContextManager:
@@ -339,7 +341,7 @@ def embedding_not_reduced() -> AbstractContextManager:
 
 
 def maxima_of_own_logits() -> AbstractContextManager:
-    return patch.object(rehearsal.Thread, "largest", lambda self, x: x)
+    return patch.object(threads.Thread, "largest", lambda self, x: x)
 
 
 class Flipped(functions.Sequence):
@@ -405,20 +407,20 @@ def test_a_plan_that_was_proved_is_not_rehearsed_again(monkeypatch):
 
 
 def test_a_rank_that_fails_frees_the_others():
-    def job(thread: rehearsal.Thread) -> Tensor:
+    def job(thread: threads.Thread) -> Tensor:
         if thread.rank == 1:
             raise ValueError("one rank fails")
         return thread.sum(torch.ones(1))
 
     with pytest.raises(ValueError, match="one rank fails"):
-        rehearsal.on_threads(3, job)
+        threads.on_threads(3, job)
 
 
 def test_threads_carry_what_process_groups_carry():
     whole = torch.arange(2 * 7 * 3.0).view(2, 7, 3)
 
-    def job(thread: rehearsal.Thread) -> tuple[Tensor, ...]:
-        mine = group.own_share(whole, thread.rank, thread.size)
+    def job(thread: threads.Thread) -> tuple[Tensor, ...]:
+        mine = exchange.own_share(whole, thread.rank, thread.size)
         return (
             thread.gather(mine, 7),
             thread.scatter(whole),
@@ -426,8 +428,8 @@ def test_threads_carry_what_process_groups_carry():
             thread.largest(whole[0, 0] * thread.rank),
         )
 
-    for rank, (gathered, scattered, features, largest) in enumerate(rehearsal.on_threads(4, job)):
-        assert torch.equal(gathered, whole) and torch.equal(scattered, 4 * group.own_share(whole, rank, 4))
+    for rank, (gathered, scattered, features, largest) in enumerate(threads.on_threads(4, job)):
+        assert torch.equal(gathered, whole) and torch.equal(scattered, 4 * exchange.own_share(whole, rank, 4))
         assert torch.equal(features, whole[..., 0].expand(4, 2, 7)) and torch.equal(largest, 3 * whole[0, 0])
 
 

@@ -25,6 +25,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 
 from . import order
+from .context.rehearsal import keep_for_batches
 from .context.rehearsal import prove as prove_context
 from .float8.float8 import refuse_absent
 from .mesh import build_mesh, known_mesh, plan_sizes
@@ -105,9 +106,9 @@ def parallelize(
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
         refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
-    _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
+    refused = _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
     if plan.context is not None:
-        facts.measurements.small()  # for batches of another kind than those that were rehearsed
+        keep_for_batches(facts, plan.context, refused)
     _refuse_other_mesh(plan, mesh)
     if loss_fn is not None:
         own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), cuts_rows=plan.context is not None)
@@ -125,20 +126,25 @@ def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
     return agree.decided_once(decide) if is_world else decide()
 
 
-def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> None:
+def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> dict[str, str]:
     """Rehearse plans that were only measured; one rank suffices, since a model's small copies are alike.
 
     Args:
         with_own_loss: the cross entropy of logits is the loss, so the model must have no other terms in its own.
+
+    Returns:
+        Why some kinds of batches are refused where rows are cut (``context.rehearsal.prove``).
     """
+    refused: dict[str, str] = {}
     if with_own_loss:
         own_loss.refuse_dropped(facts)
     if plan.tensor is not None:
         prove(facts, plan.tensor)
     if plan.context is not None:
-        prove_context(facts, plan.context)
+        refused = prove_context(facts, plan.context)
     if plan.pipeline is not None:
         prove_stages(facts, plan.pipeline, plan.size(Axis.TP))
+    return refused
 
 
 def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | None:

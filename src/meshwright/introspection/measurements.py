@@ -33,6 +33,7 @@ class Measurements:
 
     Attributes:
         proven: plans that a rehearsal found equal to one process, with the settings of the rehearsal.
+        refused: by plan, why some kinds of batches are refused; "" for those that are not.
     """
 
     def __init__(self, model: nn.Module | None = None):
@@ -40,6 +41,7 @@ class Measurements:
         self._hints = NONE if model is None else hints_of(model)
         self._answers: dict[Hashable, object] = {}
         self.proven: set[Hashable] = set()
+        self.refused: dict[Hashable, dict[str, str]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Measurements:
         return Measurements()  # the copy of a model is another model

@@ -12,7 +12,7 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from .rehearsal import refuse_length, refuse_own_positions, refuse_padding
+from .rehearsal import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
 from .runtime import Checks, ContextRuntime, wrap_modules
 
 
@@ -21,7 +21,9 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
     assert plan.context is not None
     ranks, context = ProcessGroupRanks(mesh.get_group()), plan.context
     checks = Checks(
-        *(partial(check, facts, context) for check in (refuse_padding, refuse_own_positions, refuse_length))
+        padding=partial(refuse, facts, context, *PADDED),
+        positions=partial(refuse, facts, context, WITHOUT_POSITIONS),
+        length=partial(refuse_length, facts, context),
     )
     wrap_modules(model, context, ranks, checks)
     return model

@@ -17,7 +17,7 @@ from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
+from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks, small_copy
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -34,33 +34,39 @@ LARGEST_ERROR = 1e-6
 """In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
 
 
-def prove(facts: ModelFacts, plan: ContextPlan) -> None:
+def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
     """Rehearse the plan on a small copy of the model, unless it was before. No communication.
+
+    Returns:
+        By kind of batch that only some runs have, why it is refused, or "".
 
     Raises:
         UnsupportedError: the plan does not give what one process gives; the text names the module.
     """
-    _prove(facts, plan, ("plain", "packed"))
+    known = facts.measurements.refused
+    if plan not in known and facts.module is not None:
+        model = small_copy(facts.module)
+        found = {kind: _why_wrong(facts, plan, model, kind, batch) for kind, batch in rehearsed(model).items()}
+        for kind in ("plain", "packed"):
+            if why := found.pop(kind, ""):
+                raise UnsupportedError(why)
+        known[plan] = found
+    return known.get(plan, {})
 
 
-def refuse_padding(facts: ModelFacts, plan: ContextPlan) -> None:
-    """Rehearse batches with a padding mask, unless they were before; raises UnsupportedError as ``prove`` does."""
-    _prove(facts, plan, tuple(PADDED))
+def refuse(facts: ModelFacts, plan: ContextPlan, *kinds: str) -> None:
+    """Raise UnsupportedError where the rehearsal of batches of some kind differed from one process."""
+    found = prove(facts, plan)
+    for kind in kinds:
+        if why := found.get(kind):
+            raise UnsupportedError(why)
 
 
-def refuse_own_positions(facts: ModelFacts, plan: ContextPlan) -> None:
-    """Rehearse batches without positions, of a model that takes such: it may make others than 0, 1, 2 …"""
-    _prove(facts, plan, (WITHOUT_POSITIONS,))
-
-
-def _prove(facts: ModelFacts, plan: ContextPlan, kinds: tuple[str, ...]) -> None:
-    if (plan, kinds) in facts.measurements.proven or facts.module is None:
-        return
-    model = facts.measurements.small()
-    for kind, batch in rehearsed(model).items():
-        if kind in kinds:
-            _refuse_wrong(facts, plan, model, kind, batch)
-    facts.measurements.proven.add((plan, kinds))
+def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, str]) -> None:
+    """Keep what batches may need to be refused by: another rank's verdicts, and a small copy if masks are tensors."""
+    facts.measurements.refused[plan] = refused
+    if any(caller.is_dense for caller in plan.mixing.callers):
+        facts.measurements.small()  # a model that is laid out cannot be copied any more
 
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
@@ -72,21 +78,21 @@ def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
     facts.measurements.proven.add((plan, length))
 
 
-def _refuse_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> None:
+def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> str:
+    """Rehearse one batch, and say how it differs from one process; "" if it does not."""
     start = f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}, and"
     end = f"{INSTEAD[kind]}, or set layout.cp = 1." if kind in INSTEAD else "Set layout.cp = 1."
     try:
         errors = rehearse(model, plan, batch)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
-        ) from error
+    except Exception as error:  # noqa: BLE001  (whatever a model's code raises on a part of its rows)
+        return f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if not errors[worst] <= LARGEST_ERROR:
-        what = "the loss" if worst == "loss" else f"the gradient of {worst}"
-        where = first_apart(model, plan, batch)
-        mixes = f" {where} mixes tokens by a way that is not intercepted." if where else ""
-        raise UnsupportedError(f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}")
+    if errors[worst] <= LARGEST_ERROR:
+        return ""
+    what = "the loss" if worst == "loss" else f"the gradient of {worst}"
+    where = first_apart(model, plan, batch)
+    mixes = f" {where} mixes tokens by a way that is not intercepted." if where else ""
+    return f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}"
 
 
 def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
