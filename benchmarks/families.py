@@ -259,7 +259,10 @@ def judge(family: str, sizes: dict[str, int], dtype: str = "float32") -> Result:
     errors = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     worst, names = "", set()
     for batch, (loss, gradients) in zip(batches(), expected, strict=True):
-        found = model.forward_backward({key: value.chunk(ranks)[rank] for key, value in batch.items()})
+        try:
+            found = model.forward_backward({key: value.chunk(ranks)[rank] for key, value in batch.items()})
+        except MeshwrightError as error:
+            return {"refused": str(error).splitlines()[0]}
         errors["loss"] = _larger(errors["loss"], abs(float(found) - loss) / abs(loss))
         norm = float(torch.stack([gradients[name].norm() for name in once]).norm())
         for name, parameter in model.named_parameters():

@@ -38,7 +38,7 @@ from meshwright.distributed.context.rehearsal import (
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing import masks, values
+from meshwright.introspection.mixing import calls, masks, values
 from meshwright.introspection.mixing.calls import measure_mixing, small_copy
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
@@ -161,6 +161,18 @@ def test_what_mixes_tokens_otherwise_is_refused(name):
         made = plan(facts, Layout(dp_shard=1, cp=2))
         assert made.context is not None
         prove(facts, made.context)
+
+
+class FloatAlone(Model):
+    """A model that cannot run in float64, as small copies do."""
+
+    def forward(self, tokens, positions=None, document_ids=None):
+        return super().forward(tokens, positions, document_ids) @ torch.eye(61)
+
+
+def test_a_model_whose_small_copy_fails_is_refused_in_words():
+    with pytest.raises(UnsupportedError, match="cannot be measured: a small copy fails with RuntimeError"):
+        calls.measure_mixing(FloatAlone(causal).double())
 
 
 def test_a_refusal_names_the_module_that_mixes_tokens():

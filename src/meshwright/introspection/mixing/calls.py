@@ -177,6 +177,7 @@ def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[di
 
 
 def _longest(model: nn.Module, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    last: Exception | None = None
     for length in lengths:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
@@ -185,10 +186,12 @@ def _longest(model: nn.Module, lengths: tuple[int, ...]) -> dict[str, Tensor]:
             with torch.no_grad():
                 model(**Signature.of(model).inputs(plain, torch.device("cpu")))
             return plain
-        except Exception:  # a shorter row may do
-            if length == lengths[-1]:
-                raise
-    raise AssertionError("no lengths")
+        except Exception as error:  # noqa: BLE001  (a shorter row may do)
+            last = error
+    raise UnsupportedError(
+        f"the attention of {type(model).__name__} cannot be measured: a small copy fails with {type(last).__name__}:"
+        f" {last}"
+    ) from last
 
 
 def documents_of(length: int, shift: int) -> Tensor:
