@@ -271,7 +271,8 @@ def measure_families(args: argparse.Namespace) -> bool:
     from meshwright import UnsupportedError
     from meshwright.distributed.context import blocks
     from meshwright.distributed.context.rehearsal import LARGEST_ERROR, rehearse, rehearsed
-    from meshwright.introspection.mixing.calls import measure_mixing, small_copy
+    from meshwright.introspection.mixing.calls import small_copy
+    from meshwright.introspection.mixing.measure import measure_mixing
     from meshwright.planning.context.methods import KINDS, Bytes
     from meshwright.planning.context.plan import plan_methods
 

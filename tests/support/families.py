@@ -99,14 +99,40 @@ SPARSE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS},
 }
 """Families with experts, besides ``gpt_oss``, ``mixtral`` and ``qwen3_moe``."""
+RECURRENT: dict[str, dict[str, Any]] = {
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+        "num_experts": 4,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 4, "chunk_size": 8},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **EXPERTS,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32},
+    "rwkv": {"attention_hidden_size": 32},
+}
+"""Families whose tokens meet in recurrences, linear attention or convolutions."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    sizes = {
-        key: value for key, value in (SIZES | (OWN | MORE | SPARSE)[family] | changes).items() if value is not None
-    }
+    given = SIZES | (OWN | MORE | SPARSE | RECURRENT)[family] | changes
+    sizes = {key: value for key, value in given.items() if value is not None}
     config = AutoConfig.for_model(sizes.pop("of", family)).__class__(**sizes)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= VOCABULARY:

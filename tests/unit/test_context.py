@@ -14,7 +14,6 @@ from support.mixing import (
     WithoutPositions,
     added,
     biased,
-    by_hand,
     causal,
     every_other,
     far_window,
@@ -38,8 +37,9 @@ from meshwright.distributed.context.rehearsal import (
 from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing import calls, masks, values
-from meshwright.introspection.mixing.calls import measure_mixing, small_copy
+from meshwright.introspection.mixing import masks, values
+from meshwright.introspection.mixing.calls import small_copy
+from meshwright.introspection.mixing.measure import measure_mixing
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
@@ -146,7 +146,6 @@ def test_rules_of_masks_are_measured():
 REFUSED = {
     "ALiBi": (lambda: Model(biased), "a mask adds numbers to the scores of attention"),
     "every other": (lambda: Model(every_other), "the mask of attentions.0 follows no rule"),
-    "by hand": (lambda: Model(by_hand), "calls attention neither through transformers' interface nor by"),
     "none": (WithoutAttention, "calls attention neither through transformers' interface nor by"),
     "shift": (lambda: Model(causal, shifted), "is wrong"),
     "own positions": (lambda: WithoutPositions(causal), r"places \(Embedding\)|is wrong"),
@@ -172,18 +171,31 @@ class FloatAlone(Model):
 
 def test_a_model_whose_small_copy_fails_is_refused_in_words():
     with pytest.raises(UnsupportedError, match="cannot be measured: a small copy fails with RuntimeError"):
-        calls.measure_mixing(FloatAlone(causal).double())
+        measure_mixing(FloatAlone(causal).double())
+
+
+class Pairs(torch.nn.Module):
+    """Mixes tokens by weights that it is given for each pair of them."""
+
+    def forward(self, x, weights):
+        return weights @ x
+
+
+class GivenPairs(Model):
+    def __init__(self):
+        super().__init__(causal, Pairs())
+
+    def forward(self, tokens):
+        weights = torch.ones(tokens.shape[1], tokens.shape[1], dtype=self.head.weight.dtype).tril()
+        x = self.between(self.tokens(tokens), weights)
+        return self.head(x + self.attentions[0](x, None))
 
 
 def test_a_refusal_names_the_module_that_mixes_tokens():
-    class Mixer(torch.nn.Module):
-        def forward(self, x):
-            return shifted(x)
-
-    facts = model_facts(Model(causal, Mixer()))
+    facts = model_facts(GivenPairs())
     made = plan(facts, Layout(dp_shard=1, cp=2))
-    assert made.context is not None
-    with pytest.raises(UnsupportedError, match=r"between \(Mixer\) mixes tokens by a way that is not intercepted"):
+    assert made.context is not None and not made.context.mixers
+    with pytest.raises(UnsupportedError, match=r"between \(Pairs\) mixes or counts tokens by a way that is not"):
         prove(facts, made.context)
 
 

@@ -26,7 +26,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as devices_with_fused
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "BatchNorm",
@@ -40,9 +40,11 @@ __all__ = [
     "devices_with_foreach",
     "devices_with_fused",
     "is_traceable_wrapper_subclass",
+    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "without_modes",
 ]
 

@@ -13,7 +13,8 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
-from .mixing.calls import measure_mixing, small_copy
+from .mixing.calls import small_copy
+from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES
@@ -124,6 +125,10 @@ def _context(plan: Plan) -> list[str]:
     for (method, paths), found in alike.items():
         neighbours = f" among {method.neighbours}" if method.kind == "ulysses_ring" else ""
         lines.append(f"    {method.kind}{neighbours} for {len(found)} attentions {paths}: {method.why}")
+    mixers = Counter((m.kind, pattern(m.mixer.path), m.mixer.why, m.reason) for m in context.mixers)
+    for (kind, paths, why, reason), count in mixers.items():
+        work = f" on each rank, {context.ranks} times its work," if kind == "whole" else ""
+        lines.append(f"    {kind}{work} for {count} modules {paths} ({why}): {reason}")
     return lines
 
 

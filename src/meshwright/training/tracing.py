@@ -111,7 +111,10 @@ class TraceCheck:
             self._of_tensors("initial weight", self._parameters(), self.trace.initial, {})
         self._step, self._batch = self._step + 1, batch
         tokens = self.r.model.own_tokens(batch)
-        with observing(*self.r.model.parts, opaque=stack_paths(*self.r.model.parts), tokens=tokens) as self._observed:
+        model = self.r.model
+        context = model.plan.context
+        opaque = (*stack_paths(*model.parts), *(() if context is None else context.whole_row_modules))
+        with observing(*model.parts, opaque=opaque, tokens=tokens) as self._observed:
             yield
         self._gradients = sketches(
             {name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None}

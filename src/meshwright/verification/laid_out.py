@@ -72,6 +72,10 @@ class LaidOut:
         """Name modules whose output is another's in one process: sums of several layers are reduced at once."""
         return ()
 
+    def inside_unlike(self) -> tuple[str, ...]:
+        """Name modules that compute other tokens or heads inside than one process does, and return the same."""
+        return ()
+
     def backward_share(self, rows: Batch, batch: Batch) -> float:
         """Return the ratio of the gradients in this rank's backward to those of the mean over the whole batch."""
         return 1.0
@@ -96,6 +100,10 @@ class Ours(LaidOut):
     def summed_elsewhere(self) -> tuple[str, ...]:
         tensor = self.parallel.plan.tensor
         return () if tensor is None else tuple(path for kind in tensor.kinds for path in kind.summed_outputs())
+
+    def inside_unlike(self) -> tuple[str, ...]:
+        context = self.parallel.plan.context
+        return () if context is None else context.whole_row_modules
 
     def forward_backward(self, rows: Batch) -> float:
         return float(self.parallel.forward_backward(rows))

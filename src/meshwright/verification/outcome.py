@@ -47,6 +47,8 @@ class Seen:
     """Modules that ran compiled: nothing inside them was observed."""
     summed: tuple[str, ...] = ()
     """Modules whose outputs differ from one process's: see ``LaidOut.summed_elsewhere``."""
+    unlike: tuple[str, ...] = ()
+    """Modules whose insides differ from one process's: see ``LaidOut.inside_unlike``."""
     products: Products = field(default_factory=dict)
     """Multiplications in float8, in the first step."""
     sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
@@ -231,9 +233,10 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)),
         Seen(laid_out.place, laid_out.stage),
     )
-    seen.summed = laid_out.summed_elsewhere()
+    seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
     _sketch_initial(seen, named, laid_out.buffers())
-    opaque = stack_paths(*laid_out.models)
+    stacks = stack_paths(*laid_out.models)
+    opaque = (*stacks, *seen.unlike)
     noted: list[Routes] = []
     tokens: list[TokensOfRank] = []
     for step in range(1, problem.steps + 1):
@@ -245,7 +248,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
             if watches(problem, step)
             else nullcontext(Observed())
         )
-        noted_routes = noting(laid_out.models if opaque and not problem.techniques.get("compile") else ())
+        noted_routes = noting(laid_out.models if stacks and not problem.techniques.get("compile") else ())
         with watched as observed, noted_routes as routes, counting(seen.products, problem, step):
             outcome.losses.append(laid_out.forward_backward(mine))
         noted.append(routes)

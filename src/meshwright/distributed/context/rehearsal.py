@@ -17,10 +17,12 @@ from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks, small_copy
+from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import samples_of
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -45,13 +47,21 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
     """
     known = facts.measurements.refused
     if plan not in known and facts.module is not None:
-        model = small_copy(facts.module)
-        found = {kind: _why_wrong(facts, plan, model, kind, batch) for kind, batch in rehearsed(model).items()}
+        model, plan_of_copy = small_and_plan(facts, plan)
+        found = {kind: _why_wrong(facts, plan_of_copy, model, kind, batch) for kind, batch in rehearsed(model).items()}
         for kind in ("plain", "packed"):
             if why := found.pop(kind, ""):
                 raise UnsupportedError(why)
         known[plan] = found
     return known.get(plan, {})
+
+
+def small_and_plan(facts: ModelFacts, plan: ContextPlan) -> tuple[nn.Module, ContextPlan]:
+    """Return a small copy with heads for all ranks, and the plan for the copy."""
+    model = facts.module
+    assert model is not None
+    sample = next(iter(samples_of(model, Signature.of(model).takes, plan.ranks if plan.mixers else 1)))
+    return sample.model, plan.for_sample(sample, model)
 
 
 def refuse(facts: ModelFacts, plan: ContextPlan, *kinds: str) -> None:
@@ -89,9 +99,11 @@ def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if errors[worst] <= LARGEST_ERROR:
         return ""
+    if is_rounding(errors, LARGEST_ERROR, model, lambda made: _loss_of(made, batch)[0]):
+        return ""
     what = "the loss" if worst == "loss" else f"the gradient of {worst}"
     where = first_apart(model, plan, batch)
-    mixes = f" {where} mixes tokens by a way that is not intercepted." if where else ""
+    mixes = f" {where} mixes or counts tokens by a way that is not intercepted." if where else ""
     return f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}"
 
 
@@ -111,12 +123,8 @@ def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process."""
-    signature = Signature.of(model)
     reference = copy_of(model)
-    logits = logits_of(reference(**signature.inputs(batch, torch.device("cpu"))))
-    labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
-    labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss, labels = _loss_of(reference, batch)
     loss.backward()
     batch = batch | {"labels": labels}
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group))
@@ -127,6 +135,14 @@ def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> d
         total = torch.stack([gradients[name] for _, gradients in found]).sum(0)
         errors[name] = float((total - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
+
+
+def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return one process's loss, and the labels (rows, length)."""
+    logits = logits_of(model(**Signature.of(model).inputs(batch, torch.device("cpu"))))
+    labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
+    labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), labels
 
 
 def _on_rank(

@@ -30,6 +30,7 @@ from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
+from .mixers import wrap_mixer
 from .reaches import Reaches
 from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows
 
@@ -207,6 +208,10 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
             remember(module, Handled(OfCaller(runtime, caller)))
         else:
             intercept_sdpa(module, OfCaller(runtime, caller), change)
+
+    for planned in plan.mixers:
+        if planned.mixer.path in modules:
+            wrap_mixer(model, planned, runtime)
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def context_forward(*args: Any, **kwargs: Any) -> Any:

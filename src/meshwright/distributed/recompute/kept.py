@@ -58,6 +58,16 @@ def attended(compute: Callable[[], Tensor], *, exchanges: bool = False) -> Tenso
     return modes[-1].attention(compute, exchanges) if modes else compute()
 
 
+@contextmanager
+def outside_of_regions() -> Iterator[None]:
+    """Inside, what is exchanged belongs to no region: it is not sent again by a recomputation, nor kept for one."""
+    modes, _running.modes = getattr(_running, "modes", None), None
+    try:
+        yield
+    finally:
+        _running.modes = modes
+
+
 def leaving(output: Any) -> Any:
     """Return what a region's forward returns: others may write into it, so that what is kept of it is copied first."""
     modes = getattr(_running, "modes", None)
@@ -132,7 +142,7 @@ class _Mode(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._calls.clear()
-        if not hasattr(_running, "modes"):
+        if getattr(_running, "modes", None) is None:
             _running.modes = []
         _running.modes.append(self)
         return super().__enter__()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.calls import argument, with_arguments, without_values
 from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import restore_streams, streams
@@ -15,7 +16,7 @@ from meshwright.distributed.weights.shards import seed_of
 
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
-from .runtime import LossRequest, LossSite, Runtime, argument, local, with_arguments, without_values
+from .runtime import LossRequest, LossSite, Runtime, local
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:

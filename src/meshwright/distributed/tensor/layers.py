@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.calls import argument, with_arguments
 from meshwright.core.parts import FusedPart, ranges
 from meshwright.core.record import wrap
 from meshwright.distributed.exchange.ranks import own_share
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products, products_of
-from meshwright.introspection.structure.local_form import LocalForm, LocalNumber, share_of
+from meshwright.introspection.structure.local_form import LocalForm, counting_locally, share_of
 from meshwright.models.moe import Router
 from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions
-from .runtime import Runtime, argument, local, with_arguments
+from .runtime import Runtime, local
 from .sums import summing_copies
 
 
@@ -222,31 +221,6 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
         return container_forward
 
     wrap(module, make, f"this rank's share of tp {runtime.group.size}")
-
-
-@contextmanager
-def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[None]:
-    """Inside, modules count what is on this rank; outside, nobody sees another number.
-
-    A config is replaced and never written to.
-    """
-    kept: list[tuple[nn.Module, str, Any]] = []
-    try:
-        for module, number in numbers:
-            name, _, rest = number.name.partition(".")
-            before = getattr(module, name)
-            kept.append((module, name, before))
-            value: Any = before
-            if rest:
-                value = copy.copy(before)
-                setattr(value, rest, number.of(getattr(before, rest)))
-            else:
-                value = number.of(before)
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, before in reversed(kept):
-            setattr(module, name, before)
 
 
 def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.calls import holding
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.distributed.float8 import agreed
@@ -21,7 +22,7 @@ from meshwright.distributed.float8.products import Products
 from . import functions
 from .functions import now_or_later
 from .layers import ColumnLayer, SharedInput
-from .runtime import Runtime, holding, local
+from .runtime import Runtime, local
 from .sequence import Sequence as TokenSequence
 
 Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]

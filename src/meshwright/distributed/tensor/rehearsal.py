@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from meshwright.core.parts import is_plain, ranges, take
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.premises.narrowing import narrows
+from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.planning.tensor.plan import TensorPlan
@@ -31,8 +32,6 @@ from .runtime import LossRequest, Runtime
 
 LARGEST_ERROR = 1e-6
 """In fp64, relative."""
-ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
-"""Of models that compute in fp32 inside: times what weights rounded to fp32 change, and no more than the other."""
 
 
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
@@ -58,7 +57,8 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
                 _refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")
             ) from error
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        if not errors[worst] <= LARGEST_ERROR and not _is_rounding(errors, sample.model, inputs):
+        loss_of = partial(_loss_for, inputs)
+        if not errors[worst] <= LARGEST_ERROR and not is_rounding(errors, LARGEST_ERROR, sample.model, loss_of):
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
     facts.measurements.proven.add((plan, sums_at_once))
@@ -120,29 +120,6 @@ def rehearse(
         off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN where one is
         errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
-
-
-def _is_rounding(errors: dict[str, float], model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Tell whether a model that computes in fp32 inside is not exact to more."""
-    if not narrows(lambda: model(**inputs)):
-        return False
-    gradients: list[dict[str, Tensor]] = []
-    for rounds in (False, True):
-        one = copy_of(model)
-        if rounds:
-            for parameter in one.parameters():
-                parameter.data = parameter.data.float().double()
-        loss = _loss_of(logits_of(one(**inputs)))
-        loss.backward()
-        gradients.append(
-            {clean(name): p.grad for name, p in one.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
-        )
-    exact, rounded = gradients
-    moved = {name: float((rounded[name] - value).norm() / value.norm()) for name, value in exact.items()}
-    return all(
-        error <= max(LARGEST_ERROR, min(ROUNDED * moved.get(name, 0.0), LARGEST_ROUNDED))
-        for name, error in errors.items()
-    )
 
 
 class Resting:
@@ -234,6 +211,10 @@ def _wholes(
             here = whole.narrow(dim, low, high - low)
             here.copy_(piece) if copies_are_sums else here.add_(piece)
     return [whole]
+
+
+def _loss_for(inputs: dict[str, Any], model: nn.Module) -> Tensor:
+    return _loss_of(logits_of(model(**inputs)))
 
 
 def _loss_of(logits: Tensor) -> Tensor:

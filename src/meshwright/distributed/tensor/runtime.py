@@ -6,7 +6,7 @@ A wrapped forward works on plain tensors, this rank's parts of the parameters, w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.core.calls import without_values
 from meshwright.core.record import recall, wrap
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.torch_private import local_part, spec_of
@@ -101,14 +102,6 @@ class Runtime(LossSite):
         return next((part for made, part in self._standing_for if made is x), x)
 
 
-def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
-    """Return a tensor of that shape that takes no memory.
-
-    Its values are not a number, so that code which reads them shows.
-    """
-    return like.detach().new_full((1,), torch.nan).expand(*shape)
-
-
 def runtime_of(model: nn.Module) -> Runtime | None:
     """Return what the wrapped modules of a cut model share; None of one that is not cut."""
     return recall(model, Runtime)
@@ -141,20 +134,6 @@ class _Local(torch.autograd.Function):
         if gradient.stride() != ctx.strides:  # the whole's strides follow from the part's
             gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
         return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
-
-
-class holding:
-    """Inside, the module's own parameters of these names are these tensors."""
-
-    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor | None]):
-        self._held, self._tensors = module.__dict__, tensors  # found before the parameter of the same name
-
-    def __enter__(self) -> None:
-        self._held.update(self._tensors)
-
-    def __exit__(self, *error: object) -> None:
-        for name in self._tensors:
-            self._held.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -228,14 +207,3 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
 def _is_gathered(parameter: Tensor | None) -> bool:
     """Tell whether it lies in parts over no axis but the tensor axis."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
-
-
-def argument(args: tuple, kwargs: dict[str, Any], key: int | str) -> Any:
-    return args[key] if isinstance(key, int) else kwargs[key]
-
-
-def with_arguments(args: tuple, kwargs: dict[str, Any], given: dict[int | str, Tensor]) -> tuple[tuple, dict[str, Any]]:
-    listed, named = list(args), dict(kwargs)
-    for key, value in given.items():
-        (listed if isinstance(key, int) else named)[key] = value  # type: ignore[index]
-    return tuple(listed), named

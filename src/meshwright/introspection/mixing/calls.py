@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean, pattern
+from meshwright.core.names import clean
 from meshwright.core.record import remember
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
-from meshwright.introspection.structure.experts import find_stacks
 
 from .arithmetic import allowed_of, arithmetic_of
 from .interception import (
@@ -24,12 +21,9 @@ from .interception import (
     Handled,
     SdpaCalls,
     handling,
-    intercept_transformers,
-    sdpa_call,
 )
-from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
-from .reach import rule_of
-from .values import Caller, MaskRule, Mixing, Sizes
+from .masks import MaskFunction, dense
+from .values import Caller, MaskRule, Sizes
 
 ROWS = 2
 LENGTHS = (48, 26, 13, 7, 4)
@@ -55,13 +49,6 @@ class Recorder:
         if not self.computes:
             return call.query.new_zeros((*call.query.shape[:3], call.value.shape[-1]))
         return call.as_given()
-
-
-class SizeRecorder(Recorder):
-    """A recorder for models on meta: nothing is computed, and masks are functions of places."""
-
-    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given)))
 
 
 @contextmanager
@@ -91,43 +78,6 @@ def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             hook.remove()
 
 
-def measure_mixing(model: nn.Module) -> Mixing:
-    """Find a model's calls of attention on a small copy.
-
-    Raises:
-        UnsupportedError: there are none, or a mask follows no known rule; the text names the module.
-    """
-    original, model = model, copy_of(small_copy(model))
-    base = intercept_transformers(model)
-    seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
-    masks: list[list[MaskFunction]] = []
-    given = list(batches(model))
-    for batch in given:
-        recorder = _recorded(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
-        masks.append(recorder.masks)
-        for path, call in recorder.calls:
-            seen.setdefault(path, []).append((call, inputs))
-    if not seen:
-        raise UnsupportedError(
-            f"{type(model).__name__} calls attention neither through transformers' interface nor by"
-            f" F.scaled_dot_product_attention"
-        )
-    callers = [_caller(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
-    return Mixing(tuple(_callers_of(original, callers)), base, _packed(masks, given[-1]) if len(given) > 1 else ())
-
-
-def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:
-    try:
-        return record(model, inputs)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"the attention of {type(model).__name__} cannot be measured: a small copy fails with"
-            f" {type(error).__name__}: {error}"
-        ) from error
-
-
 def small_copy(model: nn.Module) -> nn.Module:
     """Return the smallest copy of a model that computes; UnsupportedError where none does."""
     return next(iter(samples_of(model, Signature.of(model).takes, 1))).model
@@ -141,23 +91,6 @@ def record(model: nn.Module, inputs: dict[str, Any], recorder: Recorder | None =
     with torch.no_grad(), recording(model, recorder):
         model(**inputs)
     return recorder
-
-
-def _packed(masks: list[list[MaskFunction]], batch: dict[str, Tensor]) -> tuple[bool, ...]:
-    """Compare each mask of a packed batch with that of a plain one: does it keep runs of positions apart?"""
-    positions = batch["positions"]
-    segments = segments_of(positions)
-    assert segments is not None
-    rows, length = positions.shape
-    places = torch.arange(length)[None]
-    found = []
-    for plain, packed in zip(*masks, strict=True):
-        allowed = dense(packed, places, length, rows)
-        apart = dense(in_segments(plain, positions, segments), places, length, rows)
-        if not bool((allowed == apart).all() or (allowed == dense(plain, places, length, rows)).all()):
-            raise UnsupportedError("a mask of packed documents follows no known rule")
-        found.append(bool((allowed == apart).all()))
-    return tuple(found)
 
 
 def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[dict[str, Tensor]]:
@@ -201,64 +134,8 @@ def documents_of(length: int, shift: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(sizes) + 1), torch.cat((sizes, length - sizes.sum()[None])))
 
 
-def _callers_of(model: nn.Module, small: list[Caller]) -> Iterator[Caller]:
-    """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
-    measured, is_whole = _measured(model)
-    alike: dict[str, list[Caller]] = {}
-    for caller in small:
-        alike.setdefault(pattern(caller.path), []).append(caller)
-    known = {caller.path: caller for caller in small}
-    paths = [clean(path) for path, _ in model.named_modules()]
-    for path in measured if is_whole else (path for path in paths if pattern(path) in alike):
-        others = alike.get(pattern(path), [])
-        if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
-            raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
-        found = known.get(path) or others[0]
-        real = measured.get(path)
-        rule = found.rule if real is None or not found.interface else real.rule
-        yield replace(found, path=path, sizes=found.sizes if real is None else real.sizes, rule=rule)
-
-
 LONGEST_MEASURED = 8192
 """Tokens of the longest rows in which masks that are tensors are compared with their rules."""
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The sizes of one call, and the rule of its mask where it is a function of places."""
-
-    sizes: Sizes
-    rule: MaskRule | None
-
-
-def _measured(model: nn.Module) -> tuple[dict[str, _Measured], bool]:
-    """Return sizes and mask of each caller in the model itself, by a forward on meta that leaves experts out.
-
-    The second value tells whether the forward ran to its end; else the sizes are those of the calls before.
-    """
-    made = meta_copy_of(model)
-    intercept_transformers(made)
-    for path in find_stacks(made):
-        made.get_submodule(path).forward = lambda x, *args, **kwargs: torch.zeros_like(x)
-    batch = {key: torch.zeros((1, 2), dtype=torch.int64, device="meta") for key in ("tokens", "attention_mask")}
-    signature = Signature.of(made)
-    if signature.takes["positions"] is not None:
-        batch["positions"] = batch["tokens"]
-    if "attention_mask" not in signature.arguments:
-        del batch["attention_mask"]
-    recorder = SizeRecorder(computes=False)
-    try:
-        record(made, signature.inputs(batch, torch.device("meta")), recorder)
-        is_whole = True
-    except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
-        is_whole = False
-    return {path: _Measured(Sizes.of(call), _rule_of(call)) for path, call in recorder.calls}, is_whole
-
-
-def _rule_of(call: AttentionCall) -> MaskRule | None:
-    if isinstance(call.mask, TokenMask):
-        return rule_of(call.mask.function)
-    return MaskRule(causal=call.is_causal)
 
 
 def stated_rule(model: nn.Module, path: str) -> str:
@@ -303,7 +180,7 @@ def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int)
             )
 
 
-def _caller(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stated: str) -> Caller:
+def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stated: str) -> Caller:
     call, _ = calls[0]
     sizes, arithmetic = Sizes.of(call), arithmetic_of([each for each, _ in calls])
     if call.interface:

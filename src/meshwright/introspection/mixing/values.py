@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -108,6 +108,58 @@ class Caller:
 
 
 @dataclass(frozen=True)
+class MixerInput:
+    """A tensor with tokens that a mixer is given, or returns.
+
+    Attributes:
+        key: its path in the arguments or in the output, such as "[1]['hidden_states']".
+        dim: the dim of the tokens.
+        is_read: its values count, and not its shape alone.
+        is_integer: it has no gradient, nor the dtype of the computation.
+        follows: it depends on the row's tokens, and so has a gradient.
+        features: numbers of one token, in the model itself.
+    """
+
+    key: str
+    dim: int
+    is_read: bool = True
+    is_integer: bool = False
+    follows: bool = True
+    features: int = 0
+
+    def joined(self, other: MixerInput) -> MixerInput:
+        """Return what two batches show together."""
+        return replace(self, is_read=self.is_read or other.is_read, follows=self.follows or other.follows)
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A module in which tokens meet otherwise than in a call of attention, or that needs a row's every token.
+
+    Attributes:
+        path: the module.
+        why: a clause that says how its tokens depend on each other.
+        inputs, outputs: the tensors with tokens that it is given and returns.
+    """
+
+    path: str
+    why: str
+    inputs: tuple[MixerInput, ...]
+    outputs: tuple[MixerInput, ...]
+
+    def joined(self, other: Mixer) -> Mixer:
+        """Return a mixer with the arguments and outputs of both, which were found on different batches."""
+        return replace(self, inputs=_joined(self.inputs, other.inputs), outputs=_joined(self.outputs, other.outputs))
+
+
+def _joined(one: tuple[MixerInput, ...], other: tuple[MixerInput, ...]) -> tuple[MixerInput, ...]:
+    found = {each.key: each for each in one}
+    for each in other:
+        found[each.key] = found[each.key].joined(each) if each.key in found else each
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
 class Mixing:
     """The calls by which a model's tokens see each other.
 
@@ -116,11 +168,13 @@ class Mixing:
         implementation: the name of transformers' implementation that computes them; "" for other models.
         packed: whether each mask of a forward, in the order in which transformers makes them, keeps runs of positions
             apart.
+        mixers: modules in which tokens meet otherwise, in the order in which they return.
     """
 
     callers: tuple[Caller, ...]
     implementation: str = ""
     packed: tuple[bool, ...] = ()
+    mixers: tuple[Mixer, ...] = ()
 
     @property
     def keeps_documents_apart(self) -> bool:

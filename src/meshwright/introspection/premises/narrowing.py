@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from meshwright.core.names import clean
+from meshwright.introspection.small.copies import copy_of
+
+ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
+"""Times what weights rounded to fp32 change a result may be off, and no more than the other."""
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
@@ -29,3 +35,34 @@ class _Narrowing(TorchFunctionMode):
                 given.is_floating_point and result.is_floating_point() and result.dtype.itemsize < given.itemsize
             )
         return result
+
+
+def is_rounding(
+    errors: Mapping[str, float], largest: float, model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
+) -> bool:
+    """Tell whether a model that computes in fp32 inside is not exact to more than these errors.
+
+    Args:
+        errors: relative, of the loss ("loss") and of gradients.
+        largest: the error that is allowed anyway.
+        model: in fp64; it is copied.
+        loss_of: runs a copy's forward, and returns its loss.
+    """
+    if not narrows(lambda: loss_of(copy_of(model))):
+        return False
+    gradients: list[dict[str, Tensor]] = []
+    for rounds in (False, True):
+        one = copy_of(model)
+        if rounds:
+            for parameter in one.parameters():
+                parameter.data = parameter.data.float().double()
+        loss = loss_of(one)
+        loss.backward()
+        gradients.append(
+            {clean(name): p.grad for name, p in one.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
+        )
+    exact, rounded = gradients
+    moved = {name: float((rounded[name] - value).norm() / value.norm()) for name, value in exact.items()}
+    return all(
+        error <= max(largest, min(ROUNDED * moved.get(name, 0.0), LARGEST_ROUNDED)) for name, error in errors.items()
+    )

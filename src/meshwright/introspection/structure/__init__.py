@@ -40,9 +40,13 @@ class Measured:
     parameter_bytes: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
 
-    def form_of(self, block: str, region: Region) -> LocalForm | None:
-        """Find how a region that was not measured runs on one rank; None if no way is found."""
-        probes = self.probes.get(block, [])
+    def form_of(self, block: str, region: Region, *, without_mask: bool = False) -> LocalForm | None:
+        """Find how a region that was not measured runs on one rank; None if no way is found.
+
+        Args:
+            without_mask: in forwards that are given no padding mask.
+        """
+        probes = self.probes.get(block, [])[: 1 if without_mask else None]
         known = {path for probe in probes for path in probe.calls}
         if not probes or not known.issuperset((region.container, *region.linears)):
             return None

@@ -279,6 +279,31 @@ def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> I
             setattr(home, name, value)
 
 
+@contextmanager
+def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[None]:
+    """Inside, modules count what is on this rank; outside, nobody sees another number.
+
+    A config is replaced and never written to.
+    """
+    kept: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module, number in numbers:
+            name, _, rest = number.name.partition(".")
+            before = getattr(module, name)
+            kept.append((module, name, before))
+            value: Any = before
+            if rest:
+                value = copy.copy(before)
+                setattr(value, rest, number.of(getattr(before, rest)))
+            else:
+                value = number.of(before)
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, before in reversed(kept):
+            setattr(module, name, before)
+
+
 def share_of(tensor: Tensor, argument: LocalArgument, rows: int, rank: int, ranks: int) -> Tensor:
     """Return one rank's share of a tensor argument along its dim."""
     if not argument.by_row:

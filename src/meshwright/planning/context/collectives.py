@@ -13,6 +13,7 @@ from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
 from meshwright.planning.values import Collective, PrecisionPlan
 
 from .methods import Method, keys_and_values, of_rank, summed_dtype, traded_elements
+from .mixers import MixerPlan
 from .plan import ContextPlan
 
 ROW_WORDS = 2
@@ -38,30 +39,43 @@ def context_collectives(
     yield Collective("all_reduce", Axis.CP.value, plan.ranks, "rows are the same", ROW_WORDS, "int64", "step")
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
         calls = 1 + any(is_within(caller.path, path) for path in again)
-        to = _To(plan.ranks, caller, precision, calls, of_rank(caller.sizes, tensor_ranks))
+        sizes = of_rank(caller.sizes, tensor_ranks)
+        to = _To(plan.ranks, caller.path, precision, calls, caller, sizes)
         messages = _MESSAGES[method.kind](to, method)
         yield from (c for c, backward in messages if not backward or _has_gradient(facts, caller.path))
+    for planned in plan.mixers:
+        path = planned.mixer.path
+        calls = 1 + any(is_within(path, recomputed_path) for recomputed_path in again)
+        messages = _of_mixer(_Place(plan.ranks, path, precision, calls), planned)
+        yield from (c for c, backward in messages if not backward or _has_gradient(facts, path))
 
 
 @dataclass(frozen=True)
-class _To:
-    """The messages of one attention; ``calls``: of its forward in a microbatch."""
+class _Place:
+    """The messages of one module; ``calls``: of its forward in a microbatch."""
 
     ranks: int
-    caller: Caller
+    path: str
     precision: PrecisionPlan
     calls: int
-    sizes: Sizes
 
     def make(self, op: Op, unit: str, elements: int, calls: int, *, summed: bool = False, **options: Any) -> Message:
         """Describe a message of the forward, or of the backward where ``summed`` gradients or ``calls`` < 0."""
         compute = self.precision.compute
-        dtype = summed_dtype(compute) if summed else compute
-        unit = f"{unit} of {self.caller.path}"
+        dtype = options.pop("dtype", summed_dtype(compute) if summed else compute)
+        unit = f"{unit} of {self.path}"
         is_backward = calls < 0
         calls, elements = (-calls, elements) if is_backward else (self.calls * calls, self.calls * elements)
         of_all = {"axis": Axis.CP.value, "ranks": self.ranks, "per": "microbatch", "by_token": True} | options
         return Collective(op=op, unit=unit, elements=elements, dtype=dtype, calls=calls, **of_all), is_backward
+
+
+@dataclass(frozen=True)
+class _To(_Place):
+    """The messages of one attention."""
+
+    caller: Caller
+    sizes: Sizes
 
 
 Message = tuple[Collective, bool]
@@ -105,6 +119,21 @@ def _fetched(to: _To, method: Method) -> Messages:
     options: dict[str, Any] = {"sees": to.caller.rule or MaskRule()}
     yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), 1, **options)
     yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), -1, summed=True, **options)
+
+
+def _of_mixer(to: _Place, planned: MixerPlan) -> Messages:
+    """List the gathered inputs of a mixer, and the trades of its layers: what they give, and what the last is given."""
+    for each in planned.gathered:
+        options: dict[str, Any] = {"dtype": "int64"} if each.is_integer else {}
+        yield to.make("all_gather", "tokens", each.features, 1, **options)
+        if each.follows and not each.is_integer:
+            yield to.make("reduce_scatter", "tokens", each.features, -1, summed=True)
+    if planned.trade is None:
+        return
+    traded = planned.trade.traded(to.ranks)
+    elements, among = (to.ranks - 1) * sum(traded.values()), to.ranks * (to.ranks - 1)
+    for direction in (1, -1):
+        yield to.make("all_to_all", "heads", elements, direction * len(traded), among=among)
 
 
 _MESSAGES = {

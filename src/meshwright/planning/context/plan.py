@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import nn
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Mixing
+from meshwright.introspection.small.sample import Sample
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import PrecisionPlan
 
 from .cut import Cut
 from .methods import Auto, Bytes, Kind, Method, methods, summed_dtype
+from .mixers import MixerPlan, plan_mixers
 
 
 @dataclass(frozen=True)
@@ -24,18 +29,36 @@ class ContextPlan:
         mixing: the calls by which the model's tokens see each other.
         methods: how each of these calls reaches other ranks' tokens.
         cut: which tokens a rank has of a row that is one document.
+        mixers: how each module is computed in which tokens meet otherwise.
     """
 
     ranks: int
     mixing: Mixing
     methods: tuple[Method, ...]
     cut: Cut = "head_tail"
+    mixers: tuple[MixerPlan, ...] = ()
 
     @property
     def cuts_documents(self) -> bool:
         """Packed rows are cut by their documents: no attention sees beyond its own, and the whole of it counts."""
         rules = [caller.rule for caller in self.mixing.callers]
-        return self.cut == "head_tail" and self.mixing.keeps_documents_apart and all(r and r.causal for r in rules)
+        return (
+            bool(rules)
+            and self.cut == "head_tail"
+            and self.mixing.keeps_documents_apart
+            and all(r and r.causal for r in rules)
+        )
+
+    @property
+    def whole_row_modules(self) -> tuple[str, ...]:
+        """Paths of modules that compute whole rows, or some heads of them, and return a rank's own tokens."""
+        return tuple(planned.mixer.path for planned in self.mixers)
+
+    def for_sample(self, sample: Sample, model: nn.Module) -> ContextPlan:
+        """Adapt the plan of ``model`` to its small copy."""
+        here = {clean(path) for path, _ in sample.model.named_modules()}
+        kept = tuple(m.for_sample(sample, model) for m in self.mixers if m.mixer.path in here)
+        return replace(self, mixers=kept)
 
     def method_of(self, path: str) -> Method:
         """Return the method of one module's attention."""
@@ -63,9 +86,14 @@ def context_plan(
     """Measure a model's attentions, and plan them; None where rows are not cut.
 
     Raises:
-        UnsupportedError: see ``measure_mixing`` and ``methods.given``.
+        UnsupportedError: see ``measure_mixing``, ``methods.given`` and ``plan_mixers``.
     """
     if layout.cp == 1:
         return None
     size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
-    return plan_methods(facts.measurements.mixing(), layout.cp, layout.tp, requested.context_parallel_method, size)
+    mixing = facts.measurements.mixing()
+    mixers = plan_mixers(
+        facts, mixing.mixers, layout.cp, layout.tp, sequence_is_cut=requested.sequence_parallel is not False
+    )
+    made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, size)
+    return replace(made, mixers=mixers)

@@ -31,7 +31,7 @@ class Rows:
         known: Named = {
             name: rows
             for name, rows in getattr(one, stage)[step].items()
-            if not is_inside(name, found.seen[0].compiled)
+            if not is_inside(name, (*found.seen[0].compiled, *found.seen[0].unlike))
         }
         self._by_rank: Sequence[Named] = [getattr(seen, stage)[step] for seen in found.seen]
         self._places = [seen.place for seen in found.seen]

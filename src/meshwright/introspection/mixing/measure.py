@@ -1,0 +1,206 @@
+"""Measure the ways in which a model's tokens see each other: on a small copy, carried over to the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, pattern
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import copy_of, meta_copy_of
+from meshwright.introspection.structure.experts import find_stacks
+
+from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
+from .interception import AttentionCall, intercept_transformers, sdpa_call
+from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
+from .mixers import find_mixers, leaves
+from .reach import rule_of
+from .values import Caller, MaskRule, Mixer, Mixing, Sizes
+
+
+def measure_mixing(model: nn.Module) -> Mixing:
+    """Find on a small copy the calls of attention of a model, and the modules in which tokens meet otherwise.
+
+    Raises:
+        UnsupportedError: there are none, or a mask follows no known rule; the text names the module.
+    """
+    original, model = model, copy_of(small_copy(model))
+    base = intercept_transformers(model)
+    seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
+    masks: list[list[MaskFunction]] = []
+    given = list(batches(model))
+    for batch in given:
+        recorder = _recorded(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
+        masks.append(recorder.masks)
+        for path, call in recorder.calls:
+            seen.setdefault(path, []).append((call, inputs))
+    mixers = list(find_mixers(model, list(batches(model, LENGTHS[1:])), seen))
+    if not seen and not mixers:
+        raise UnsupportedError(
+            f"{type(original).__name__} calls attention neither through transformers' interface nor by"
+            f" F.scaled_dot_product_attention, and has no other module in which tokens meet that whole rows could be"
+            f" given to"
+        )
+    real = _Real.of(original, [mixer.path for mixer in mixers])
+    callers = [caller_of(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
+    found = _mixers_of(original, model, mixers, real)
+    return Mixing(
+        tuple(_callers_of(original, callers, real, {mixer.path for mixer in found})),
+        base,
+        _packed(masks, given[-1]) if len(given) > 1 else (),
+        found,
+    )
+
+
+def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:
+    try:
+        return record(model, inputs)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the attention of {type(model).__name__} cannot be measured: a small copy fails with"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _packed(masks: list[list[MaskFunction]], batch: dict[str, Tensor]) -> tuple[bool, ...]:
+    """Compare each mask of a packed batch with that of a plain one: does it keep runs of positions apart?"""
+    positions = batch["positions"]
+    segments = segments_of(positions)
+    assert segments is not None
+    rows, length = positions.shape
+    places = torch.arange(length)[None]
+    found = []
+    for plain, packed in zip(*masks, strict=True):
+        allowed = dense(packed, places, length, rows)
+        apart = dense(in_segments(plain, positions, segments), places, length, rows)
+        if not bool((allowed == apart).all() or (allowed == dense(plain, places, length, rows)).all()):
+            raise UnsupportedError("a mask of packed documents follows no known rule")
+        found.append(bool((allowed == apart).all()))
+    return tuple(found)
+
+
+class _AllTrue(TorchFunctionMode):
+    """Conditions on tensors without values hold: a padding mask is all ones, a row is one document."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class SizeRecorder(Recorder):
+    """A recorder for models on meta: nothing is computed, and masks are functions of places."""
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given)))
+
+
+def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: set[str]) -> Iterator[Caller]:
+    """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
+    alike: dict[str, list[Caller]] = {}
+    for caller in small:
+        alike.setdefault(pattern(caller.path), []).append(caller)
+    known = {caller.path: caller for caller in small}
+    paths = [path for raw, _ in model.named_modules() if (path := clean(raw)) not in mixers]
+    for path in real.calls if real.is_whole else (path for path in paths if pattern(path) in alike):
+        others = alike.get(pattern(path), [])
+        if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
+            raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
+        found = known.get(path) or others[0]
+        call = real.calls.get(path)
+        rule = found.rule if call is None or not found.interface else call.rule
+        yield replace(found, path=path, sizes=found.sizes if call is None else call.sizes, rule=rule)
+
+
+def _mixers_of(model: nn.Module, small: nn.Module, found: list[Mixer], real: _Real) -> tuple[Mixer, ...]:
+    """Carry the mixers of a small copy over to the model itself: to modules of the same class at the same place."""
+    alike = {_kind_of(small, mixer.path): mixer for mixer in found}
+    known = {mixer.path: mixer for mixer in found}
+    made = []
+    for raw, _ in model.named_modules():
+        path, kind = clean(raw), _kind_of(model, raw)
+        if kind in alike:
+            mixer = known.get(path, alike[kind])
+            sizes = real.features.get(kind, {})
+            inputs = (replace(each, features=sizes.get(each.key, int(each.is_integer))) for each in mixer.inputs)
+            made.append(replace(mixer, path=path, inputs=tuple(inputs)))
+    return tuple(made)
+
+
+def _kind_of(model: nn.Module, path: str) -> tuple[str, type]:
+    return pattern(clean(path)), type(model.get_submodule(path))
+
+
+@dataclass(frozen=True)
+class _RealCall:
+    """The sizes of one call, and the rule of its mask where it is a function of places."""
+
+    sizes: Sizes
+    rule: MaskRule | None
+
+
+@dataclass
+class _Real:
+    """What a forward of the model itself shows, on meta, without experts.
+
+    Attributes:
+        calls: of attention, by module.
+        is_whole: the forward ran to its end; else there may be other calls.
+        features: numbers of one token in each argument of a mixer, by its kind.
+    """
+
+    calls: dict[str, _RealCall]
+    is_whole: bool
+    features: dict[tuple[str, type], dict[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, mixers: list[str]) -> _Real:
+        """Run a forward of a row of two tokens; with a padding mask, and without one where that fails."""
+        found = cls._with_mask(model, mixers, has_mask=True)
+        return found if found.is_whole else cls._with_mask(model, mixers, has_mask=False)
+
+    @classmethod
+    def _with_mask(cls, model: nn.Module, mixers: list[str], *, has_mask: bool) -> _Real:
+        made = meta_copy_of(model)
+        intercept_transformers(made)
+        for path in find_stacks(made):
+            made.get_submodule(path).forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+        signature, keys = Signature.of(made), ["tokens"]
+        keys += [key for key in ("positions", "document_ids") if signature.takes[key] is not None]
+        keys += ["attention_mask"] if has_mask and "attention_mask" in signature.arguments else []
+        batch = {key: torch.zeros((1, 2), dtype=torch.int64, device="meta") for key in keys}
+        features: dict[tuple[str, type], dict[str, int]] = {}
+        kinds = {pattern(path) for path in mixers}
+        for path, module in made.named_modules():
+            kind = _kind_of(made, path)
+            if kind[0] in kinds:
+                module.register_forward_pre_hook(_noting(features.setdefault(kind, {})), with_kwargs=True)
+        recorder, is_whole = SizeRecorder(computes=False), True
+        try:
+            with _AllTrue():
+                record(made, signature.inputs(batch, torch.device("meta")), recorder)
+        except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
+            is_whole = False
+        calls = {path: _RealCall(Sizes.of(call), _rule_of(call)) for path, call in recorder.calls}
+        return cls(calls, is_whole, features)
+
+
+def _noting(features: dict[str, int]) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        features.update({key: leaf.numel() // 2 for key, leaf in leaves((args, kwargs)).items()})
+
+    return note
+
+
+def _rule_of(call: AttentionCall) -> MaskRule | None:
+    if isinstance(call.mask, TokenMask):
+        return rule_of(call.mask.function)
+    return MaskRule(causal=call.is_causal)

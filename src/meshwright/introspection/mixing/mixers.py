@@ -1,0 +1,331 @@
+"""Find the modules in which tokens meet by another way than a call of attention.
+
+Attention is kept out: each call gives a token its own value. Then one token of a row is changed, and the outputs of
+modules are watched, innermost first. Where other tokens' outputs move, the module mixes tokens, and is given back
+their former values, so that what follows is judged by itself: one forward finds recurrences, convolutions over
+tokens, shifts and products by hand. Modules that count tokens, or read how far the row goes, are found by calling
+them with a part of a row's tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.calls import without_values
+from meshwright.core.names import clean, is_within
+from meshwright.core.record import remember
+from meshwright.core.torch_private import tree_flatten_with_path, tree_map
+from meshwright.introspection.signature import Signature
+
+from .interception import AttentionCall, Handled, SdpaCalls, handling
+from .masks import MaskFunction
+from .values import Mixer, MixerInput
+
+MOVED = 1e-5
+"""Relative change of an output that is no rounding, for models that compute in fp32 inside too."""
+FAR = 100_003
+"""Places that a position is moved on by, to see whether other tokens' outputs depend on how far the row goes."""
+
+
+class OwnTokens:
+    """A handler of attention by which a token sees itself alone."""
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return plain()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        if call.query.shape[2] != call.value.shape[2]:
+            return call.as_given()
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+
+
+@dataclass
+class _Call:
+    """One call of a module: copies of what it was given and returned."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any = None
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The tensors among the arguments, by their paths."""
+        return leaves((self.args, self.kwargs))
+
+
+@dataclass
+class _Watch:
+    """Hooks on all modules of a model, and what they see in two forwards that differ in one token.
+
+    Attributes:
+        rows, length: of the batch.
+        token: the place of the token that is changed in the second forward.
+        calls: of each module in the first forward.
+        mixing: modules whose inputs of other tokens were as before, and whose outputs were not, with the places that
+            moved, in the order in which they returned.
+        followed: of each module, the arguments that changed with the token.
+    """
+
+    rows: int
+    length: int
+    token: int
+    calls: dict[str, list[_Call]] = field(default_factory=dict)
+    mixing: dict[str, Tensor] = field(default_factory=dict)
+    followed: dict[str, set[str]] = field(default_factory=dict)
+    _begun: list[tuple[_Call | None, bool]] = field(default_factory=list)
+    _seen: dict[str, int] | None = None
+
+    def change(self) -> None:
+        """Compare the next forward with the one before."""
+        self._seen = {}
+
+    def begin(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._seen is None:
+            call = _Call(*tree_map(_copied, (args, kwargs)))
+            self.calls.setdefault(path, []).append(call)
+            self._begun.append((call, True))
+            return
+        number = self._seen[path] = self._seen.get(path, -1) + 1
+        calls = self.calls.get(path, [])
+        before, given = calls[number] if number < len(calls) else None, leaves((args, kwargs))
+        is_judged = before is not None and not bool((self._moved(given, before.given) > MOVED).any())
+        self._begun.append((before, is_judged))
+        if before is not None:
+            was = before.given
+            self.followed.setdefault(path, set()).update(
+                key for key, leaf in given.items() if key in was and not torch.equal(leaf, was[key])
+            )
+
+    def end(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Note a call's output; of a mixer, return the output with the former values of the other tokens."""
+        before, is_judged = self._begun.pop()
+        if self._seen is None and before is not None:
+            before.output = tree_map(_copied, output)
+        if self._seen is None or before is None or not is_judged:
+            return None
+        found, old = leaves(output), leaves(before.output)
+        moved = self._moved(found, old)
+        if not bool((moved > MOVED).any()):
+            return None
+        self.mixing.setdefault(path, moved)
+        given = iter(self._restored(leaf, old.get(key)) for key, leaf in found.items())
+        return tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, output)
+
+    def token_dim(self, tensor: Tensor) -> int | None:
+        """Return the dim of the tokens of (rows or 1, …, tokens, …); None of a tensor without one."""
+        if tensor.dim() < 2 or tensor.shape[0] not in (1, self.rows):
+            return None
+        return next((dim for dim, size in enumerate(tensor.shape) if dim and size == self.length), None)
+
+    def dim_of_output(self, tensor: Tensor) -> int | None:
+        """Return the same for outputs, which may be a table of (tokens, features) for all rows."""
+        return 0 if tensor.dim() == 2 and len(tensor) == self.length else self.token_dim(tensor)
+
+    def _moved(self, found: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
+        """Return how far each token but the changed one moved, (length,), relative to the largest number."""
+        moved = torch.zeros(self.length, dtype=torch.float64)
+        for key, leaf in found.items():
+            old, dim = before.get(key), self.token_dim(leaf)
+            if old is None or dim is None or leaf.shape != old.shape or not leaf.numel():
+                continue
+            wide, was = leaf.double(), old.double()
+            apart = (wide - was).abs().movedim(dim, 0).flatten(1).amax(1) / was.abs().amax().clamp(min=1e-300)
+            moved = moved.maximum(apart.nan_to_num(0.0))
+        moved[self.token] = 0
+        return moved
+
+    def _restored(self, leaf: Tensor, old: Tensor | None) -> Tensor:
+        dim = self.token_dim(leaf)
+        if old is None or dim is None or leaf.shape != old.shape:
+            return leaf
+        shape = [1] * leaf.dim()
+        shape[dim] = self.length
+        is_changed = torch.arange(self.length) == self.token
+        return torch.where(is_changed.view(shape), leaf, old)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def leaves(value: Any) -> dict[str, Tensor]:
+    """Return the tensors inside a value, by their paths in it."""
+    found, _ = tree_flatten_with_path(value)
+    return {"".join(map(str, path)): leaf for path, leaf in found if isinstance(leaf, Tensor)}
+
+
+def find_mixers(model: nn.Module, batches: Collection[dict[str, Tensor]], callers: Collection[str]) -> Iterator[Mixer]:
+    """Find the mixers of a small copy whose attention is intercepted.
+
+    Args:
+        batches: of rows with a number of tokens that no other dim has.
+        callers: modules that call attention.
+    """
+    watches = [_watched(model, batch) for batch in batches]
+    why: dict[str, str] = {}
+    for watch in watches:
+        mixing = [path for path in watch.mixing if path and not any(_is_inside(path, other) for other in watch.mixing)]
+        for path in mixing:
+            if not any(is_within(caller, path) for caller in callers):
+                later = bool((watch.mixing[path][: watch.token] > MOVED).any())
+                why.setdefault(path, f"its tokens see {'later' if later else 'earlier'} ones")
+        for path, reason in _of_whole_rows(model, watch, [*mixing, *callers]):
+            why.setdefault(path, reason)
+    for path, reason in why.items():
+        of_batches = [_mixer(model, watch, path, reason) for watch in watches if path in watch.calls]
+        if None not in of_batches:
+            yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return bool(outer) and path != outer and is_within(path, outer)
+
+
+def _watched(model: nn.Module, batch: dict[str, Tensor]) -> _Watch:
+    """Run two forwards whose rows differ in one token."""
+    rows, length = batch["tokens"].shape
+    watch, own = _Watch(rows, length, length // 3), OwnTokens()
+    for module in model.modules():
+        remember(module, Handled(own))
+    hooks = []
+    for path, module in model.named_modules():
+        begin, end = (functools.partial(step, clean(path)) for step in (watch.begin, watch.end))
+        hooks += [
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(end, with_kwargs=True),
+        ]
+    changed = batch["tokens"].clone()
+    changed[:, watch.token] = torch.where(changed[:, watch.token] == 0, 1, changed[:, watch.token] - 1)
+    try:
+        with torch.no_grad(), handling(own), SdpaCalls(own):
+            for tokens in (batch["tokens"], changed):
+                model(**Signature.of(model).inputs(batch | {"tokens": tokens}, torch.device("cpu")))
+                watch.change()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return watch
+
+
+def _of_whole_rows(model: nn.Module, watch: _Watch, others: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield modules that give a part of a row's tokens other outputs than the whole row's, innermost first.
+
+    Args:
+        others: modules that mix tokens; those inside or around them are not judged.
+    """
+    known = list(others)
+    part = torch.cat((torch.arange(2, watch.length // 2), torch.arange(watch.length - 4, watch.length - 1)))
+    for path, calls in watch.calls.items():
+        if not path or any(is_within(path, other) or is_within(other, path) for other in known):
+            continue
+        module, call = model.get_submodule(path), calls[0]
+        if _gives_other(module, call, watch, part, far=False):
+            why = "it counts the tokens of a row"
+        elif _gives_other(module, call, watch, part, far=True):
+            why = "it reads how far positions go"
+        else:
+            continue
+        known.append(path)
+        yield path, why
+
+
+def _gives_other(module: nn.Module, call: _Call, watch: _Watch, part: Tensor, *, far: bool) -> bool:
+    """Compare the outputs for a part of the tokens with that part of the outputs for all.
+
+    Args:
+        far: the last token's integers, which may be positions, are moved far on.
+    """
+    given = (call.args, call.kwargs)
+    if far:
+        if not any(_is_positions(leaf, watch) for leaf in call.given.values()):
+            return False
+        given = tree_map(lambda leaf: _far(leaf, watch), given)
+    taken = tree_map(lambda leaf: _taken(leaf, part, watch), given)
+    try:
+        with torch.no_grad():
+            whole = module.forward(*given[0], **given[1]) if far else call.output
+            found = leaves(module.forward(*taken[0], **taken[1]))
+    except Exception:  # noqa: BLE001  (whatever a module raises that is called with other sizes or numbers)
+        return False
+    for key, leaf in leaves(whole).items():
+        if watch.dim_of_output(leaf) is None or not leaf.is_floating_point():
+            continue
+        expected = _taken(leaf, part, watch)
+        other = found.get(key)
+        if other is None or other.shape != expected.shape:
+            return True
+        if not torch.allclose(other, expected, rtol=MOVED, atol=MOVED * float(expected.abs().amax()), equal_nan=True):
+            return True
+    return False
+
+
+def _taken(leaf: Any, part: Tensor, watch: _Watch) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    for dim, size in enumerate(leaf.shape):
+        leaf = leaf.index_select(dim, part) if size == watch.length else leaf
+    return leaf
+
+
+def _is_positions(leaf: Any, watch: _Watch) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64:
+        return False
+    return watch.token_dim(leaf) == leaf.dim() - 1
+
+
+def _far(leaf: Any, watch: _Watch) -> Any:
+    if not _is_positions(leaf, watch):
+        return leaf
+    leaf = leaf.clone()
+    leaf[..., -1] += FAR
+    return leaf
+
+
+def _mixer(model: nn.Module, watch: _Watch, path: str, why: str) -> Mixer | None:
+    """Describe a mixer by its first call; None where no tensor that it is given has the row's tokens, or one
+    is about pairs of tokens, which cannot be put together from parts.
+    """
+    module, call = model.get_submodule(path), watch.calls[path][0]
+    pairs = [key for key, leaf in call.given.items() if leaf.shape.count(watch.length) > 1]
+    if not all(_is_unread(module, call, key) for key in pairs):
+        return None
+    inputs = tuple(
+        MixerInput(
+            key,
+            dim,
+            is_read=not leaf.is_floating_point() or not _is_unread(module, call, key),
+            is_integer=not leaf.is_floating_point(),
+            follows=key in watch.followed.get(path, ()),
+        )
+        for key, leaf in call.given.items()
+        if key not in pairs and (dim := watch.token_dim(leaf)) is not None
+    )
+    found = leaves(call.output).items()
+    outputs = tuple(MixerInput(key, dim) for key, leaf in found if (dim := watch.dim_of_output(leaf)) is not None)
+    return Mixer(path, why, inputs, outputs) if inputs and outputs else None
+
+
+def _is_unread(module: nn.Module, call: _Call, key: str) -> bool:
+    """Tell whether only the shape of a tensor among the arguments is read, or of numbers that are no floats nothing."""
+    keys = iter(call.given)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or next(keys) != key:
+            return leaf
+        if leaf.is_floating_point():
+            return without_values(leaf, leaf.shape)
+        return ~leaf if leaf.dtype is torch.bool else leaf + 1
+
+    args, kwargs = tree_map(other, (call.args, call.kwargs))
+    try:
+        with torch.no_grad():
+            found, expected = leaves(module.forward(*args, **kwargs)), leaves(call.output)
+    except Exception:  # noqa: BLE001  (a module that looks at the values)
+        return False
+    return all(key in expected and torch.equal(leaf, expected[key]) for key, leaf in found.items())

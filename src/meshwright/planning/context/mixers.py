@@ -1,0 +1,156 @@
+"""Decide how modules in which tokens meet otherwise than in attention are computed where rows are cut.
+
+heads  each rank computes some heads, or channels, for whole rows: what linear layers give of a rank's own tokens is
+       traded for that, as DeepSpeed Ulysses does for attention (arXiv 2309.14509), and back before the last layer
+whole  each rank gathers the module's input, computes whole rows, and keeps its own tokens: C times the work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from torch import nn
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import is_within
+from meshwright.core.parts import FusedPart
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.mixing.values import Mixer, MixerInput
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.local_form import LocalForm
+from meshwright.introspection.structure.region import Cut, Region, resized, shapes_of
+
+
+@dataclass(frozen=True)
+class HeadTrade:
+    """A mixer whose heads are shared out.
+
+    Attributes:
+        block: path of the block around it.
+        region: its layers and the cuts of their tensors, by paths within the block.
+        form: how the region runs with a rank's share of the heads.
+        tensor_ranks: ranks of the tensor axis, which have cut each tensor already.
+    """
+
+    block: str
+    region: Region
+    form: LocalForm
+    tensor_ranks: int = 1
+
+    def parts_of(self, cut: Cut) -> tuple[FusedPart, ...]:
+        """Return the parts of a tensor as the tensor axis has cut it."""
+        ranks = self.tensor_ranks
+        return tuple(
+            FusedPart(part.size * part.copies(ranks) // ranks, part.groups * part.copies(ranks) // ranks)
+            for part in cut.parts
+        )
+
+    def cut_of(self, layer: str) -> tuple[FusedPart, ...]:
+        """Return the parts of a layer's features."""
+        cut = self.region.cut_of(f"{layer}.weight")
+        assert cut is not None
+        return self.parts_of(cut)
+
+    def inner_cuts(self) -> Iterator[Cut]:
+        """Yield the cuts of tensors that are used for some heads each, between the layers that begin and end it."""
+        linear = (*self.region.producers, self.region.consumer)
+        for cut in self.region.cuts:
+            if not any(is_within(cut.name, layer) for layer in linear):
+                yield replace(cut, parts=self.parts_of(cut))
+
+    def traded(self, ranks: int) -> dict[str, int]:
+        """Return the numbers of one token that each layer's trade moves, those counted that several ranks need."""
+        return {
+            layer: sum(part.size * part.copies(ranks) for part in self.cut_of(layer))
+            for layer in (*self.region.producers, self.region.consumer)
+        }
+
+
+@dataclass(frozen=True)
+class MixerPlan:
+    """How one mixer is computed.
+
+    Attributes:
+        trade: its heads are shared out; None: it is computed whole on each rank.
+        reason: why, in words.
+    """
+
+    mixer: Mixer
+    trade: HeadTrade | None = None
+    reason: str = ""
+
+    @property
+    def kind(self) -> Literal["heads", "whole"]:
+        return "whole" if self.trade is None else "heads"
+
+    @property
+    def gathered(self) -> tuple[MixerInput, ...]:
+        """The inputs that are gathered: all whose values are read, but those that a trade takes from own tokens."""
+        hidden = () if self.trade is None else tuple(map(key_in_arguments, self.trade.form.hidden))
+        return tuple(each for each in self.mixer.inputs if each.is_read and each.key not in hidden)
+
+    def for_sample(self, sample: Sample, model: nn.Module) -> MixerPlan:
+        """Adapt the plan of ``model`` to its small copy."""
+        if self.trade is None:
+            return self
+        block = self.trade.block
+        sizes = shapes_of(model.get_submodule(block)), shapes_of(sample.model.get_submodule(block))
+        region = resized(self.trade.region, *sizes, Fraction(1, sample.heads))
+        return replace(self, trade=replace(self.trade, region=region, tensor_ranks=1))
+
+
+def key_in_arguments(key: int | str) -> str:
+    """Return the path of a module's argument, by its position or name, in (arguments, named arguments)."""
+    return f"[0][{key}]" if isinstance(key, int) else f"[1]['{key}']"
+
+
+def plan_mixers(
+    facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor_ranks: int, *, sequence_is_cut: bool
+) -> tuple[MixerPlan, ...]:
+    """Share out the heads of each mixer, where these were measured apart; compute the others whole.
+
+    Raises:
+        UnsupportedError: tensor-parallel ranks have parts of a rank's tokens; a mixer's sizes are unknown.
+    """
+    if not mixers:
+        return ()
+    cut = next((m for m in mixers if any(each.is_read and not each.is_integer for each in m.inputs)), None)
+    if cut is not None and tensor_ranks > 1 and sequence_is_cut:
+        raise UnsupportedError(
+            f"layout.cp = {ranks} with layout.tp = {tensor_ranks}: {cut.path} needs whole rows"
+            f" ({cut.why}), and tensor-parallel ranks have parts of them. Set techniques.sequence_parallel ="
+            f" false, or layout.tp = 1."
+        )
+    if unknown := next((m for m in mixers if any(each.is_read and not each.features for each in m.inputs)), None):
+        raise UnsupportedError(
+            f"layout.cp = {ranks}: the sizes of what {unknown.path} is given are unknown: a forward without values"
+            f" does not reach it. Set layout.cp = 1."
+        )
+    try:
+        measured = facts.measurements.structure(ranks)
+    except UnsupportedError:
+        return tuple(MixerPlan(mixer, reason="its heads were not measured") for mixer in mixers)
+    return tuple(_planned(measured, mixer, ranks, tensor_ranks) for mixer in mixers)
+
+
+def _planned(measured: Measured, mixer: Mixer, ranks: int, tensor_ranks: int) -> MixerPlan:
+    block = next((block for block in measured.structure.blocks if is_within(mixer.path, block)), "")
+    kind = measured.structure.kind_of(block) if block else None
+    path = mixer.path[len(block) + 1 :]
+    region = next((r for r in kind.regions if r.container == path), None) if kind is not None else None
+    if kind is None or region is None:
+        return MixerPlan(mixer, reason="it has no heads that were measured apart")
+    if region.adapted or region.latent or region.spanning:
+        return MixerPlan(mixer, reason="it has adapters, or layers or norms that all heads share")
+    if not all(part.fits(ranks * tensor_ranks) for cut in region.cuts for part in cut.parts):
+        return MixerPlan(mixer, reason=f"its {region.groups} heads cannot be shared out")
+    first = kind.blocks[0]
+    form = measured.form_of(first, region, without_mask=True)
+    if form is None or not form.hidden:
+        return MixerPlan(mixer, reason="its code reads its input besides the layers that begin it")
+    trade = HeadTrade(block, region, form, tensor_ranks)
+    return MixerPlan(mixer, trade, f"its {region.groups} heads are shared out")
