@@ -38,6 +38,7 @@ class LaidOut:
         self.models, self.problem = models, problem
         self.place, self.stage = data_position(mesh), get_pp_rank(mesh)
         self._part = tensor_position(mesh)
+        self.tensor_rank = self._part[0]
         self.is_staged = get_pp_size(mesh) > 1
         for model in models if problem.evaluating else ():
             model.eval()

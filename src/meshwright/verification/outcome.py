@@ -37,6 +37,8 @@ class Seen:
     """(rank, size) among the ranks that hold different rows."""
     stage: int = 0
     """Rank on the pipeline axis."""
+    tensor_rank: int = 0
+    """Rank on the tensor axis."""
     forward: dict[int, Named] = field(default_factory=dict)
     """By observed step, sketches by module: (rows of this rank, width)."""
     backward: dict[int, Named] = field(default_factory=dict)
@@ -231,7 +233,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     named = laid_out.parameters()
     outcome, seen = (
         Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)),
-        Seen(laid_out.place, laid_out.stage),
+        Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank),
     )
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
     _sketch_initial(seen, named, laid_out.buffers())

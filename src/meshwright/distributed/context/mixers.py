@@ -30,14 +30,14 @@ from .blocks import wide
 from .rows import CutRows, place, select
 
 
-class Rows(Protocol):
+class RowsInUse(Protocol):
     """What mixers read of the state that a model's intercepted modules share."""
 
     group: RankGroup
     rows: CutRows | None
 
 
-def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: Rows) -> None:
+def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None:
     """Let one module of a model compute whole rows."""
     module = model.get_submodule(planned.mixer.path)
     if planned.trade is None:
@@ -49,7 +49,7 @@ def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: Rows) -> None:
 # --- whole rows on every rank
 
 
-def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: Rows) -> None:
+def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None:
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         @_outside_of_graphs
         def whole_rows_forward(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class _Traded:
     module: nn.Module
     planned: MixerPlan
     trade: HeadTrade
-    runtime: Rows
+    runtime: RowsInUse
     own: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def wrap(self) -> None:
@@ -206,7 +206,7 @@ class _Traded:
                         f" was measured. Set layout.cp = 1"
                     )
                 assert self.runtime.rows is not None
-                return _ToHeads.apply(forward(own), parts, self.runtime.rows, self.runtime.group)
+                return _ShareOfFeatures.apply(forward(own), parts, self.runtime.rows, self.runtime.group)
 
             return own_tokens_forward
 
@@ -218,7 +218,7 @@ class _Traded:
                 if self.own is None:
                     return forward(x)
                 assert self.runtime.rows is not None
-                return forward(_ToTokens.apply(x, parts, self.runtime.rows, self.runtime.group))
+                return forward(_AllFeatures.apply(x, parts, self.runtime.rows, self.runtime.group))
 
             return own_tokens_forward
 
@@ -234,7 +234,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return found
 
 
-class _ToHeads(torch.autograd.Function):
+class _ShareOfFeatures(torch.autograd.Function):
     """(rows, own tokens, features) -> (rows, length, this rank's share of the features)."""
 
     @staticmethod
@@ -248,7 +248,7 @@ class _ToHeads(torch.autograd.Function):
         return _joined(gradients[0], parts, rows, group, features), None, None, None
 
 
-class _ToTokens(torch.autograd.Function):
+class _AllFeatures(torch.autograd.Function):
     """(rows, length, this rank's share of the features) -> (rows, own tokens, features)."""
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Rows:
         }
         self._by_rank: Sequence[Named] = [getattr(seen, stage)[step] for seen in found.seen]
         self._places = [seen.place for seen in found.seen]
+        self._tensor_ranks = [seen.tensor_rank for seen in found.seen]
         self._is_shared = len(found.seen) > self._places[0][1]
         self.parts = {
             name
@@ -59,15 +60,16 @@ class Rows:
         found = _joined(self._by_rank)  # wrappers may add modules of their own
         errors = relative_errors({name: rows for name, rows in found.items() if name in self._together}, self._together)
         if self._is_shared and any(errors.values()):
-            summed = relative_errors(_joined(self._summed()), self._together)
-            errors |= {name: min(error, summed.get(name, error)) for name, error in errors.items()}
+            for sums in self._summed():
+                summed = relative_errors(_joined(sums), self._together)
+                errors |= {name: min(error, summed.get(name, error)) for name, error in errors.items()}
         return errors
 
     def ranks(self, name: str, bound: float) -> tuple[int, ...]:
         """Return the ranks on whose rows the error exceeds its bound; none where it does on all."""
         beyond = []
-        summed = self._summed() if self._is_shared else self._by_rank
-        for rank, found in enumerate(zip(self._by_rank, summed, strict=True)):
+        summed = self._summed() if self._is_shared else []
+        for rank, found in enumerate(zip(self._by_rank, *summed, strict=True)):
             if not min(self._error_of(name, rank, own) for own in found) <= bound:
                 beyond.append(rank)
         return tuple(beyond) if len(beyond) < len(self._by_rank) else ()
@@ -78,14 +80,17 @@ class Rows:
         rows = {name: torch.cat([named[name] for named in patched])} if name in own else {}
         return relative_errors(rows, {name: self._together[name]})[name]
 
-    def _summed(self) -> list[Named]:
-        """Replace each rank's rows by the sum over the ranks that have the same rows."""
-        found = []
-        for place in self._places:
-            same = [named for other, named in zip(self._places, self._by_rank, strict=True) if other == place]
-            names = [name for name in same[0] if name in self._together and all(name in named for named in same)]
-            found.append({name: torch.stack([named[name] for named in same]).sum(0) for name in names})
-        return found
+    def _summed(self) -> Iterator[list[Named]]:
+        """Yield each rank's rows replaced by sums over the ranks that have the same rows: over all, whose outputs may
+        be summands or parts; and over those of one tensor rank, where tensor ranks compute the same.
+        """
+        for keys in (self._places, [*zip(self._places, self._tensor_ranks, strict=True)]):
+            found = []
+            for key in keys:
+                same = [named for other, named in zip(keys, self._by_rank, strict=True) if other == key]
+                names = [name for name in same[0] if name in self._together and all(name in named for named in same)]
+                found.append({name: torch.stack([named[name] for named in same]).sum(0) for name in names})
+            yield found
 
 
 def _cut(rows: Tensor, rank: int, ranks: int) -> Tensor:
