@@ -1,7 +1,7 @@
-"""Overlap products with the messages before or behind them, through symmetric memory.
+"""Overlap matrix products with the messages before or after them, through symmetric memory.
 
-torch's fused operators do it ("async TP" in torchtitan): ranks read each other's memory over NVLink while they
-multiply. What comes out is what the message and the product give one after the other.
+torch's fused operators ("async TP" in torchtitan) read the other ranks' memory over NVLink while they multiply. The
+result is the same as of the message and the product one after the other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TOKENS = 1
 
 @dataclass(frozen=True)
 class Operators:
-    """torch's fused operators, or others of the same signature.
+    """torch's fused operators, or replacements with the same signature.
 
     Attributes:
-        gather_products: (part, matrices, dim, group name, return_A=) -> (whole, its product with each).
-        product_scatter: (summand's factors, "sum", dim, group name) -> this rank's part of the sum.
+        gather_products: (part, matrices, dim, group name, return_A=) → (whole, its product with each matrix).
+        product_scatter: (x, matrix, "sum", dim, group name) → this rank's part of the sum of ``x @ matrix``.
     """
 
     gather_products: Callable[..., Any]
@@ -35,10 +35,10 @@ class Operators:
 
 
 def symmetric_memory(group: dist.ProcessGroup) -> Operators:
-    """Return those of torch. Collective: the ranks map each other's memory.
+    """Return torch's operators. Collective: the ranks map each other's memory.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: the ranks cannot map each other's memory.
     """
     way = "Set techniques.async_tensor_parallel = false: the numbers are the same."
     if not torch.cuda.is_available():
@@ -55,19 +55,19 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
 
 
 class Overlap:
-    """Products of activations (rows, tokens, features) with matrices (features, others), over the ranks of a group."""
+    """Computes products of activations (rows, tokens, features) with matrices (features, others) over a group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._operators, self._name = symmetric_memory(group), group.group_name
 
     def gather_products(self, part: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return a rank's part of the tokens → all of them, and their product with each matrix.
+        """Gather the tokens of all ranks, and return them and their product with each matrix.
 
-        One message for all products.
+        All products share one message.
         """
         whole, products = self._operators.gather_products(part, matrices, TOKENS, self._name, return_A=True)
-        return whole.contiguous(), [product.contiguous() for product in products]  # models take views that need it
+        return whole.contiguous(), [product.contiguous() for product in products]  # models take views
 
     def product_scatter(self, whole: Tensor, matrix: Tensor) -> Tensor:
-        """Return (rows, tokens, features) @ (features, others), a summand → this rank's part of the sum."""
+        """Return this rank's part of the sum over the ranks of (rows, tokens, features) @ (features, others)."""
         return self._operators.product_scatter(whole, matrix, "sum", TOKENS, self._name).contiguous()
