@@ -63,7 +63,7 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple) -> None:
-        if name in ("wait_tensor", "barrier", "recv_"):  # who receives sends nothing
+        if name in ("wait_tensor", "barrier", "recv_"):  # a receiver sends nothing
             return
         group = next((g for a in args if (g := _group(a)) is not None), None)
         ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
