@@ -40,9 +40,9 @@ class GradientPart:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-    """List this rank's parts of all gradients, which together cover its gradients once.
+    """List this rank's parts of all gradients; together they cover its gradients once.
 
-    A partial sum as a gradient (``Partial``: torch's SequenceParallel leaves norms' so) is first summed in place.
+    A ``Partial`` gradient (torch's SequenceParallel leaves those of norms so) is first summed in place.
     """
     found = []
     for parameter in parameters:

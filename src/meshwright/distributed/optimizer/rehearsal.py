@@ -97,7 +97,7 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
         other = type(optimizer)(
             [parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes}
         )
-    except Exception:  # noqa: BLE001  (whatever its class wants besides)
+    except Exception:  # noqa: BLE001  (the class may need other arguments)
         return None
     for gradient in values[1:]:
         parameter.grad = laid(gradient)

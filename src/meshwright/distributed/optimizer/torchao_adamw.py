@@ -148,7 +148,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
 
 
 def refuse_absent(plan: OptimizerPlan) -> None:
-    """Tell whether what an optimizer needs is here. Raises MissingExtraError without torchao."""
+    """Raise MissingExtraError if the plan needs torchao, and torchao is not installed."""
     if not plan.needs_torchao:
         return
     try:
@@ -158,7 +158,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory is torchao's codes and scales."""
+    """Return whether a tensor is stored as torchao's codes and scales."""
     return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
 
 
@@ -167,7 +167,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _mixes_copies(parameter: Tensor) -> bool:
-    """Tell whether blocks would span a rank's own elements and copies, which each rank would round differently."""
+    """Return whether blocks would span a rank's own elements and copies, which each rank would round differently."""
     if not isinstance(parameter, DTensor):
         return False
     places = [
@@ -203,7 +203,7 @@ def _stepped(
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16 so that uniform noise makes the mean the value itself.
+    """Round float32 to bfloat16 so that, over uniform noise, the mean is the value itself.
 
     Rounds away from zero where ``noise`` is less than the bits beyond bfloat16's last, else towards zero.
 
