@@ -63,7 +63,7 @@ class _Planned(BaseDistributedTransform):
 
     rows: tuple[str, ...]
     broadcasts = False
-    """Whether ranks with different weights get the first one's; else they are refused."""
+    """Whether ranks with different weights get those of the first rank; else they are refused."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         raise NotImplementedError
@@ -214,7 +214,7 @@ class FullyShardTransform(_Planned):
             given = mesh_of_world(layout)
         replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
-            # it has ranks; a mesh that is given says who replicates
+            # the transform was given ranks and chooses who replicates; a given mesh has chosen already
             if self.collective is not None and can_merge_data(given):
                 return with_data_on(given, Axis.DP_SHARD)
             raise ConfigError(

@@ -124,7 +124,7 @@ def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Te
         order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
-    # experts are left to those who share them out
+    # experts are left to the axis that shares them out
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
@@ -140,7 +140,7 @@ def averaging_plan(
     """Plan sharding over the data axes of a mesh, with torch's averaging and torch's policy.
 
     Args:
-        cuts: cut over the tensor axis too; else the plan leaves the model's layout on that axis as it is.
+        cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
     """
     _warn_of_routers(facts)
     requested = replace(
@@ -182,7 +182,7 @@ def _warn_of_scaling(plan: Plan) -> None:
 
 
 def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
-    """Translate torch's policy; dtypes that it leaves open stay as torch treats them."""
+    """Translate torch's policy; dtypes that it leaves open get torch's defaults."""
 
     def name(dtype: torch.dtype | None, otherwise: str) -> str:
         return otherwise if dtype is None else str(dtype).removeprefix("torch.")
@@ -278,7 +278,7 @@ def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> P
     """Plan float8 for this process alone; raise ConfigError if another technique came first.
 
     Args:
-        all_gather: FSDP, when it is applied, gathers weights in float8.
+        all_gather: whether FSDP, if applied later, gathers weights in float8.
     """
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)

@@ -1,8 +1,8 @@
 """Provide ParallelStyle objects for the styles of tensor-parallel plans: each makes one module compute on its part.
 
 They act on modules one by one and without sequence parallelism: a module's inputs and outputs are whole or one rank's
-features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``): these know what
-belongs together.
+features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``), since regions say which
+modules belong together.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def is_transposed(module: nn.Module) -> bool | None:
             x = torch.randn((2, matrix.shape[1]), dtype=matrix.dtype, generator=generator)
             try:
                 found = asked(x)
-            except Exception:  # noqa: BLE001  (whatever its code raises when the sizes do not fit)
+            except Exception:  # noqa: BLE001  (its code may raise anything if the sizes do not fit)
                 continue
             expected = nn.functional.linear(x, matrix, bias)
             if isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected):

@@ -191,7 +191,7 @@ def in_order(names: Iterable[str]) -> list[str]:
         ConfigError: an unknown name, or ``before`` and ``after`` requests that contradict each other.
     """
     wanted = list(names)
-    follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> what must come earlier
+    follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> those that must come earlier
     built_in = [name for name in order.NAMES if name in wanted]
     for earlier, later in zip(built_in, built_in[1:], strict=False):
         follows[later].add(earlier)

@@ -37,7 +37,7 @@ SPELLINGS = {
 }
 """meshwright's argument -> its names in versions; the other arguments have the same names."""
 POLICY, POLICY_MEMBERS = "mixed_precision_policy", ("grad_reduce_in_fp32", "preserve_fp32_weights")
-"""Since 0.5 one object says these two."""
+"""Since version 0.5 one object has these two fields."""
 
 
 def lay_out(
@@ -89,7 +89,7 @@ def places(device_mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> dict[str, Any]:
-    """Name the arguments by a function's signature; a switch that is off may be lacking.
+    """Name the arguments by a function's signature; a missing one is left out if it is False.
 
     Raises:
         UnsupportedError: the function lacks another argument.

@@ -240,16 +240,16 @@ def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
     stacks = {unit.name for unit in plan.units if unit.experts}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and clean(name) not in stacks and not options.average_in_collective:
-            module.set_force_sum_reduction_for_comms(True)  # torch then divides behind the reduction, by all data ranks
+            module.set_force_sum_reduction_for_comms(True)  # torch then divides after the reduction, by all data ranks
             if options.calculate_per_token_loss:
                 module.set_gradient_divide_factor(1.0)
     for module in sharded_modules(model):
         if not options.overlap_param_gather:
             module.set_modules_to_forward_prefetch([])
-            # an empty list would be torch's own choice: the one before
+            # torch takes an empty list for its default, the previous unit
             module.set_modules_to_backward_prefetch([module])
         if not options.overlap_grad_reduce:
-            module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (what torch asks for is not public)
+            module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (torch's type is not public)
 
 
 class _Waiting:

@@ -83,7 +83,7 @@ def _holders(model: nn.Module, facts: ModelFacts) -> list[str]:
         for name, module in model.named_modules()
         if name and next(module.parameters(recurse=False), None) is not None
     ]
-    # it calls no child
+    # its forward calls no child
     read = [clean(name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     holding = [name for name in holding if not any(is_within(name, outer) and name != outer for outer in read)]
     nested = {outer for outer in holding for inner in holding if inner != outer and is_within(inner, outer)}
