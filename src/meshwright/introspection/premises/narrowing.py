@@ -1,4 +1,4 @@
-"""Tell whether a model computes anywhere in a narrower dtype than its own."""
+"""Detect whether a model computes anywhere in a narrower dtype than its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
-    """Tell whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
+    """Return whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
     with _Narrowing() as watch:
         forward()
     return watch.found

@@ -16,9 +16,9 @@ EARLIER = "a tensor made before the first block"
 
 
 def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
-    """Describe the first things besides a block's output that the forward reads after it; "" where there are none.
+    """Describe the first things besides a block's output that the forward reads after it; "" if there are none.
 
-    A model's own parameter that the forward reads outside of the modules that it calls is reported too.
+    Parameters of the model itself that the forward reads outside the modules that it calls are reported too.
 
     Args:
         model: a small model, with weights; its forward runs once.
@@ -54,7 +54,7 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
     def __init__(self, named: dict[int, str]):
         super().__init__()
         self._known = named
-        self._kept: list[Tensor] = []  # so that no id is given twice
+        self._kept: list[Tensor] = []  # held, so that no id is reused
         self._last, self._inside, self._ended = "", 0, False
         self._read: list[str] = []
 

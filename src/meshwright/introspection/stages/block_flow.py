@@ -41,7 +41,7 @@ class Flow:
         kinds: kinds of blocks.
         before, behind: modules with parameters of their own, before and after the blocks.
         width: number of features that blocks pass on.
-        counts_tokens_behind: the modules after the blocks cannot take fewer tokens than there are.
+        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
     """
 
     kinds: tuple[BlockFlow, ...]
@@ -52,7 +52,7 @@ class Flow:
 
 
 def flow_of(model: nn.Module, measured: Measured) -> Flow:
-    """Find a model's flow; raise UnsupportedError, naming the block, where blocks do not pass on a single tensor."""
+    """Find a model's flow; raise UnsupportedError, naming the block, if blocks do not pass on a single tensor."""
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
     handles = [

@@ -95,7 +95,7 @@ def _equal(tensor: Tensor | None, other: Tensor) -> bool:
 
 
 def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
-    """Tell whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
+    """Return whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
     if host is None or host.shape != given.shape:
         return False
     others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]

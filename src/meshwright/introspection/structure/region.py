@@ -36,7 +36,7 @@ class Region:
     """Column-parallel layers, the modules between, and the row-parallel layer that ends the region.
 
     Attributes:
-        kind: attention mixes tokens, a feed-forward does not.
+        kind: "attention" mixes tokens, a "feed_forward" does not.
         container: path of the smallest module around the region ("" is the block itself).
         producers: linear layers that are cut by their output features.
         consumer: the linear layer that ends the region.
@@ -90,11 +90,11 @@ class Region:
 
     @property
     def joint(self) -> int:
-        """Groups of the part with the fewest: for up to that number of ranks, nothing is held twice."""
+        """Return the number of groups of the part with the fewest; up to as many ranks hold no copies."""
         return min(part.groups for cut in self.cuts for part in cut.parts)
 
     def fits(self, ranks: int) -> bool:
-        """Tell whether ``ranks`` ranks can share the region."""
+        """Return whether ``ranks`` ranks can share the region."""
         return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
 
     def cut_of(self, name: str) -> Cut | None:
@@ -120,7 +120,7 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     found = replace(region, cuts=cuts)
     growth = _width(_end(found)) / _width(_end(region))
     for old, new in zip(region.cuts, found.cuts, strict=True):
-        # a few numbers for each head, however large heads are
+        # a tensor with a few numbers for each head does not grow with the size of heads
         legal = (growth, 1) if len(old.parts) == 1 else (growth,)
         for before_part, after_part in zip(old.parts, new.parts, strict=True):
             if (found_growth := _width(after_part) / _width(before_part)) not in legal:

@@ -99,15 +99,15 @@ class RouterLogits:
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Tell whether the config of a transformers model includes its routers' loss in its loss."""
+    """Return whether the config of a transformers model includes its routers' loss in its loss."""
     return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
 
 
 def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
-    """Measure a model's loss for its routers; None if nothing is added, whatever its config states.
+    """Measure a model's loss for its routers; None if nothing is added, whatever its config says.
 
     Raises:
-        UnsupportedError: the loss is another, or could not be tried out.
+        UnsupportedError: the loss has another form, or could not be tried out.
     """
     sample = next(samples_of(model, arguments, 1))
     core = core_of(sample.model)
@@ -131,7 +131,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
 
 @torch.no_grad()
 def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
-    """Measure the loss with a coefficient of one; None where the switch changes no loss."""
+    """Measure the loss with a coefficient of one; None if the switch changes no loss."""
     legal: set[RouterLoss] | None = None
     for inputs in sample.inputs:
         asked = {**inputs, "labels": inputs[tokens], "return_dict": True}
