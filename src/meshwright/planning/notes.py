@@ -35,7 +35,7 @@ def of(
     parameters: tuple[ParameterPlan, ...],
     tensor: TensorPlan | None,
 ) -> Iterator[str]:
-    """Yield notes on what a plan's reader would not expect."""
+    """Yield notes on decisions that a plan's reader may not expect."""
     yield from _uncompiled(requested, tensor)
     yield from _unrehearsed(facts, layout)
     yield from _whole_on_tensor_ranks(facts, layout, parameters)
@@ -56,7 +56,7 @@ def _unrehearsed(facts: ModelFacts, layout: Layout):
 
 
 def _initial_weights(facts: ModelFacts):
-    """Note where initial weights are not, to the last bit, those of the constructor in one process."""
+    """Note whether initial weights differ in the last bits from those of the constructor in one process."""
     if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
         return
     if builder_of(facts.module) is None and not brings_initialiser(facts.module):

@@ -14,7 +14,7 @@ from .recompute.plan import checkpointed_modules
 
 
 def calls_differ(case: Case) -> bool:
-    """Tell whether ranks have other rows, other parameters or other calls of the forward than one process."""
+    """Return whether ranks have other rows, other parameters or other calls of the forward than one process."""
     layout, requested = case.layout, case.techniques
     return (
         layout.world > 1

@@ -94,7 +94,7 @@ def zero_fits(case: Case) -> Found:
 
 
 def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
-    """Note what a stage means for the layout: the traffic of a step with P parameter elements."""
+    """Note the traffic of a step by stage, with P parameter elements."""
     stage, ranks = requested.zero_stage, shares_of(layout).data_ranks
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"

@@ -66,7 +66,7 @@ def _routers(case: Case) -> list[Router]:
 
 
 def own_loss_of_experts(case: Case) -> Found:
-    """Refuse a router loss of all layers and tokens (transformers) where a rank or stage has a part of them."""
+    """Refuse a router loss over all layers and tokens (transformers) if a rank or stage has only a part of them."""
     if not case.facts.asks_for_router_loss:
         return
     said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"

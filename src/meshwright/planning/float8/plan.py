@@ -140,7 +140,7 @@ def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
 
 
 def _obstacle(linear: nn.Linear) -> str:
-    """Say why a layer cannot be converted; "" where it can."""
+    """Return the reason why a layer cannot be converted; "" if it can."""
     if type(linear) is not nn.Linear:
         return f"its class {type(linear).__name__} may compute more than a linear layer does"
     rows, columns = linear.weight.shape
@@ -150,6 +150,6 @@ def _obstacle(linear: nn.Linear) -> str:
 
 
 def _left_out(reasons: dict[str, str]) -> Iterator[str]:
-    """Group layers that are left out by their name in all blocks, and count them."""
+    """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
     for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
         yield f"{name} stays in high precision ({count} of them): {reason}"

@@ -10,7 +10,7 @@ from meshwright.planning.tensor.rules import no_blocks
 from .plan import RECIPES
 
 AROUND = ("float32", "bfloat16", "float16")
-"""Dtypes that may be computed in outside of the products."""
+"""Dtypes allowed for the computation outside the products."""
 
 
 def float8_requested(case: Case) -> Found:

@@ -8,13 +8,11 @@ from meshwright.planning.case import Case, Found
 from .kinds import KINDS, kind_of
 
 ROUNDED_FROM = ("float32", "bfloat16")
-"""Dtypes for which torchao's low-bit state may stand: torchao computes the step in float32."""
+"""Dtypes of parameters for which torchao's low-bit state is allowed: torchao computes the step in float32."""
 
 
 def optimizer_fits(case: Case) -> Found:
-    """Require a known optimizer whose settings fit the dtypes at rest, and whose parameters are whole where it needs
-    that.
-    """
+    """Require a known optimizer, settings that fit the dtypes at rest, and whole parameters if it needs them."""
     t, master, layout = case.techniques, case.precision.master, case.layout
     try:
         row = kind_of(t.optimizer)

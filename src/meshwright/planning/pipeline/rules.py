@@ -125,7 +125,7 @@ def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> N
 
 
 def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
-    """Count the stages that the request makes; ConfigError where it cannot be read."""
+    """Count the stages that the request makes; ConfigError if its schedule cannot be read."""
     if t.pipeline_schedule.endswith(".csv"):
         schedule = read_schedule(t.pipeline_schedule)
         if len(schedule.ranks) != ranks:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from meshwright.core.errors import ConfigError
 
 Cost = Callable[[int, int, int], float]
-"""(stage, first block, block behind its last) -> cost of the stage."""
+"""Cost of a stage: (stage, first block, block after its last) -> number."""
 
 
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int]]:
@@ -30,10 +30,9 @@ def balanced(
     """Cut stages (start, end) with the least work of the slowest, then memory of the largest, then unevenness.
 
     Args:
-        blocks: number of parameter elements of each block, which stand for its memory and its multiplications per
-            token.
-        head: elements that the last stage has besides, which count as multiplications and memory.
-        embedding: elements that the first stage has besides, which are only looked up in.
+        blocks: number of parameter elements of each block, a measure of its memory and its multiplications per token.
+        head: further elements of the last stage, which count as multiplications and memory.
+        embedding: further elements of the first stage, which are only looked up.
     """
     sums = [0.0]
     for size in blocks:

@@ -50,7 +50,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     """Find torch's operator of a full name (``aten.mm.default``), or all savable forms of one (``aten.mm``).
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no operator of that name.
         UnsupportedError: its results cannot be saved.
     """
     found: Any = torch.ops
@@ -83,6 +83,6 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
 
 
 def is_fresh(operator: Any) -> bool:
-    """Tell whether an operator's results are new: it writes into no argument, and returns no view of one."""
+    """Return whether an operator's results are new: it writes into no argument, and returns no view of one."""
     schema = schema_of(operator)
     return bool(schema.returns) and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

@@ -20,7 +20,7 @@ ON_BLOCKS = ("full", "every_n", "modules", "selective_op", "offload", "memory_bu
 
 
 def checkpointing_keys(case: Case) -> Found:
-    """Require legal values, and for keys that act with one mode that this mode is set."""
+    """Require legal values, and the right mode for keys that act with one mode only."""
     t = case.techniques
     mode = t.activation_checkpointing
     defaults = {field.name: field.default for field in fields(Techniques)}
@@ -97,7 +97,7 @@ def _patterns_match(case: Case) -> Found:
 
 
 def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
-    """Refuse to recompute alone a part of what computes together on several ranks."""
+    """Refuse to recompute alone a part of modules that compute together on several ranks."""
     facts, layout = case.facts, case.layout
     inside: dict[str, str] = {}
     if layout.tp > 1 and facts.applied_plan(TensorPlan) is None:
@@ -122,7 +122,7 @@ def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
 
 
 def checkpointing_companions(case: Case) -> Found:
-    """Require what a mode needs beside it, and refuse what it does not combine with."""
+    """Require the settings that a mode needs, and refuse those that it does not combine with."""
     t = case.techniques
     mode = t.activation_checkpointing
     if mode == "memory_budget":

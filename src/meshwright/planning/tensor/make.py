@@ -149,7 +149,7 @@ LEFT_WHOLE = {
 
 
 def _sequence_obstacle(kind: BlockKind, planned: BlocksPlan, given: GivenStyles | None) -> str:
-    """Say why activations between these blocks cannot be cut along the sequence; "" where they can."""
+    """Return the reason why activations between these blocks cannot be cut along the sequence; "" if they can."""
     name = pattern(kind.blocks[0])
     if kind.mixes_outside:
         return f"tokens meet in {name} outside the layers that are cut"

@@ -99,7 +99,7 @@ def async_tensor_fits(case: Case) -> Found:
 
 
 def no_blocks(request: str, facts: ModelFacts) -> str:
-    """Say why a request that acts on repeated blocks finds none."""
+    """Return the error text for a request that acts on repeated blocks and finds none."""
     lacks = f"{request} acts on repeated blocks, and none was found in {facts.kind}: "
     for parameter in facts.parameters:
         alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]

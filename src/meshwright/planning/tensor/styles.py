@@ -22,8 +22,8 @@ class StyleMeaning:
     Attributes:
         kind: column and row cut linear layers; whole cuts nothing; sum adds up a module's outputs.
         parts: number of equal parts side by side in the weight.
-        whole_outside: the activation that is cut inside enters or leaves whole.
-        silent: nothing travels; messages are left to the module around.
+        whole_outside: whether the activation that is cut inside enters or leaves whole.
+        silent: whether the module sends no messages, and leaves them to the module around it.
     """
 
     kind: Literal["column", "row", "embedding", "whole", "sum", "mla", "experts"]
@@ -109,7 +109,7 @@ class GivenStyles:
         return {path[len(block) + 1 :]: named.word for path, named in self.named.items() if is_within(path, block)}
 
     def check_alike(self, kind: BlockKind) -> None:
-        """Raise UnsupportedError where a plan treats blocks of one kind differently."""
+        """Raise UnsupportedError if a plan treats blocks of one kind differently."""
         first = self.of_block(kind.blocks[0])
         for block in kind.blocks[1:]:
             if (other := self.of_block(block)) != first:
@@ -121,7 +121,7 @@ class GivenStyles:
                 )
 
     def cuts(self, block: str, region: Region) -> bool:
-        """Tell whether a region is to be cut; ConfigError where a plan names only a part of its layers."""
+        """Return whether a region is to be cut; ConfigError if a plan names only a part of its layers."""
         for path in (f"{block}.{path}" for path in region.latent):
             if self.kind_at(path) in ("column", "row"):
                 named = self.named[path]
@@ -300,7 +300,7 @@ def differences(
 
     Args:
         own: patterns -> names of styles.
-        cut: path -> "column", "row" or "embedding" of what is cut as measured.
+        cut: path -> "column", "row" or "embedding", for each module that the measured plan cuts.
     """
     said: dict[str, str] = {}
     for wildcard, word in own.items():
