@@ -173,7 +173,7 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
 
 
 def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
-    """Tell whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
+    """Return whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
     ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
     ignored = names_to_ignore(model)
     is_table = name in derived or ".".join(name.split(".")[-2:]) in ends

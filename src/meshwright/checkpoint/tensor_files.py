@@ -80,7 +80,7 @@ class TensorFiles:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Tell whether a folder holds weights that can be read.
+    """Return whether a folder holds weights that can be read.
 
     Raises:
         ConfigError: it holds weights in another form only; a model of random weights would silently take their place.

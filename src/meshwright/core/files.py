@@ -81,7 +81,7 @@ def inside(folder: Path, name: str, by: str = "") -> Path:
 
 
 def _is_blob(home: Path, real: Path) -> bool:
-    """Tell whether a file is a blob of the Hugging Face cache repository in one of whose snapshots ``home`` lies."""
+    """Return whether a file is a blob of the Hugging Face cache repository in one of whose snapshots ``home`` lies."""
     for place in (home, *home.parents):
         if place.parent.name == "snapshots":
             repository = place.parent.parent

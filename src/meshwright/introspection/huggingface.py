@@ -77,7 +77,7 @@ class CausalLM:
 
 
 def is_config(model: Any) -> bool:
-    """Tell whether an object is a config of transformers, without importing transformers."""
+    """Return whether an object is a config of transformers, without importing transformers."""
     found = sys.modules.get("transformers")
     return found is not None and isinstance(model, found.PretrainedConfig)
 

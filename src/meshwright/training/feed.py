@@ -274,7 +274,7 @@ def _held_out(
 
 
 def _has_a_row(split: Split, seq_len: int) -> bool:
-    """Tell whether a split has at least one row of ``seq_len`` tokens.
+    """Return whether a split has at least one row of ``seq_len`` tokens.
 
     Raises ConfigError if a conversation is too long for a row.
     """

@@ -195,7 +195,7 @@ class _Loop:
         self.heartbeat.settle(self.folder.heartbeats)
 
     def _validates(self) -> bool:
-        """Tell whether the run validates; print the reason if it should and no source holds out a row."""
+        """Return whether the run validates; print the reason if it should and no source holds out a row."""
         if not self.config.validation.every:
             return False
         if not self.r.feed.held_out:

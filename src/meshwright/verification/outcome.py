@@ -116,7 +116,7 @@ class Outcome:
     """Multiplications in float8, in the first step, on all ranks together."""
 
     def is_kept(self, step: int, steps: int) -> bool:
-        """Tell whether the parameters after a step (1 the first) are kept whole."""
+        """Return whether the parameters after a step (1 the first) are kept whole."""
         return step in (1, steps)
 
 
@@ -150,7 +150,7 @@ def whole_ranks(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def watches(problem: Problem, step: int) -> bool:
-    """Tell whether to observe modules in a step (1 the first).
+    """Return whether to observe modules in a step (1 the first).
 
     Later steps count only where rounding cannot be taken for a fault."""
     return step == 1 or problem.dtype == "float64"

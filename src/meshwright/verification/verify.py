@@ -278,7 +278,7 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
 
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
-    """Tell whether the layout cuts features, or a chunked loss does.
+    """Return whether the layout cuts features, or a chunked loss does.
 
     With chunks, products of the head's backward have other shapes, and add up in another order."""
     return layout.world > layout.pp * shares_of(layout).data_ranks or problem.techniques.get("loss_chunks", 1) > 1

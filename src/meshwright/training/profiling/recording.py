@@ -43,7 +43,7 @@ class Recordings:
                 say(f"{key} = {text} lies behind step {step}, from which the run goes on: nothing is recorded")
 
     def begins_before(self, step: int) -> bool:
-        """Tell whether a recording starts before this step."""
+        """Return whether a recording starts before this step."""
         return bool(self._beginning(step))
 
     def before(self, step: int) -> None:
@@ -53,7 +53,7 @@ class Recordings:
             self._open.append((window, recording))
 
     def ends_after(self, step: int) -> bool:
-        """Tell whether a recording stops after this step."""
+        """Return whether a recording stops after this step."""
         return any(step + 1 not in window for window, _ in self._open)
 
     def after(self, step: int) -> None:

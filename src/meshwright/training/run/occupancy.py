@@ -66,7 +66,7 @@ def _take(path: Path) -> int | None:
 
 
 def _is_there(file: int, path: Path) -> bool:
-    """Tell whether the file that was locked is still the one of that name."""
+    """Return whether the file that was locked is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -165,7 +165,7 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _says(name: str, words: tuple[str, ...]) -> bool:
-    """Tell whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
+    """Return whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
     said = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
     return any(said[-len(text.split()) :] == text.split() for text in words)
 
