@@ -110,7 +110,7 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         ]
         return found + (strangers(path, manifest.files) if rank == 0 else [])
 
-    problems = [text for said in agree.everybody_says(agree.together(look)) for text in said]
+    problems = [text for texts in agree.everybody_says(agree.together(look)) for text in texts]
     if problems:
         raise IntegrityError(
             f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again."
@@ -244,7 +244,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
             raise IntegrityError(
                 f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one."
             ) from error
-        said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
+        problem = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
         raise IntegrityError(
-            f"{said}: the model now holds a part of it. Load a checkpoint again before you use it."
+            f"{problem}: the model now holds a part of it. Load a checkpoint again before you use it."
         ) from error

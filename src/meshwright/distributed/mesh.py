@@ -149,9 +149,9 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     """
     large = [axis.value for axis in SAMPLES if _is_large(device_mesh, axis)]
     if not large:
-        said = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
+        sizes = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
         raise ValueError(
-            f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
+            f"the mesh ({sizes}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
         )
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 

@@ -78,7 +78,7 @@ def _optimizer(plan: Plan) -> list[str]:
     o = plan.optimizer
     units = plan.units if plan.pipeline is None else [unit for units in plan.stage_units for unit in units]
     few, every = sum(unit.rounded_tensors for unit in units), sum(p.count for p in plan.parameters if p.trainable)
-    said = [
+    settings = [
         *(
             [f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"]
             if o.state != "full"
@@ -87,7 +87,7 @@ def _optimizer(plan: Plan) -> list[str]:
         *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
         *(["state in host memory"] if o.in_host_memory else []),
     ]
-    return [f"  optimizer       {'; '.join(said)}"] if said else []
+    return [f"  optimizer       {'; '.join(settings)}"] if settings else []
 
 
 def _float8(plan: Plan) -> list[str]:

@@ -60,14 +60,14 @@ def _initial_weights(facts: ModelFacts):
     if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
         return
     if builder_of(facts.module) is None and not brings_initialiser(facts.module):
-        told = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
+        note = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
         yield (
-            f"{told}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
+            f"{note}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
             f" builds it"
         )
     elif facts.numel > STREAM_ELEMENTS:
-        told = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
-        yield f"{told}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
+        note = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
+        yield f"{note}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
 
 
 def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
@@ -82,8 +82,8 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
         else:
             yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
     for path, size in sizes.items():
-        told = (
+        note = (
             f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them,"
             f" {bytes_text(size)}"
         )
-        yield f"{told}. layout.ep = {layout.tp} would share them out over its ranks"
+        yield f"{note}. layout.ep = {layout.tp} would share them out over its ranks"

@@ -84,10 +84,10 @@ class Plan:
         from meshwright.core.config import from_dict
 
         try:
-            said = json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"this text is not a plan: it is no JSON ({error})") from None
-        return from_dict(cls, said, where="plan")
+        return from_dict(cls, values, where="plan")
 
     def diff(self, other: Plan) -> list[str]:
         """List one line per leaf that differs, "path: here -> there"; empty for equal plans."""

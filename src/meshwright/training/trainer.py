@@ -250,7 +250,7 @@ class _Loop:
         self.teller.event("startup", self.timeline.seconds)
         if self.r.plan.compiled and (breaks := graph_breaks_text()):
             self.teller.say(breaks)
-        if message := self.memory.told():
+        if message := self.memory.first_step_report():
             self.teller.say(message)
             self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 

@@ -86,9 +86,9 @@ def _tensors_are_seen(output: Any) -> bool:
 
 def refuse_other_trained(module: nn.Module) -> None:
     """Raise ConfigError if requires_grad changed since DDP was built: DDP reduces the gradients known then."""
-    told = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
-    if told is not None and told.names != (now := _trained(module)):
-        name = min(told.names ^ now)
+    known = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
+    if known is not None and known.names != (now := _trained(module)):
+        name = min(known.names ^ now)
         raise ConfigError(
             f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told"
             f" of at the start. Lay"

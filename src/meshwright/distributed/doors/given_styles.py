@@ -87,9 +87,9 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
 def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
     """Refuse layouts of torch's styles without a style name; whole or cut by tokens are both up to the engine."""
     for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
-        if (said := getattr(style, name)[0]) not in legal:
+        if (layout := getattr(style, name)[0]) not in legal:
             raise UnsupportedError(
-                f"{where}: a {type(style).__name__} with {name} = {said}. Legal here: {' or '.join(map(str, legal))};"
+                f"{where}: a {type(style).__name__} with {name} = {layout}. Legal here: {' or '.join(map(str, legal))};"
                 f" or leave the pattern"
                 f" out and apply this style yourself with torch's parallelize_module"
             )

@@ -78,14 +78,14 @@ class Mail:
         self._coming.clear()
 
     @contextmanager
-    def _losses(self, said: Callable[[], str]) -> Iterator[None]:
+    def _losses(self, describe: Callable[[], str]) -> Iterator[None]:
         """Turn torch's error for a lost connection into ``StageLost``."""
         try:
             yield
         except RuntimeError as error:
             why = str(error).strip().split("\n")[0]
             raise StageLost(
-                f"{said()}: its process ended, or does not answer ({why}). Look at what that rank said last."
+                f"{describe()}: its process ended, or does not answer ({why}). Look at what that rank said last."
             ) from error
 
     def _not_given(self, message: Message, peer: int) -> str:
@@ -108,10 +108,10 @@ def _tag(message: Message) -> int:
 
 def broadcast_object(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Broadcast a tensor of the rank ``source`` to all ranks of a group."""
-    said = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
-    dist.broadcast_object_list(said, group_src=source, group=group, device=device if device.type == "cuda" else None)
-    assert said[0] is not None
-    shape, dtype = said[0]
+    box = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
+    dist.broadcast_object_list(box, group_src=source, group=group, device=device if device.type == "cuda" else None)
+    assert box[0] is not None
+    shape, dtype = box[0]
     tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().contiguous()
     dist.broadcast(tensor, group_src=source, group=group)
     return tensor

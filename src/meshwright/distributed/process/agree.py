@@ -64,9 +64,9 @@ def everybody_says(value: Any) -> list[Any]:
     """Gather all ranks' values in rank order (small Python values)."""
     if alone():
         return [value]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def wait_for_all() -> None:
@@ -136,7 +136,7 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
             result = action()
         except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
             problem = portable(error)
-    first = next((said for said in everybody_says(problem) if said is not None), None)
+    first = next((found for found in everybody_says(problem) if found is not None), None)
     if first is not None:
         first.__dict__["is_agreed"] = True
         raise first
@@ -169,12 +169,12 @@ def is_agreed(error: BaseException) -> bool:
 
 def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> None:
     """Raise the error of the first rank that has one, on all ranks of the groups. Collective."""
-    said: list[Any] = [problem and portable(problem)]
+    problems: list[Any] = [problem and portable(problem)]
     for group in groups:
-        mine = next((p for p in said if p is not None), None)
-        said = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, mine, group=group)
-    first = next((p for p in said if p is not None), None)
+        mine = next((p for p in problems if p is not None), None)
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, mine, group=group)
+    first = next((p for p in problems if p is not None), None)
     if first is not None:
         first.__dict__["is_agreed"] = True
         raise first

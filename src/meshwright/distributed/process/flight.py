@@ -62,10 +62,10 @@ def _dump(**options: bool) -> list[dict[str, Any]]:
 
 def _open_collectives() -> dict[str, int]:
     """Map the recorder's id of each group with open collectives to the number of its last one."""
-    said = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
+    statuses = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
     return {
         f"{recorder}/{group}": int(at["last_enqueued_collective"])
-        for recorder, groups in enumerate(said)
+        for recorder, groups in enumerate(statuses)
         for group, at in groups.items()
         if int(at["last_enqueued_collective"]) > int(at["last_completed_collective"])
     }

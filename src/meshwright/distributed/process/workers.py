@@ -269,14 +269,14 @@ def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
         function, args = pickle.loads(job)
         reply = pickle.dumps((True, function(*args)))
     except BaseException as error:  # noqa: BLE001  (everything must reach the parent, or it waits for ever)
-        pipe.send_bytes(_told(error))
+        pipe.send_bytes(_pickled(error))
         destroy_distributed(patience_sec=5)
     else:
         destroy_distributed(patience_sec=5)
         pipe.send_bytes(reply)
 
 
-def _told(error: BaseException) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     try:
         carried = pickle.dumps(error)
     except Exception:  # noqa: BLE001  (such an error is sent as its text)
@@ -289,8 +289,8 @@ def is_broken_collective(error: BaseException) -> bool:
     if getattr(error, "is_echo", False):
         return True
     words = str(error).lower()
-    said = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
-    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and said
+    names_transport = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
+    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and names_transport
 
 
 @contextmanager

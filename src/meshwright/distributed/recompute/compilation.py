@@ -80,8 +80,8 @@ def graph_breaks() -> dict[str, int]:
     for reason, times in graph_break_counts().items():
         what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
         why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
-        said = f"{what} ({why})" if why else what
-        found[said] = found.get(said, 0) + times
+        text = f"{what} ({why})" if why else what
+        found[text] = found.get(text, 0) + times
     return found
 
 

@@ -75,9 +75,9 @@ class OperatorPolicy:
     def _asked(self, context: Any, operator: Any, args: tuple, kwargs: dict[str, Any]) -> CheckpointPolicy:
         """Ask the user's functions in turn; the first that wants to save decides."""
         for function in self._functions:
-            said = function(context, operator, *args, **kwargs)
+            answer = function(context, operator, *args, **kwargs)
             # older versions of torch lack these two
-            if getattr(said, "name", "") in (
+            if getattr(answer, "name", "") in (
                 "MUST_CPU_OFFLOAD",
                 "PREFER_CPU_OFFLOAD",
             ):
@@ -86,7 +86,7 @@ class OperatorPolicy:
                     f" or recompute. For host"
                     f" memory set techniques.activation_checkpointing = offload."
                 )
-            if said is True or said in SAVED:
+            if answer is True or answer in SAVED:
                 if not (isinstance(operator, OpOverload) and is_fresh(operator)):
                     raise UnsupportedError(
                         f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no"

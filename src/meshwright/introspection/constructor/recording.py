@@ -158,9 +158,9 @@ class _ConstructorRecorder(EagerDispatchMode):
             raise NotRecordedError(f"it gives a tensor other memory ({name})")
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             raise NotRecordedError("it draws from a generator of its own")
-        said = tree_map_only(Tensor, self.view, (args, kwargs))
+        viewed = tree_map_only(Tensor, self.view, (args, kwargs))
         if name in READING:
-            return self._computed(func, said[0], said[1])
+            return self._computed(func, viewed[0], viewed[1])
         known = len(self._numbers)
         result = func(*args, **kwargs)
         results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
@@ -169,16 +169,16 @@ class _ConstructorRecorder(EagerDispatchMode):
             and "dtype" in {argument.name for argument in schema_of(func).arguments}
             and kwargs.get("dtype") is None
         ):
-            said[1]["dtype"] = results[0].dtype  # the default dtype may have changed at the replay
+            viewed[1]["dtype"] = results[0].dtype  # the default dtype may have changed at the replay
         writes = {
             leaf.storage
-            for argument in _written(schema_of(func), said[0], said[1])
+            for argument in _written(schema_of(func), viewed[0], viewed[1])
             for leaf in tree_leaves(argument)
             if isinstance(leaf, View)
         }
         created = {view.storage for view in results if view.storage >= known}
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        self._note(func, said[0], said[1], results, writes, created, name in OVERWRITING, draws)
+        self._note(func, viewed[0], viewed[1], results, writes, created, name in OVERWRITING, draws)
         return result
 
     def _note(

@@ -74,9 +74,9 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         output = outputs.get(path)
         first = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(first, Tensor) or first.dim() != 3:
-            said = type(output).__name__ if path in outputs else "nothing: it is not called in order"
+            what = type(output).__name__ if path in outputs else "nothing: it is not called in order"
             raise UnsupportedError(
-                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {said}, and not the"
+                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {what}, and not the"
                 f" (rows, seq, features) that the next block takes. Set layout.pp = 1."
             )
         linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())

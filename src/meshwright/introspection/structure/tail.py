@@ -30,8 +30,8 @@ class TailStep:
     arguments: tuple[float | int | bool | str | None, ...]
 
     def __str__(self) -> str:
-        said = ", ".join(str(value) for value in self.arguments)
-        return f"{self.operation.split('.')[1]}({said})" if said else self.operation.split(".")[1]
+        listed = ", ".join(str(value) for value in self.arguments)
+        return f"{self.operation.split('.')[1]}({listed})" if listed else self.operation.split(".")[1]
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,16 @@ def own_loss_of_experts(case: Case) -> Found:
     """Refuse a router loss over all layers and tokens (transformers) if a rank or stage has only a part of them."""
     if not case.facts.asks_for_router_loss:
         return
-    said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
+    cause = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
     if case.reduction == "mean":
         yield UnsupportedError(
-            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set"
+            f"{cause}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set"
             f" output_router_logits ="
             f" false, or use parallelize(), which takes those of all ranks."
         )
     elif case.layout.pp > 1:
         yield UnsupportedError(
-            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several"
+            f"{cause} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several"
             f" places. Set"
             f" output_router_logits = false, or layout.pp = 1."
         )

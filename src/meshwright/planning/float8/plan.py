@@ -89,16 +89,16 @@ def make_float8_plan(
     }
     chosen = tuple(path for path, reason in reasons.items() if not reason)
     if not chosen:
-        said = "; ".join(_left_out(reasons)) or "it has none"
+        words = "; ".join(_left_out(reasons)) or "it has none"
         raise ConfigError(
             f"techniques.float8 = {requested.float8}: no linear layer in the blocks of {facts.kind} can be converted:"
-            f" {said}"
+            f" {words}"
         )
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
-    told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
+    notes = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
     return Float8Plan(requested.float8, chosen, device != "cuda", requested.float8_all_gather), tuple(
-        f"float8: {text}" for text in told
+        f"float8: {text}" for text in notes
     )
 
 
@@ -114,12 +114,12 @@ def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: Model
     parts = {path: tensor.local_shape(f"{path}.weight", shapes[f"{path}.weight"]) for path in plan.modules}
     odd = {pattern(path): shape for path, shape in parts.items() if any(size % MULTIPLE for size in shape)}
     if odd:
-        told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
+        layers = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
         request = ", ".join(f'"{name.rpartition(".")[2]}"' for name in odd)
         raise ConfigError(
             f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that"
             f" does not divide by"
-            f" {MULTIPLE}: {told}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
+            f" {MULTIPLE}: {layers}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
         )
 
 

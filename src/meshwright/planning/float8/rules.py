@@ -43,9 +43,9 @@ def float8_companions(case: Case) -> Found:
     """Refuse techniques that do not combine with float8."""
     t, done = case.techniques, case.facts.applied_plan(Float8Plan)
     if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
-        said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
+        request = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
         yield UnsupportedError(
-            f"{said} does not go with techniques.async_tensor_parallel = true, whose products are in"
+            f"{request} does not go with techniques.async_tensor_parallel = true, whose products are in"
             f" {case.precision.compute}."
             f" Set techniques.async_tensor_parallel = false, or leave float8 out."
         )

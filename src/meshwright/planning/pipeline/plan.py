@@ -77,8 +77,8 @@ class PipelinePlan:
         numbers = self.stages_on(rank)
         ends = [self.stages[number].blocks for number in numbers]
         blocks = ", ".join(b[0] if len(b) == 1 else f"{b[0]} to {b[-1]}" for b in ends)
-        said = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
-        return f"stage{'s' if len(numbers) > 1 else ''} {said} of {len(self.stages)}: {blocks}"
+        listed = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+        return f"stage{'s' if len(numbers) > 1 else ''} {listed} of {len(self.stages)}: {blocks}"
 
     def kind_of(self, block: str) -> BlockFlow:
         return next(kind for kind in self.kinds if block in kind.blocks)

@@ -58,13 +58,13 @@ def pipeline_companions(case: Case) -> Found:
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
     if t.sync_grad_accum is not False and _splits_backward(case):
-        said = (
+        key = (
             f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
             if t.zero_stage == "auto"
             else f"zero_stage = {t.zero_stage}"
         )
         yield UnsupportedError(
-            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
+            f"techniques.{key} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
             f" input and weight"
             f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or"
             f" interleaved_1f1b, or"

@@ -302,17 +302,17 @@ def differences(
         own: patterns -> names of styles.
         cut: path -> "column", "row" or "embedding", for each module that the measured plan cuts.
     """
-    said: dict[str, str] = {}
+    styled: dict[str, str] = {}
     for wildcard, word in own.items():
         meaning = STYLES[word].kind if word in STYLES else "whole"
         for path in selected(wildcard, kinds):
             if meaning in ("column", "row", "embedding", "experts"):
-                said[path] = word
+                styled[path] = word
             if meaning in ("column", "row", "embedding", "experts") and path not in cut:
                 yield (
                     f"the model's own plan cuts {pattern(path)} ({word}); what was measured does not, and every"
                     f" rank has it whole"
                 )
     for path in cut:
-        if path not in said:
+        if path not in styled:
             yield f"the model's own plan leaves {pattern(path)} whole; it was measured that it can be cut, and it is"

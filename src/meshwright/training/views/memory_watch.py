@@ -58,7 +58,7 @@ class MemoryWatch:
             self._explain(error)
             raise
 
-    def told(self) -> str:
+    def first_step_report(self) -> str:
         """Return the report on the first step's memory; empty after the first call."""
         account, self._account = self._account, None
         if account is None:

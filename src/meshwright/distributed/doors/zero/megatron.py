@@ -59,7 +59,7 @@ def lay_out(
     """
     package = package or import_module("megatron_fsdp")
     function: Callable[..., Any] = package.fully_shard_model if optimizer is None else package.fully_shard
-    wanted = {"module": model, **places(device_mesh), **said(options, units)}
+    wanted = {"module": model, **places(device_mesh), **arguments_of(options, units)}
     if optimizer is not None:
         wanted["optimizer"] = optimizer
     arguments = bind(function, wanted, package)
@@ -68,7 +68,7 @@ def lay_out(
     return function(**arguments)
 
 
-def said(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
+def arguments_of(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
     """Return the options, with the strategy by its current name."""
     found = {key: getattr(options, key) for key in options.__dataclass_fields__}
     return {**found, "data_parallel_sharding_strategy": options.strategy, "nvfsdp_unit_modules": units}

@@ -43,13 +43,13 @@ class ZeroOptions:
     @property
     def strategy(self) -> str:
         """One of the four strategies; raises ConfigError for another name."""
-        said = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
-        if said not in STRATEGIES:
+        name = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
+        if name not in STRATEGIES:
             legal = [*STRATEGIES, *ALIASES]
             raise ConfigError(
-                f"data_parallel_sharding_strategy = {said!r}: legal are {', '.join(legal)}.{nearest(str(said), legal)}"
+                f"data_parallel_sharding_strategy = {name!r}: legal are {', '.join(legal)}.{nearest(str(name), legal)}"
             )
-        return said
+        return name
 
     @property
     def stage(self) -> int:

@@ -56,8 +56,8 @@ def unit_classes(model: nn.Module, facts: ModelFacts, options: ZeroOptions) -> l
 
 
 def classes_of(options: ZeroOptions) -> list[type]:
-    said = options.nvfsdp_unit_modules or ()
-    return [one if isinstance(one, type) else import_classes_from_paths([one])[0] for one in said]
+    requested = options.nvfsdp_unit_modules or ()
+    return [one if isinstance(one, type) else import_classes_from_paths([one])[0] for one in requested]
 
 
 def _of_classes(model: nn.Module, facts: ModelFacts, classes: list[type]) -> tuple[str, ...]:
