@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def requested_schedule(self) -> str:
-        """Return the pipeline schedule of the layout; "" unless a subclass has one: ``techniques`` names it."""
+        """The pipeline schedule of the layout; "" unless a subclass has one: ``techniques`` names it."""
         return ""
 
     @property

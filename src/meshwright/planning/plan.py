@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def shares(self) -> Shares:
-        """Return the axes along which ranks hold other samples, tokens, parameters and experts."""
+        """The axes along which ranks hold other samples, tokens, parameters and experts."""
         return Shares(
             dict(self.mesh),
             self.data.technique == "fully_shard",

@@ -30,7 +30,7 @@ class Ties:
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """Return the shared parameters on the first and on the last stage; None if that stage is on another rank."""
+        """The shared parameters on the first and on the last stage; None if that stage is on another rank."""
         first, last = self._modules
         if first is None and last is None:
             return []

@@ -45,7 +45,7 @@ class ColumnLayer:
 
     @property
     def way(self) -> Products:
-        """Return the products by which the layer computes."""
+        """The products by which the layer computes."""
         return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:

@@ -90,7 +90,7 @@ class Region:
 
     @property
     def joint(self) -> int:
-        """Return the number of groups of the part with the fewest; up to as many ranks hold no copies."""
+        """The number of groups of the part with the fewest; up to as many ranks hold no copies."""
         return min(part.groups for cut in self.cuts for part in cut.parts)
 
     def fits(self, ranks: int) -> bool:
