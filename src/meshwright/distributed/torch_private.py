@@ -7,7 +7,7 @@ Each function names the public way that it waits for, or the release of torch wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -209,8 +209,3 @@ class _GatheredThrough(FSDPParam):
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.__dict__["_meshwright_extension"]
-
-
-def parameters_of(groups: list[Any]) -> Iterator[Any]:
-    """Yield FSDP2's own parameters in some groups."""
-    return (parameter for group in groups for parameter in group.fsdp_params)

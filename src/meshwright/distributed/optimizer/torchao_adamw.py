@@ -118,16 +118,15 @@ class TorchaoAdamW(torch.optim.Optimizer):
                 group["eps"],
             )
 
-    def new_moment(self, parameter: Tensor, key: str, device: torch.device | None = None) -> Tensor:
+    def new_moment(self, parameter: Tensor, key: str) -> Tensor:
         """Create zeros for a moment of a parameter, in its storage format."""
         local = _local(parameter.detach())
-        device = device or local.device
         if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
             made = kind_of_state(self.state_word).zeros(
-                local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype
+                local.shape, SIGNED[key], BLOCKS[self.state_word], local.device, dtype=local.dtype
             )
         else:
-            made = torch.zeros_like(local, device=device, memory_format=torch.contiguous_format)
+            made = torch.zeros_like(local, memory_format=torch.contiguous_format)
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
 
     def _noise(self, parameter: Tensor, step: int) -> Tensor:

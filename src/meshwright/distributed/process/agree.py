@@ -69,12 +69,6 @@ def everybody_says(value: Any) -> list[Any]:
     return values
 
 
-def wait_for_all() -> None:
-    """Wait until every rank has reached this call."""
-    if not alone():
-        largest(0)
-
-
 def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
     """Compare (n,) int64 values over all ranks of every group, and return (n,) bool on the CPU, true where equal."""
     same = torch.ones(words.shape[0], dtype=torch.bool)

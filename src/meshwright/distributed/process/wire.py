@@ -75,13 +75,6 @@ class WireCounter(TorchDispatchMode):
             return
         self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
 
-    def totals(self) -> dict[tuple[str, int], float]:
-        """Sum the bytes by (operation, ranks of the group)."""
-        found: dict[tuple[str, int], float] = {}
-        for item in self.sent:
-            found[item.op, item.ranks] = found.get((item.op, item.ranks), 0.0) + item.bytes
-        return found
-
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):

@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 class HeldOutputs:
     """The modules of a block whose outputs are held; features of one of them may be pushed."""
 
-    def __init__(self, probe: Probe, held: list[str]):
+    def __init__(self, probe: Probe):
         self.probe = probe
         self.rest: dict[str, Tensor] = {}
         self._pushed: tuple[str, tuple[int, ...], float] | None = None

@@ -280,7 +280,7 @@ class Probe:
     @contextmanager
     def _holding(self, held: list[str]) -> Iterator[HeldOutputs]:
         """Hold the outputs of ``held`` at their recorded values."""
-        state = HeldOutputs(self, held)
+        state = HeldOutputs(self)
         handles = [
             self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held
         ]

@@ -69,7 +69,7 @@ def make_tensor_plan(
             for path, kind in words.kinds.items()
             if not any(is_within(path, other) for other in words.elsewhere)
         }
-        notes += dict.fromkeys(differences(words.own, here, structure, _cut_modules(plan)))
+        notes += dict.fromkeys(differences(words.own, here, _cut_modules(plan)))
     return plan, tuple(notes)
 
 

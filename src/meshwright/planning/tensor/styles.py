@@ -293,9 +293,7 @@ def _check_kind(request: TensorStyleRequest, path: str, kind: ModuleKind) -> Non
         )
 
 
-def differences(
-    own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]
-) -> Iterator[str]:
+def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], cut: Mapping[str, str]) -> Iterator[str]:
     """Yield notes where the measured structure and a model's own plan disagree.
 
     Args:
