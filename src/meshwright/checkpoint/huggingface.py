@@ -134,8 +134,7 @@ class _Match:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             raise ConfigError(
                 f"the weights in {files.folder} are not those of {type(model).__name__}:"
-                f" {'; '.join(problems[:SHOWN])}{more}."
-                f" Nothing was loaded; give the config.json that belongs to them."
+                f" {'; '.join(problems[:SHOWN])}{more}. Nothing was loaded; give the config.json that belongs to them."
             )
         return cls(tensors, aliases, chosen, twice)
 
@@ -199,9 +198,8 @@ def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
         if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):
             other = source.names[0]
             raise ConfigError(
-                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different"
-                f" values, and the model ties"
-                f" them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
+                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values,"
+                f" and the model ties them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
             )
 
 

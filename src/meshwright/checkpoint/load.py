@@ -147,8 +147,7 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
         use = keys if TorchaoAdamW.__name__ in (kind, manifest.optimizer) else f"use {manifest.optimizer}"
         raise ConfigError(
             f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: {use}, or load it without"
-            f" optimizer=. Nothing"
-            f" was loaded."
+            f" optimizer=. Nothing was loaded."
         )
     saved = {name for record in manifest.groups for name in record["params"]}
     lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]

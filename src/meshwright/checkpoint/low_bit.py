@@ -71,9 +71,8 @@ class Rounding:
         )
         if changed and is_rank_zero():
             log.warning(
-                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks"
-                f" lie otherwise in this"
-                f" layout (or have other bits) than in the one that wrote it"
+                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks lie"
+                f" otherwise in this layout (or have other bits) than in the one that wrote it"
             )
 
 

@@ -90,10 +90,9 @@ def holds_weights(folder: Path) -> bool:
     others = [*(path.name for pattern in OTHERS for path in folder.glob(pattern))] if folder.is_dir() else []
     if others:
         raise ConfigError(
-            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read."
-            f" Save them as safetensors"
-            f" (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with the config.json"
-            f" alone to begin anew"
+            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read. Save"
+            f" them as safetensors (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with"
+            f" the config.json alone to begin anew"
         )
     return False
 

@@ -170,9 +170,8 @@ class TraceFile:
             AttributeError,
         ) as error:
             raise ConfigError(
-                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write"
-                f" one with:"
-                f" meshwright verify CONFIG --write-trace FILE"
+                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write one"
+                f" with: meshwright verify CONFIG --write-trace FILE"
             ) from None
 
 

@@ -182,10 +182,8 @@ def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bo
     if keys.get("auto_map"):
         raise ConfigError(
             f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, keys['auto_map'].values()))}), and"
-            f" transformers"
-            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} ="
-            f" true, on the"
-            f" command line: --{TRUST}=true (of a model to inspect, --trust)"
+            f" transformers {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with"
+            f" {TRUST} = true, on the command line: --{TRUST}=true (of a model to inspect, --trust)"
         )
     if kind is None:
         raise ConfigError(f"{KEY}: {file} has no model_type, so it is not the config of a Hugging Face model")

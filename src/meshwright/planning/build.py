@@ -232,8 +232,7 @@ def _expert_plan(
     if experts is not None and tensor is not None and not tensor.sequence_parallel:
         raise UnsupportedError(
             f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
-            f" those of"
-            f" {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
+            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
         )
     return experts
 
@@ -292,8 +291,7 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
     if requested.async_tensor_parallel and not made.sequence_parallel:
         raise UnsupportedError(
             f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of"
-            f" {facts.kind} stay whole:"
-            f" {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
+            f" {facts.kind} stay whole: {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
         )
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
 

@@ -106,11 +106,9 @@ class Layout:
             legal = f"a multiple of {fixed}" if open_axes else str(fixed)
             if not open_axes and self.ep > 1 and fixed * self.ep == world:
                 raise ConfigError(
-                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world,"
-                    f" since experts are"
-                    f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set"
-                    f" layout.dp_shard ="
-                    f" {self.dp_shard * self.ep}."
+                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world, since"
+                    f" experts are shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set"
+                    f" layout.dp_shard = {self.dp_shard * self.ep}."
                 )
             raise ConfigError(
                 f"layout: {product} {relation} the world size {world}. Start {legal} processes, or change the layout"
@@ -137,8 +135,7 @@ class Layout:
             legal = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
             raise ConfigError(
                 f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts"
-                f" are shared out; it"
-                f" never multiplies the world. Legal here: {legal}."
+                f" are shared out; it never multiplies the world. Legal here: {legal}."
             )
         return self
 

@@ -157,9 +157,8 @@ def _optimizer(techniques: dict[str, Any]) -> str:
         if (value := techniques.get(key, plain)) != plain:
             raise UnsupportedError(
                 f"techniques.{key} = {str(value).lower()}: verify compares steps in full precision, beside which such"
-                f" rounding would hide"
-                f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not"
-                f" depend on it."
+                f" rounding would hide every fault. Judge the layout with techniques.{key} = {str(plain).lower()}:"
+                f" gradients do not depend on it."
             )
     return word
 
@@ -241,10 +240,9 @@ def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
             continue
         where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
         raise IntegrityError(
-            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must"
-            f" give the same global"
-            f" batch for the same step, whoever asks and however often. Draw it from a torch.Generator that is seeded"
-            f" by the step alone"
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
+            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
+            f" that is seeded by the step alone"
         )
 
 
@@ -343,12 +341,10 @@ def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Referen
         if error > DEPENDENT:
             raise IntegrityError(
                 f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
-                f" compared: the backward"
-                f" draws random numbers"
+                f" compared: the backward draws random numbers"
             )
     raise ConfigError(
-        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets"
-        f" gradients that are"
-        f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal"
-        f" one process"
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
+        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
+        f" equal one process"
     )

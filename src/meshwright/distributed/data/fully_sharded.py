@@ -70,9 +70,8 @@ def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
         assert plan.experts is not None
         raise ConfigError(
             f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing"
-            f" would add up their"
-            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with"
-            f" ep = 1."
+            f" would add up their gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or"
+            f" make the mesh with ep = 1."
         )
 
 
@@ -86,8 +85,7 @@ def _shard_experts(
         raise ConfigError(
             f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
             f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give"
-            f" all of it, as"
-            " init_distributed made it."
+            " all of it, as init_distributed made it."
         )
     replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
     made = fully_shard(

@@ -90,10 +90,9 @@ def refuse_other_trained(module: nn.Module) -> None:
     if known is not None and known.names != (now := _trained(module)):
         name = min(known.names ^ now)
         raise ConfigError(
-            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told"
-            f" of at the start. Lay"
-            f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard,"
-            f" which follows."
+            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of"
+            f" at the start. Lay the model out again (a checkpoint carries it over), or set techniques.data_parallel ="
+            f" fully_shard, which follows."
         )
 
 

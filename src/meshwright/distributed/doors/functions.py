@@ -164,10 +164,9 @@ def _warn_of_routers(facts: ModelFacts) -> None:
     ]
     if wanted:
         log.warning(
-            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases,"
-            " their losses wait in"
-            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone."
-            " parallelize() does it all.",
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their"
+            " losses wait in Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank"
+            " alone. parallelize() does it all.",
             ", ".join(wanted),
         )
 
@@ -176,8 +175,7 @@ def _warn_of_scaling(plan: Plan) -> None:
     if plan.precision.compute == "float16":
         log.warning(
             "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
-            " (torch.amp.GradScaler), or small"
-            " gradients vanish; parallelize() does it."
+            " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
         )
 
 
@@ -319,9 +317,8 @@ def build_parallel_model(
     """
     if get_pp_size(device_mesh) > 1:
         raise UnsupportedError(
-            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one"
-            f" module: use parallelize,"
-            f" which runs the whole pipeline, or build_stage_module for a loop of your own"
+            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module:"
+            f" use parallelize, which runs the whole pipeline, or build_stage_module for a loop of your own"
         )
     kind = torch.device(device).type
     device_mesh = known_mesh(device_mesh) if device_mesh is not None else None

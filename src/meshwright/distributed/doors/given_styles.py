@@ -73,14 +73,12 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
         return "sequence_parallel"
     if isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
         raise UnsupportedError(
-            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as"
-            f" the layers need it, cut"
-            f" along the sequence between blocks. Leave the pattern out"
+            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as the"
+            f" layers need it, cut along the sequence between blocks. Leave the pattern out"
         )
     raise UnsupportedError(
-        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or"
-        f" leave the pattern out and"
-        f" apply this style yourself with torch's parallelize_module"
+        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or leave"
+        f" the pattern out and apply this style yourself with torch's parallelize_module"
     )
 
 
@@ -90,6 +88,5 @@ def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: 
         if (layout := getattr(style, name)[0]) not in legal:
             raise UnsupportedError(
                 f"{where}: a {type(style).__name__} with {name} = {layout}. Legal here: {' or '.join(map(str, legal))};"
-                f" or leave the pattern"
-                f" out and apply this style yourself with torch's parallelize_module"
+                f" or leave the pattern out and apply this style yourself with torch's parallelize_module"
             )

@@ -230,8 +230,7 @@ class MlaStyle(Style):
         if not features:
             raise ConfigError(
                 f"style '{self.word}' needs qk_rope_head_dim, which neither this {type(module).__name__} nor a config"
-                f" of it has:"
-                f" set module.qk_rope_head_dim, or use replicate"
+                f" of it has: set module.qk_rope_head_dim, or use replicate"
             )
 
         def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -41,8 +41,7 @@ class ModelTransform(ABC):
         if unknown := sorted(set(context) - set(self.CONTEXT)):
             raise ConfigError(
                 f"{type(self).__name__} is given {unknown[0]}=, which no transform"
-                f" reads.{nearest(unknown[0], self.CONTEXT)}"
-                f" Legal: {', '.join(self.CONTEXT)}."
+                f" reads.{nearest(unknown[0], self.CONTEXT)} Legal: {', '.join(self.CONTEXT)}."
             )
         if (collective := context.pop("collective", None)) is not None:
             if context.get("device_mesh") is not None:

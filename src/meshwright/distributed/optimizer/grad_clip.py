@@ -185,7 +185,6 @@ def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[d
     if len(stages) != each:
         raise ConfigError(
             f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}:"
-            f" give all of this"
-            f" rank's at once, nn.ModuleList([...]), since the norm is one"
+            f" give all of this rank's at once, nn.ModuleList([...]), since the norm is one"
         )
     return [group]

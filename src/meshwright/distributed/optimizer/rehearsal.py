@@ -54,8 +54,7 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
         )
         remedy = (
             "Use one that updates element by element (AdamW), or a layout in which parameters are whole"
-            " (layout.dp_replicate with"
-            " dp_shard = tp = 1)."
+            " (layout.dp_replicate with dp_shard = tp = 1)."
         )
         try:
             error = _error(optimizer, mesh, placements, dims)

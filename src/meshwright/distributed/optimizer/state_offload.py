@@ -52,10 +52,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     ours = isinstance(optimizer, TorchaoAdamW)
     if not ours and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
         raise UnsupportedError(
-            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound"
-            f" of torch's own"
-            f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of"
-            f" those, or leave it out."
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
+            f" torch's own optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}."
+            f" Use one of those, or leave it out."
         )
     if optimizer_has_step_hooks(optimizer):
         raise UnsupportedError(

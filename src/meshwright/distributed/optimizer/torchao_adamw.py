@@ -73,8 +73,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
                 named = self._names.get(parameter, "one without a name")
                 raise ConfigError(
                     f"stochastic rounding is of bfloat16 parameters whose names are given (named_parameters), and it"
-                    f" was asked for"
-                    f" {named}, {parameter.dtype}"
+                    f" was asked for {named}, {parameter.dtype}"
                 )
 
     @torch.no_grad()

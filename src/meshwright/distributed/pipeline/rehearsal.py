@@ -61,8 +61,7 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
 def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
     return (
         f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and"
-        f" {why}. Only what one"
-        f" block gives to the next may go from stage to stage. Set layout.pp = 1."
+        f" {why}. Only what one block gives to the next may go from stage to stage. Set layout.pp = 1."
     )
 
 

@@ -68,8 +68,7 @@ def check_nodes_in_use() -> None:
     if "RANK" not in os.environ and _is_script_of_slurm(os.environ) and nodes not in ("", "1"):
         raise ConfigError(
             f"this job has {nodes} nodes, and a batch script or shell runs on the first of them alone. Write: srun"
-            f" meshwright train ..."
-            f" (to train on this node alone, ask for one: --nodes=1)"
+            f" meshwright train ... (to train on this node alone, ask for one: --nodes=1)"
         )
 
 

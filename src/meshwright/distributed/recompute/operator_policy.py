@@ -82,16 +82,14 @@ class OperatorPolicy:
                 "PREFER_CPU_OFFLOAD",
             ):
                 raise UnsupportedError(
-                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save"
-                    f" or recompute. For host"
-                    f" memory set techniques.activation_checkpointing = offload."
+                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or"
+                    f" recompute. For host memory set techniques.activation_checkpointing = offload."
                 )
             if answer is True or answer in SAVED:
                 if not (isinstance(operator, OpOverload) and is_fresh(operator)):
                     raise UnsupportedError(
-                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no"
-                        f" result of its own: it"
-                        f" writes into its inputs or gives a view of them"
+                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result"
+                        f" of its own: it writes into its inputs or gives a view of them"
                     )
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -48,8 +48,7 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
             f"techniques.async_tensor_parallel: the {dist.get_world_size(group)} ranks of layout.tp cannot map each"
-            f" other's memory;"
-            f" for that they must be joined by NVLink ({type(error).__name__}: {error}). {way}"
+            f" other's memory; for that they must be joined by NVLink ({type(error).__name__}: {error}). {way}"
         ) from error
     return Operators(torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter)
 

@@ -82,8 +82,7 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
     hint = " Set techniques.sequence_parallel = false, or" if plan.sequence_parallel else ""
     return (
         f"layout.tp = {plan.ranks}: the plan to cut {facts.kind} ({plan.source}) was rehearsed on a small copy of it,"
-        f" {way}, and {why}."
-        f"{hint or ' Set'} layout.tp = 1."
+        f" {way}, and {why}.{hint or ' Set'} layout.tp = 1."
     )
 
 

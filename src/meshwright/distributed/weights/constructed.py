@@ -214,9 +214,8 @@ def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
     if world > 1 and local == 0:
         size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
         warnings.warn(
-            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on"
-            f" every rank, one of a node after the other, and takes memory for all weights there"
-            f" ({size / 2**30:.1f} GiB)",
+            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on every"
+            f" rank, one of a node after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
             stacklevel=2,
         )
     for turn in range(ranks_per_node()):

@@ -153,8 +153,7 @@ def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], 
         raise UnsupportedError(
             f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
             f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the"
-            f" model so that it is"
-            " built with the modules that it uses."
+            " model so that it is built with the modules that it uses."
         )
 
 
@@ -206,11 +205,9 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
             reset()
         elif module._buffers:
             raise UnsupportedError(
-                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills"
-                f" them, so the structure"
-                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the"
-                f" model, or build it on"
-                " the CPU"
+                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them,"
+                f" so the structure of {type(model).__name__} cannot be measured; give it one, hand over the function"
+                " that builds the model, or build it on the CPU"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = next(other for other, p in model.named_parameters(remove_duplicate=False) if p is parameter)

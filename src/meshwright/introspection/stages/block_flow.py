@@ -107,8 +107,7 @@ def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
     found = stated_width(model)
     if found is None or stated_width(sample.model) != width:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)})"
-            f" says how many features"
-            f" its blocks hand on. Set layout.pp = 1."
+            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says"
+            f" how many features its blocks hand on. Set layout.pp = 1."
         )
     return found

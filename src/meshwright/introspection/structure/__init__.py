@@ -72,9 +72,8 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
                 trouble = UnsupportedError(
-                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy"
-                    f" of it"
-                    f" ({type(error).__name__}: {error})"
+                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of"
+                    f" it ({type(error).__name__}: {error})"
                 )
             else:
                 sizes = {

@@ -128,8 +128,7 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
         if beside and _goes_token_by_token(block.get_submodule(around), taken, given):
             yield (
                 f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not"
-                f" that layer's output"
-                f" and multiples of what pairs of linear layers without bias give"
+                f" that layer's output and multiples of what pairs of linear layers without bias give"
             )
 
 

@@ -233,8 +233,7 @@ def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: in
             what = "its output" if name == "output" else f"the gradient of {name}"
             raise UnsupportedError(
                 f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its"
-                f" {stack.experts} experts out:"
-                f" {what} is another. Set layout.ep = 1."
+                f" {stack.experts} experts out: {what} is another. Set layout.ep = 1."
             )
 
 

@@ -91,8 +91,7 @@ class Probe:
         given = ", ".join(str(tuple(value.shape)) for value in self.call.tensors.values()) or "no tensors"
         raise UnsupportedError(
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what"
-            f" flows between them"
-            " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
+            " flows between them cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
 
     def _hinted(self, residual: int | str) -> int | str:
@@ -104,8 +103,7 @@ class Probe:
         if found is None:
             raise ConfigError(
                 f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
-                f" their forward takes"
-                f" {', '.join(names)}"
+                f" their forward takes {', '.join(names)}"
             )
         return found
 
@@ -121,14 +119,11 @@ class Probe:
         if (effort := sum(given.values()) * watched) > MOST_EFFORT:
             widest = max(given, key=lambda path: given[path])
             raise UnsupportedError(
-                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)}"
-                f" linear layers,"
-                f" {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort"
-                f" {effort:.1e}, at most"
-                f" {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with the usual names"
-                f" (hidden_size,"
-                " num_attention_heads, num_key_value_heads, head_dim, intermediate_size). Or set layout.tp = 1 and"
-                " layout.pp = 1."
+                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)} linear"
+                f" layers, {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort"
+                f" {effort:.1e}, at most {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with"
+                " the usual names (hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size)."
+                " Or set layout.tp = 1 and layout.pp = 1."
             )
 
     def module(self, path: str) -> nn.Module:

@@ -126,9 +126,8 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
             if (found_growth := _width(after_part) / _width(before_part)) not in legal:
                 raise UnsupportedError(
                     f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices"
-                    f" in a group as in a"
-                    f" small model of the same structure, and the layer behind it {float(growth):g} times: how it is"
-                    f" cut does not follow"
+                    f" in a group as in a small model of the same structure, and the layer behind it {float(growth):g}"
+                    f" times: how it is cut does not follow"
                 )
     return replace(found, groups=_end(found).groups)
 
@@ -152,9 +151,8 @@ def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str
         groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
         if size.denominator > 1 or groups.denominator > 1 or size % groups:
             raise UnsupportedError(
-                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size}"
-                f" fall into {part.groups}"
-                f" groups: how it is cut does not follow from that"
+                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall"
+                f" into {part.groups} groups: how it is cut does not follow from that"
             )
         parts.append(FusedPart(int(size), int(groups)))
     return replace(cut, parts=tuple(parts))

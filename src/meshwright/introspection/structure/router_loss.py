@@ -118,8 +118,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
             f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be"
-            f" tried out on a small"
-            f" copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
+            f" tried out on a small copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
         ) from error
     if known is None:
         return None
@@ -161,11 +160,9 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
         legal = fitting if legal is None else legal & fitting
     if not legal:
         raise UnsupportedError(
-            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its"
-            f" loss is not the balance"
-            f" of its routers' choices and probabilities over all tokens: it could not be computed over several"
-            f" ranks. Set {SWITCH} ="
-            f" false to train without it."
+            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its loss"
+            f" is not the balance of its routers' choices and probabilities over all tokens: it could not be computed"
+            f" over several ranks. Set {SWITCH} = false to train without it."
         )
     return min(legal, key=lambda one: one.top_k)
 

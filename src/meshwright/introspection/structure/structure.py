@@ -99,10 +99,8 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
         if called is None:
             raise UnsupportedError(
                 f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids"
-                f" alone: they seem to"
-                " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set"
-                " layout.tp = 1 and"
-                " layout.pp = 1."
+                " alone: they seem to be of images or sounds. Only models whose blocks all take tokens are cut over"
+                " these axes. Set layout.tp = 1 and layout.pp = 1."
             )
         kind = _kind(first_probes[called], tuple(paths[key]))
         tried.append(([run[0][called] for run in runs], kind.regions))

@@ -64,8 +64,7 @@ def make_float8_plan(
         if requested.float8 != "none":
             raise ConfigError(
                 f"techniques.float8 = {requested.float8}: layers of this {facts.kind} multiply in float8 already, by"
-                f" {applied.recipe}."
-                f" Leave it out, or give a model to which apply_float8 was not applied."
+                f" {applied.recipe}. Leave it out, or give a model to which apply_float8 was not applied."
             )
         return applied, ()
     if requested.float8 == "none":

@@ -85,7 +85,6 @@ def given_cuts(cuts: Sequence[int], blocks: int, stages: int) -> list[tuple[int,
     if len(cuts) != stages - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
         raise ConfigError(
             f"techniques.pipeline_cuts = {list(cuts)}: {stages} stages of {blocks} blocks need {stages - 1} rising"
-            f" numbers between 1 and"
-            f" {blocks - 1}, the first block of every stage but the first"
+            f" numbers between 1 and {blocks - 1}, the first block of every stage but the first"
         )
     return list(zip(bounds, bounds[1:], strict=False))

@@ -63,8 +63,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
         raise ConfigError(
             f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an"
-            f" operator of torch"
-            f" such as aten.mm.default; or module:function, a policy."
+            f" operator of torch such as aten.mm.default; or module:function, a policy."
         )
     if parts[0] in ("c10d", "_c10d_functional"):
         raise UnsupportedError(
@@ -76,8 +75,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     if not fresh:
         raise UnsupportedError(
             f"{where}: '{name}' writes into its inputs or gives a view of them, so that there is no result of its own"
-            f" to keep. Name the"
-            f" operator that makes the tensor."
+            f" to keep. Name the operator that makes the tensor."
         )
     return fresh
 

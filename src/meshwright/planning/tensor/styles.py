@@ -116,8 +116,7 @@ class GivenStyles:
                 within = min(path for path in {*first, *other} if first.get(path) != other.get(path))
                 raise UnsupportedError(
                     f"tensor plan: {kind.blocks[0]}.{within} and {block}.{within} are given different styles, and"
-                    f" blocks that are made"
-                    f" alike are cut alike. Write {pattern(block)}.{within}."
+                    f" blocks that are made alike are cut alike. Write {pattern(block)}.{within}."
                 )
 
     def cuts(self, block: str, region: Region) -> bool:
@@ -127,8 +126,7 @@ class GivenStyles:
                 named = self.named[path]
                 raise ConfigError(
                     f"tensor plan: {pattern(path)} ({named.word}, pattern '{named.pattern}') gives what all heads are"
-                    f" made from, so every"
-                    f" rank computes it whole. Legal here: mla_kv_a_proj, replicate."
+                    f" made from, so every rank computes it whole. Legal here: mla_kv_a_proj, replicate."
                 )
         begins, end = [f"{block}.{path}" for path in region.producers], f"{block}.{region.consumer}"
         kinds = {self.kind_at(path) for path in begins}
@@ -137,9 +135,8 @@ class GivenStyles:
         if not {*kinds, self.kind_at(end)} & {"column", "row"}:
             return False
         raise ConfigError(
-            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can"
-            f" only be cut together,"
-            f" and the plan has {self.says([*begins, end])}. Give all of them these styles, or none."
+            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can only"
+            f" be cut together, and the plan has {self.says([*begins, end])}. Give all of them these styles, or none."
         )
 
     def built(self, kind: BlockKind, ranks: int) -> tuple[Region, ...]:
@@ -183,9 +180,8 @@ class GivenStyles:
             if STYLES[named.word].parts > 1 or f"{block}.{path}" not in self.linears:
                 raise UnsupportedError(
                     f"tensor plan: {pattern(block)}.{path}: the structure of this layer could not be measured, and by"
-                    f" names alone only"
-                    f" torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the layer stays"
-                    f" whole."
+                    f" names alone only torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the"
+                    f" layer stays whole."
                 )
             size = self.linears[f"{block}.{path}"][1 if path == consumer else 0]
             if size % ranks:
@@ -213,9 +209,8 @@ class GivenStyles:
                 found = ", ".join(p for p in (structure.embedding, structure.head) if p) or "none"
                 raise UnsupportedError(
                     f"tensor plan: {path} ({wanted[path].word}, pattern '{wanted[path].pattern}') lies outside the"
-                    f" blocks, where only the"
-                    f" embedding of the tokens and the layer that gives the logits can be cut (found: {found}). Legal"
-                    f" here: replicate."
+                    f" blocks, where only the embedding of the tokens and the layer that gives the logits can be cut"
+                    f" (found: {found}). Legal here: replicate."
                 )
         if structure.head in wanted and wanted[structure.head].kind != "column":
             raise ConfigError(
@@ -231,8 +226,7 @@ class GivenStyles:
                 if whole is not None:
                     raise ConfigError(
                         f"tensor plan: {' and '.join(sorted(both))} are one tied weight, and the plan has"
-                        f" {self.says(sorted(both))}."
-                        f" Give both a style that cuts, or neither."
+                        f" {self.says(sorted(both))}. Give both a style that cuts, or neither."
                     )
                 cut |= both
         return tuple(path if path in cut and path else "" for path in (structure.embedding, structure.head))  # type: ignore[return-value]
@@ -265,8 +259,7 @@ def given_styles(
             known = dict.fromkeys(pattern(path) for path in kinds if path)
             raise ConfigError(
                 f"tensor plan: the pattern '{request.pattern}' names no module of the"
-                f" model.{nearest(request.pattern, known)} A pattern is"
-                f" a module's whole path, with * for an index."
+                f" model.{nearest(request.pattern, known)} A pattern is a module's whole path, with * for an index."
             )
         for path in paths:
             if path in found:

@@ -107,8 +107,7 @@ def check_recordings(logging: Any, device: str) -> None:
     if logging.memory_snapshot and device != "cuda":
         raise UnsupportedError(
             f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and"
-            f" this run is on"
-            f" {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."
+            f" this run is on {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."
         )
 
 

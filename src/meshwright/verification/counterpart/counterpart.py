@@ -76,8 +76,7 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
     if ours.moe is not None and ours.moe.capacity_factor:
         raise UnsupportedError(
             f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are"
-            f" full drop tokens,"
-            f" and those of transformers drop none. A run with capacity_factor = 0 can be converted"
+            f" full drop tokens, and those of transformers drop none. A run with capacity_factor = 0 can be converted"
         )
     prove(shrunk(ours), kind)
     source = counterpart(ours, kind, tokenizer.end_of_document)
@@ -213,8 +212,7 @@ def prove(ours: DecoderConfig, kind: str) -> float:
         differences = "; ".join([far, *_missing_keys(ours, source)])
         raise UnsupportedError(
             f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights"
-            f" {differences}. Nothing was"
-            f" written; name another type with --like"
+            f" {differences}. Nothing was written; name another type with --like"
         )
     return error
 

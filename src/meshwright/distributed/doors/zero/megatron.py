@@ -111,7 +111,6 @@ def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> 
             version = getattr(package, "__version__", "that is installed")
             raise UnsupportedError(
                 f"{key} = {value!r}: megatron-fsdp {version} has no such argument ({', '.join(known)}). Leave it out,"
-                f" or use"
-                f" fsdp2_strategy_parallelize."
+                f" or use fsdp2_strategy_parallelize."
             )
     return found

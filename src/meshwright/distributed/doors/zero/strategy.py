@@ -214,8 +214,7 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
     if not can_merge_data(device_mesh):
         raise ConfigError(
             f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over"
-            f" dp_shard = {shards}."
-            f" Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
+            f" dp_shard = {shards}. Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
         )
     return with_data_on(device_mesh, Axis.DP_REPLICATE)
 
@@ -223,15 +222,13 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
 def _check(plan: Plan, options: ZeroOptions) -> None:
     if options.calculate_per_token_loss and plan.experts is not None:
         raise UnsupportedError(
-            f"calculate_per_token_loss = True does not go with experts that are shared out (ep ="
-            f" {plan.experts.ranks}): their gradients are"
-            f" averaged where tokens come back. Use parallelize(), which sums."
+            f"calculate_per_token_loss = True does not go with experts that are shared out (ep = {plan.experts.ranks}):"
+            f" their gradients are averaged where tokens come back. Use parallelize(), which sums."
         )
     if not options.overlap_grad_reduce and plan.device == "cuda" and plan.size(Axis.DP_REPLICATE) > 1:
         raise UnsupportedError(
-            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for"
-            " those over dp_replicate ="
-            f" {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
+            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for those"
+            f" over dp_replicate = {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
         )
 
 

@@ -36,8 +36,7 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
     if plan.tensor is not None or plan.experts is not None:
         raise UnsupportedError(
             f"{key}: beside tensor or expert parallelism the units are the repeated blocks"
-            f" ({', '.join(facts.blocks[:2])} …), whose"
-            f" modules use each other's parameters. Leave it out."
+            f" ({', '.join(facts.blocks[:2])} …), whose modules use each other's parameters. Leave it out."
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)

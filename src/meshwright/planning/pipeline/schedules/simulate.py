@@ -115,8 +115,7 @@ def check_whole(schedule: PipelineSchedule) -> None:
                     )
                     raise ConfigError(
                         f"schedule {schedule.name}: stage {stage} needs {stage}F{m} and either {stage}B{m} or both"
-                        f" {stage}I{m} and"
-                        f" {stage}W{m}; rank {rank} has {here}"
+                        f" {stage}I{m} and {stage}W{m}; rank {rank} has {here}"
                     )
     simulate(schedule)
 
