@@ -100,7 +100,7 @@ def describe_premises(facts: ModelFacts) -> str:
         ),
     ]
     found = [f"  {what}: {names}" for what, names in lines if names]
-    return "\n".join(["forward, played on a small copy:", *(found or ["  a function of the weights and each row"])])
+    return "\n".join(["forward, observed on a small copy:", *(found or ["  a function of the weights and each row"])])
 
 
 def _names(names: Iterable[str]) -> str:

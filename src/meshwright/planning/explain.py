@@ -30,7 +30,7 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
         parts.append(_traffic(plan, batch))
     parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), estimate))
     unknown = (
-        (f"activations and logits are not foreseen: {estimate.why_not}",)
+        (f"activations and logits are not estimated: {estimate.why_not}",)
         if estimate is not None and estimate.why_not
         else ()
     )

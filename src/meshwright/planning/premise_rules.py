@@ -108,8 +108,8 @@ def weights_are_read_only(case: Case) -> Found:
     if written:
         yield UnsupportedError(
             f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where parameters"
-            f" are cut, a forward writes a copy that is thrown away, and replicas write what their own rows say. Write"
-            f" them behind the optimizer's step, on the local tensors (Embedding: leave max_norm out)."
+            f" are cut, a forward writes a copy that is thrown away, and replicas write different values, by their"
+            f" rows. Write them behind the optimizer's step, on the local tensors (Embedding: leave max_norm out)."
         )
 
 
@@ -156,8 +156,8 @@ def hooks_are_called(case: Case) -> Found:
         if hook.kind == "accumulated" and (case.batch_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
             yield UnsupportedError(
                 f"{hook.parameter} has a hook that is called once its gradient is there"
-                f" (register_post_accumulate_grad_hook): each rank"
-                f" would call it with its own summand, or never. Do it between the backward and the optimizer's step."
+                f" (register_post_accumulate_grad_hook): each rank would call it with a partial gradient, or never. Do"
+                f" it between the backward and the optimizer's step."
             )
         elif hook.kind == "gradient" and not (keeps and hook.adds_up):
             why = (

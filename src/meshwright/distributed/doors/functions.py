@@ -264,7 +264,7 @@ def apply_float8(
     gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
     if enable_fsdp_float8_all_gather and not gathers:
         log.warning(
-            "apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight",
+            "apply_float8: FSDP will gather weights in high precision: the recipe %s has no single scale for a weight",
             recipe,
         )
     facts = model_facts(model)

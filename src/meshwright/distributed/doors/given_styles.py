@@ -77,8 +77,8 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
             f" layers need it, cut along the sequence between blocks. Leave the pattern out"
         )
     raise UnsupportedError(
-        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or leave"
-        f" the pattern out and apply this style yourself with torch's parallelize_module"
+        f"{where}: the behaviour of a {type(style).__name__} cannot be read off the object. Give one of"
+        f" {', '.join(STYLES)}, or leave the pattern out and apply this style yourself with torch's parallelize_module"
     )
 
 

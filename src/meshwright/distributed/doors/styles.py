@@ -146,7 +146,7 @@ class RowStyle(LinearStyle, RowwiseParallel):
         if STYLES[self.word].silent:
             if _has(module, "bias"):
                 raise ConfigError(
-                    f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here:"
+                    f"style '{self.word}' returns partial sums, each of which would add this layer's bias. Legal here:"
                     f" rowwise."
                 )
             layers.local_linear(layers.ColumnLayer(module, transposed, parts=ROW), runtime)

@@ -92,10 +92,10 @@ class Mail:
         stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
         blocks = self.plan.stages[stage].blocks
         where = f"stage {stage} ({blocks[0]} to {blocks[-1]}, on {self._name(peer)})"
-        return f"{where} gave no {message.content} of microbatch {message.microbatch}"
+        return f"{where} sent no {message.content} of microbatch {message.microbatch}"
 
     def _untaken(self, peer: int) -> str:
-        return f"{self._name(peer)} ({self.plan.part_of(peer)}) took nothing more of what was sent to it"
+        return f"{self._name(peer)} ({self.plan.part_of(peer)}) accepted no further message"
 
     def _name(self, peer: int) -> str:
         return f"rank {dist.get_global_rank(self.group, peer)}"

@@ -298,7 +298,7 @@ class Pipeline:
         if tuple(left.shape) != wanted or left.dtype != dtype:
             raise UnsupportedError(
                 f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives"
-                f" {tuple(left.shape)} of {left.dtype}, and the plan has {wanted} of {dtype} travel. Set layout.pp = 1."
+                f" {tuple(left.shape)} of {left.dtype}, and the plan expects {wanted} of {dtype}. Set layout.pp = 1."
             )
 
     def _tell_sequence(self, part: StagePart, piece: Batch) -> None:

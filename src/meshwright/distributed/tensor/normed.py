@@ -185,7 +185,7 @@ class SharedNormInput(SharedInput):
         if entered is None:
             raise UnsupportedError(
                 f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were"
-                " measured side by side, was given something else than what its norm gives. Set layout.tp = 1."
+                " measured side by side, was given another tensor than its norm's output. Set layout.tp = 1."
             )
         return entered
 

@@ -42,7 +42,7 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
     """
     way = "Set techniques.async_tensor_parallel = false: the numbers are the same."
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, and none is here. {way}")
+        raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, which is not available. {way}")
     try:
         map_memory(group)
     except (ImportError, RuntimeError) as error:

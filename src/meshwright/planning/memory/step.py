@@ -53,16 +53,16 @@ class MemoryEstimate:
 def not_estimated(plan: Plan) -> str:
     """Return the reason why a plan's activations cannot be measured on fake tensors; "" if they can."""
     if plan.compiled:
-        return "what compiled blocks keep is the compiler's choice"
+        return "the compiler chooses what compiled blocks save"
     if plan.experts is not None:
         return (
-            f"how many tokens come to a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
+            f"the number of tokens for a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
             f" choose"
         )
     if plan.tensor is not None and plan.tensor.async_tensor_parallel:
         return "products that overlap with messages (techniques.async_tensor_parallel) are computed in pieces"
     if plan.pipeline is not None and plan.pipeline.splits_backward:
-        return f"the schedule {plan.pipeline.schedule} puts off gradients of weights"
+        return f"the schedule {plan.pipeline.schedule} defers the gradients of weights"
     if plan.activation_checkpointing == "offload" and plan.device == "cuda":
         return "activations wait in host memory (techniques.activation_checkpointing = offload)"
     return ""

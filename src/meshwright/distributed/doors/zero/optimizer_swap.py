@@ -19,8 +19,8 @@ class OptimizerSwap:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         if optimizer.state and all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} makes its state as it is made, of the whole parameters. Leave"
-                f" optimizer out, and make it from the parameters of the model that is returned."
+                f"optimizer: {type(optimizer).__name__} creates its state in its constructor, for whole parameters."
+                f" Leave optimizer out, and make it from the parameters of the model that is returned."
             )
         if optimizer.state:
             raise ConfigError(
