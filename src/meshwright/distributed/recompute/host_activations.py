@@ -93,7 +93,7 @@ class BlockForward:
 
     Attributes:
         number: number of the block.
-        before: the same object of the previous block, in the same forward.
+        before: the previous block's object, in the same forward of the model.
         left, came: events after the copies to host memory, and back.
     """
 

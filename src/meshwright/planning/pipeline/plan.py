@@ -103,6 +103,6 @@ class PipelinePlan:
         return schedule_kind(self.schedule).build(self.ranks, microbatches, len(self.stages) // self.ranks)
 
     def rows_per_microbatch(self, rows: int) -> int:
-        """Return the default rows of a microbatch: even ones, two for each rank, or as many as the rows allow."""
+        """Return the default rows of a microbatch: two equal microbatches per rank, or as many as the rows allow."""
         wanted = max(self.legal(2 * self.ranks), 1)
         return next((rows // number for number in range(min(wanted, rows), 0, -1) if rows % number == 0), 1)
