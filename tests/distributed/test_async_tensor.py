@@ -140,7 +140,9 @@ def refused() -> str:
 
 
 def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
-    assert all("techniques.async_tensor_parallel needs CUDA, and none is here" in text for text in spmd(2, refused))
+    assert all(
+        "techniques.async_tensor_parallel needs CUDA, which is not available" in text for text in spmd(2, refused)
+    )
 
 
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():

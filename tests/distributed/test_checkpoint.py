@@ -594,7 +594,7 @@ def refused_places_job(folder: str) -> list[str]:
         refusal(lambda: save(model, precious / "new", extra={"weights": torch.ones(1)})),
     ]
     (pathlib.Path(folder) / "empty").mkdir(exist_ok=True)
-    agree.wait_for_all()
+    dist.barrier()
     save(model, pathlib.Path(folder) / "empty")
     return [*said, str(sorted(entry.name for entry in precious.iterdir()))]
 

@@ -66,7 +66,7 @@ def fully_sharded() -> None:
     private.begin_forward(model)
     assert private.has_begun(model)
     (group,) = private.groups_of_parameters(model)
-    (parameter,) = private.parameters_of([group])
+    (parameter,) = group.fsdp_params
     assert isinstance(parameter, private.FSDPParam)
     assert private.layer_of(parameter) == (model, "weight") and private.name_of(parameter) == "weight"
     assert private.spec_of_gathered(parameter) is None and private.arriving(group) is None
@@ -114,7 +114,8 @@ def gathered_through() -> None:
     mesh = init_distributed(DistributedConfig(dp_shard=2))["dp_shard"]
     model: nn.Module = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh)
     whole = model.weight.full_tensor().detach()
-    (parameter,) = private.parameters_of(private.groups_of_parameters(model))
+    (group,) = private.groups_of_parameters(model)
+    (parameter,) = group.fsdp_params
     private.gather_through(parameter, Doubled(parameter))
     x = torch.ones(1, 2)
     assert torch.equal(model(x), x @ (2 * whole).T)
@@ -125,7 +126,8 @@ def cut_and_sharded() -> None:
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
     model: nn.Module = fully_shard(layer, mesh=mesh["dp_shard"])
-    (parameter,) = private.parameters_of(private.groups_of_parameters(model))
+    (group,) = private.groups_of_parameters(model)
+    (parameter,) = group.fsdp_params
     spec = private.spec_of_gathered(parameter)
     assert spec is not None and spec.placements == (Shard(0),) and spec.placements != (Replicate(),)
 

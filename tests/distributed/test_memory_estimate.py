@@ -344,7 +344,7 @@ def test_what_cannot_be_known_is_left_out_and_said():
     reasons = {
         "experts (layout.ep = 2) depends on what routers choose": (SPARSE, Layout(dp_shard=2, ep=2), {}, 1),
         "compiled blocks": (MODEL, ONE, {"compile": True}, 1),
-        "the schedule zbv_zero_bubble puts off gradients of weights": (
+        "the schedule zbv_zero_bubble defers the gradients of weights": (
             MODEL,
             STAGES,
             {"pipeline_schedule": "zbv_zero_bubble"},

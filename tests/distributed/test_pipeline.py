@@ -438,8 +438,8 @@ def test_when_a_stage_is_lost_the_others_stop_in_seconds_and_say_which(spmd):
     assert time.monotonic() - begun < 60
     blocks = r"layers\.2 to layers\.3"
     said = (
-        rf"stage 1 \({blocks}, on rank 1\) gave no gradient of microbatch \d|rank 1 \(stage 1 of 2: {blocks}\)"
-        rf" took nothing more"
+        rf"stage 1 \({blocks}, on rank 1\) sent no gradient of microbatch \d|rank 1 \(stage 1 of 2: {blocks}\)"
+        rf" accepted no further message"
     )
     assert re.match(rf"({said}).*: its process ended, or does not answer \(", heard), heard
 

@@ -25,7 +25,7 @@ def test_the_first_step_is_accounted_for_once(train):
     compiled = train(2, {"steps": 1, "techniques.compile": True, "techniques.compile_backend": "eager"})[0].out
     assert "memory of the first step on this rank (blocks are compiled: what they keep is not seen); RSS" in compiled
     assert re.search(
-        r"\n  activations and logits were not foreseen: what compiled blocks keep is the compiler's choice\n", compiled
+        r"\n  activations and logits were not estimated: the compiler chooses what compiled blocks save\n", compiled
     )
     assert "fall apart into several graphs" not in compiled
 

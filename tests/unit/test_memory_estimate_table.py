@@ -92,7 +92,7 @@ def test_a_plan_says_why_something_is_not_estimated():
     made = plan(MODEL, Layout(dp_shard=1), techniques={"compile": True})
     said = table(made, Batch(8, 32), MemoryEstimate((), not_estimated(made)))
     assert "without activations" in said and said.endswith(
-        "  activations and logits are not foreseen: what compiled blocks keep is the compiler's choice"
+        "  activations and logits are not estimated: the compiler chooses what compiled blocks save"
     )
 
 

@@ -184,10 +184,10 @@ def _write(path: Path, entries: list[_FileEntry], tensors: Iterator[tuple[str, T
             "data_offsets": (begin, begin + entry.bytes),
         }
         begin += entry.bytes
-    said = json.dumps(header, separators=(",", ":")).encode()
-    said += b" " * (-len(said) % 8)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
-        file.write(len(said).to_bytes(8, "little") + said)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for entry in entries:
             name, tensor = next(tensors)
             assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype)

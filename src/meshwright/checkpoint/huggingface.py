@@ -134,8 +134,7 @@ class _Match:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             raise ConfigError(
                 f"the weights in {files.folder} are not those of {type(model).__name__}:"
-                f" {'; '.join(problems[:SHOWN])}{more}."
-                f" Nothing was loaded; give the config.json that belongs to them."
+                f" {'; '.join(problems[:SHOWN])}{more}. Nothing was loaded; give the config.json that belongs to them."
             )
         return cls(tensors, aliases, chosen, twice)
 
@@ -173,7 +172,7 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
 
 
 def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
-    """Tell whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
+    """Return whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
     ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
     ignored = names_to_ignore(model)
     is_table = name in derived or ".".join(name.split(".")[-2:]) in ends
@@ -199,9 +198,8 @@ def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
         if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):
             other = source.names[0]
             raise ConfigError(
-                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different"
-                f" values, and the model ties"
-                f" them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
+                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values,"
+                f" and the model ties them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
             )
 
 

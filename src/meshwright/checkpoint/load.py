@@ -110,7 +110,7 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         ]
         return found + (strangers(path, manifest.files) if rank == 0 else [])
 
-    problems = [text for said in agree.everybody_says(agree.together(look)) for text in said]
+    problems = [text for texts in agree.everybody_says(agree.together(look)) for text in texts]
     if problems:
         raise IntegrityError(
             f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again."
@@ -147,8 +147,7 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
         use = keys if TorchaoAdamW.__name__ in (kind, manifest.optimizer) else f"use {manifest.optimizer}"
         raise ConfigError(
             f"{path} holds the state of {manifest.optimizer}, which {kind} cannot continue: {use}, or load it without"
-            f" optimizer=. Nothing"
-            f" was loaded."
+            f" optimizer=. Nothing was loaded."
         )
     saved = {name for record in manifest.groups for name in record["params"]}
     lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]
@@ -244,7 +243,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
             raise IntegrityError(
                 f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one."
             ) from error
-        said = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
+        problem = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
         raise IntegrityError(
-            f"{said}: the model now holds a part of it. Load a checkpoint again before you use it."
+            f"{problem}: the model now holds a part of it. Load a checkpoint again before you use it."
         ) from error

@@ -55,8 +55,8 @@ class LoadWeightsTransform(ModelTransform):
         )
 
     def _is_restart(self) -> bool:
-        told = self.context.get("is_restart")
-        return any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS) if told is None else bool(told)
+        restarts = self.context.get("is_restart")
+        return any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS) if restarts is None else bool(restarts)
 
 
 def weights_in(path: str | Path) -> Weights:

@@ -66,12 +66,13 @@ class Rounding:
 
     def tell(self, folder: object) -> None:
         """Log on the first rank what rounding changed. Collective."""
-        changed, values = (sum(said) for said in zip(*agree.everybody_says((self.changed, self.values)), strict=True))
+        changed, values = (
+            sum(counts) for counts in zip(*agree.everybody_says((self.changed, self.values)), strict=True)
+        )
         if changed and is_rank_zero():
             log.warning(
-                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks"
-                f" lie otherwise in this"
-                f" layout (or have other bits) than in the one that wrote it"
+                f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks lie"
+                f" otherwise in this layout (or have other bits) than in the one that wrote it"
             )
 
 

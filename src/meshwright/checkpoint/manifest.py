@@ -56,9 +56,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest with a checksum of its own, and flush it to disk."""
-        said = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
+        content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         with open(folder / NAME, "w") as file:
-            file.write(json.dumps({**said, "crc32": _checksum(said)}, indent=1))
+            file.write(json.dumps({**content, "crc32": _checksum(content)}, indent=1))
             file.flush()
             os.fsync(file.fileno())
 
@@ -77,26 +77,26 @@ class Manifest:
             )
             raise IntegrityError(f"{folder} {unfinished if folder.is_dir() else 'does not exist'}")
         try:
-            said = json.loads(path.read_text())
-            if said["version"] != VERSION:
+            content = json.loads(path.read_text())
+            if content["version"] != VERSION:
                 raise IntegrityError(
-                    f"{path} has format version {said['version']}; this meshwright reads version {VERSION}"
+                    f"{path} has format version {content['version']}; this meshwright reads version {VERSION}"
                 )
-            if said.pop("crc32") != _checksum(said):
+            if content.pop("crc32") != _checksum(content):
                 raise ValueError("its content changed since it was written (checksum)")
             tensors = {
-                key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in said["tensors"].items()
+                key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
             }
-            files = {name: FileEntry(**entry) for name, entry in said["files"].items()}
-            _check_types(tensors, files, said)
+            files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            _check_types(tensors, files, content)
             return cls(
                 tensors,
                 files,
-                said["optimizer"],
-                said["groups"],
-                said["extra"],
-                said["plan"],
-                said.get("loss_scale", {}),
+                content["optimizer"],
+                content["groups"],
+                content["extra"],
+                content["plan"],
+                content.get("loss_scale", {}),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
@@ -104,7 +104,7 @@ class Manifest:
             ) from error
 
 
-def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], said: dict[str, Any]) -> None:
+def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], content: dict[str, Any]) -> None:
     """Raise TypeError or ValueError for values that ``write`` does not write."""
     sizes = [size for entry in tensors.values() for size in entry.shape]
     sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
@@ -115,15 +115,19 @@ def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], s
     ]
     if unknown:
         raise ValueError(f"{unknown[0]} is no dtype")
-    for record in said["groups"]:
+    for record in content["groups"]:
         if not (all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)):
             raise TypeError("a group of the optimizer is none")
-    if not (isinstance(said["extra"], dict) and isinstance(said["optimizer"], str) and isinstance(said["plan"], str)):
+    if not (
+        isinstance(content["extra"], dict)
+        and isinstance(content["optimizer"], str)
+        and isinstance(content["plan"], str)
+    ):
         raise TypeError("extra, optimizer or plan is of another type")
 
 
-def _checksum(said: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(said).encode())
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def describe_file(path: Path) -> FileEntry:

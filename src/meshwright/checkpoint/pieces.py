@@ -82,7 +82,7 @@ class WholePlanner(DefaultLoadPlanner):
 
 
 def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
-    """Tell whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
+    """Return whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
     boxes = list(boxes)
     cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)

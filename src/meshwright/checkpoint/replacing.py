@@ -58,7 +58,7 @@ def settle(place: Path) -> None:
 
 
 def is_there(place: Path) -> bool:
-    """Tell whether the folder is in its place, or ``settle`` will bring it there."""
+    """Return whether the folder is in its place, or ``settle`` will bring it there."""
     return place.is_dir() or beside(place, OLD).is_dir()
 
 

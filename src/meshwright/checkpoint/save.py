@@ -59,7 +59,7 @@ def save(
     _together(lambda: _make_room(path, partial, extra), here=_is_first(), what=f"cannot prepare {partial}")
     _together(lambda: _write(tensors, partial), what=f"cannot write {partial}")
     own = _together(lambda: _describe_own(partial), what=f"cannot read back {partial}")
-    files = {name: entry for said in agree.everybody_says(own) for name, entry in said.items()}
+    files = {name: entry for theirs in agree.everybody_says(own) for name, entry in theirs.items()}
     kind = type(optimizer).__name__ if optimizer is not None else ""
     if parallel_model.plan.pipeline is not None:
         groups = merged_groups(agree.everybody_says(groups))
@@ -81,8 +81,8 @@ def _random_state() -> dict[str, Tensor]:
 def _entries(tensors: dict[str, Tensor], *, differ: bool) -> dict[str, TensorEntry]:
     """List shapes and dtypes of all ranks' tensors, exchanging only random streams unless ranks ``differ``."""
     mine = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
-    told = {key: entry for key, entry in mine.items() if differ or key.startswith("random.")}
-    return mine | {key: entry for said in agree.everybody_says(told) for key, entry in said.items()}
+    shared = {key: entry for key, entry in mine.items() if differ or key.startswith("random.")}
+    return mine | {key: entry for theirs in agree.everybody_says(shared) for key, entry in theirs.items()}
 
 
 def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:

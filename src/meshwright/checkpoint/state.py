@@ -138,9 +138,8 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter not in names for parameter in group["params"]):
             raise UnsupportedError(
-                f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was"
-                f" made before"
-                f" the model was laid out). Make the optimizer from this ParallelModel's parameters."
+                f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was made"
+                f" before the model was laid out). Make the optimizer from this ParallelModel's parameters."
             )
         plain = {
             key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

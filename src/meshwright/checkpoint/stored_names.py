@@ -149,8 +149,7 @@ def _converted(converter: Any, parts: dict[str, list[Source]], name: str) -> Sou
         what = " and ".join(type(operation).__name__ for operation in converter.operations)
         raise UnsupportedError(
             f"{name} is made of {', '.join(stored[:3])}{' …' if len(stored) > 3 else ''} by {what}, which cannot be"
-            f" done on slices."
-            f" Save the model in the form that transformers holds it in: model.save_pretrained(folder,"
+            f" done on slices. Save the model in the form that transformers holds it in: model.save_pretrained(folder,"
             f" save_original_format=False)"
         )
     return made[0]

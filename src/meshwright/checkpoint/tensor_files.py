@@ -80,7 +80,7 @@ class TensorFiles:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Tell whether a folder holds weights that can be read.
+    """Return whether a folder holds weights that can be read.
 
     Raises:
         ConfigError: it holds weights in another form only; a model of random weights would silently take their place.
@@ -90,10 +90,9 @@ def holds_weights(folder: Path) -> bool:
     others = [*(path.name for pattern in OTHERS for path in folder.glob(pattern))] if folder.is_dir() else []
     if others:
         raise ConfigError(
-            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read."
-            f" Save them as safetensors"
-            f" (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with the config.json"
-            f" alone to begin anew"
+            f"{folder} has weights in {others[0]}, and neither {SINGLE} nor {INDEX}: pickled weights are not read. Save"
+            f" them as safetensors (in transformers: from_pretrained(...).save_pretrained(...)), or give a folder with"
+            f" the config.json alone to begin anew"
         )
     return False
 
@@ -134,9 +133,9 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
                 raise ValueError(
                     f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}"
                 )
-            said = json.loads(file.read(length))
-        said.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in said.values()]
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
         whole = 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
@@ -144,10 +143,12 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
         raise IntegrityError(
             f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again"
         )
-    if expected is not None and (lacking := expected - said.keys()):
+    if expected is not None and (lacking := expected - header.keys()):
         raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
     try:
-        yield from [_stored(path, name, entry) for name, entry in said.items() if expected is None or name in expected]
+        yield from [
+            _stored(path, name, entry) for name, entry in header.items() if expected is None or name in expected
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})"

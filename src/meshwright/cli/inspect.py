@@ -55,8 +55,7 @@ def run(argv: list[str]) -> int:
     if name not in SIZES and ":" not in name:
         raise ConfigError(
             f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model"
-            f" size.{nearest(name, SIZES)}"
-            f" Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
+            f" size.{nearest(name, SIZES)} Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
         )
     from meshwright.introspection.source import as_module
 

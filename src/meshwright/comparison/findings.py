@@ -127,7 +127,7 @@ class Comparison:
         """Format for people: the first difference, then the worst of every stage."""
         lines = []
         if self.first is not None:
-            lines.append(f"  {self.dtype}: {_told(self.first)}")
+            lines.append(f"  {self.dtype}: {_words(self.first)}")
         if self.factor is not None:
             lines.append(f"  {self.dtype}: every gradient is {self.factor:.6g} × that of one process")
         for stage in STAGES:
@@ -154,7 +154,7 @@ class Comparison:
         }
 
 
-def _told(first: Difference) -> str:
+def _words(first: Difference) -> str:
     if first.stage in WHY:
         return f"wrong are {first.place}: {WHY[first.stage]}"
     if first.error == math.inf:

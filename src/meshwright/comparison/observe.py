@@ -58,7 +58,7 @@ class TokensOfRank:
         return replace(self, now=None)
 
     def are_those_of(self, tensor: Tensor) -> bool:
-        """Tell whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
+        """Return whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
         return (
             self.filled < self.length
             and tensor.dim() > 2
@@ -184,7 +184,7 @@ class PartOfModel:
     ends: bool
 
     def is_without_values(self, tensor: Tensor) -> bool:
-        """Tell whether a parameterless module's output is empty, or computed from a stand-in: another part has it."""
+        """Return whether a parameterless module's output is empty, or computed from a stand-in: another part has it."""
         return self.ends if tensor.numel() == 0 else self.begins and bool(tensor.flatten()[:1].isnan())
 
 
@@ -209,7 +209,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Tell whether a tensor stands in for values that are elsewhere.
+    """Return whether a tensor stands in for values that are elsewhere.
 
     Such a tensor is one expanded NaN (another rank has the values) or has no elements (the logits of a head that
     computed the loss instead)."""
@@ -224,7 +224,7 @@ def is_stand_in(tensor: Tensor) -> bool:
 
 
 def _is_recomputing() -> bool:
-    """Tell whether a backward is running, in which a forward repeats one already computed."""
+    """Return whether a backward is running, in which a forward repeats one already computed."""
     return is_in_backward()
 
 
@@ -274,7 +274,7 @@ def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Tell whether a module (or a call of it) is inside one of ``modules``."""
+    """Return whether a module (or a call of it) is inside one of ``modules``."""
     return any(name.startswith(f"{module}.") if module else name for module in modules)
 
 

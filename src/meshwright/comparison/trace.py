@@ -87,7 +87,7 @@ class Trace:
             tensors |= {f"{number}/{stage}": sketches.values.contiguous() for stage, sketches in step.sketches.items()}
             names = {stage: sketches.names for stage, sketches in step.sketches.items()}
             rows.append({"loss": step.loss, "norm": step.norm, "names": names})
-        said = {
+        header = {
             "format": FORMAT,
             "facts": self.facts,
             "drawn_on": self.drawn_on,
@@ -96,7 +96,7 @@ class Trace:
             "floors": self.floors,
         }
         with replacing(path) as beside:
-            save_file(tensors, beside, {"trace": json.dumps(said)})
+            save_file(tensors, beside, {"trace": json.dumps(header)})
 
 
 class TraceFile:
@@ -109,50 +109,50 @@ class TraceFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         with self._opened() as file:
-            said = (file.metadata() or {}).get("trace")
-            self._said = json.loads(said) if said else {}
-            if self._said.get("format") != FORMAT:
+            header = (file.metadata() or {}).get("trace")
+            self._header = json.loads(header) if header else {}
+            if self._header.get("format") != FORMAT:
                 raise ConfigError(
                     f"check_trace = {path}: the file is no trace that this version reads ('{FORMAT}'); write one anew"
                 )
             _ = self.facts, self.drawn_on, self.shapes, self.n_steps, self.dtypes
-            self.initial = Sketches(self._said["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
+            self.initial = Sketches(self._header["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
 
     @property
     def facts(self) -> dict[str, Any]:
-        return self._said["facts"]
+        return self._header["facts"]
 
     @property
     def drawn_on(self) -> str:
-        return self._said["drawn_on"]
+        return self._header["drawn_on"]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each module's output, without its rows."""
-        return {name: tuple(shape) for name, shape in self._said["shapes"].items()}
+        return {name: tuple(shape) for name, shape in self._header["shapes"].items()}
 
     @property
     def n_steps(self) -> int:
-        return len(self._said["steps"]) - 1
+        return len(self._header["steps"]) - 1
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes whose rounding errors the trace holds."""
-        return tuple(self._said["floors"])
+        return tuple(self._header["floors"])
 
     def floors(self, dtype: str, step: int) -> dict[str, dict[str, float]]:
         """Return the errors that rounding to ``dtype`` causes in a step (1 the first), by stage and name."""
-        return self._said["floors"][dtype][step - 1]
+        return self._header["floors"][dtype][step - 1]
 
     def step(self, step: int, rows: slice) -> TracedStep:
         """Read a step (1 the first), with the given rows of the global batch."""
-        said = self._said["steps"][step]
+        entry = self._header["steps"][step]
         with self._opened() as file:
             sketches = {}
-            for stage, names in said["names"].items():
+            for stage, names in entry["names"].items():
                 part = file.get_slice(f"{step}/{stage}")
                 sketches[stage] = Sketches(names, part[:, rows] if stage in BY_ROW else part[:])
-            return TracedStep(file.get_slice(f"{step}/batch")[rows], said["loss"], said["norm"], sketches)
+            return TracedStep(file.get_slice(f"{step}/batch")[rows], entry["loss"], entry["norm"], sketches)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -170,9 +170,8 @@ class TraceFile:
             AttributeError,
         ) as error:
             raise ConfigError(
-                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write"
-                f" one with:"
-                f" meshwright verify CONFIG --write-trace FILE"
+                f"check_trace = {self.path}: no trace can be read from it ({type(error).__name__}: {error}). Write one"
+                f" with: meshwright verify CONFIG --write-trace FILE"
             ) from None
 
 

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class holding:
-    """Inside, the module's own parameters of these names are these tensors."""
+    """Replaces a module's own parameters by the given tensors inside the context."""
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor | None]):
-        self._held, self._tensors = module.__dict__, tensors  # found before the parameter of the same name
+        self._held, self._tensors = module.__dict__, tensors  # Python finds these before the parameters
 
     def __enter__(self) -> None:
         self._held.update(self._tensors)
@@ -37,8 +37,5 @@ def with_arguments(args: tuple, kwargs: dict[str, Any], given: dict[int | str, T
 
 
 def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
-    """Return a tensor of that shape that takes no memory.
-
-    Its values are not a number, so that code which reads them shows.
-    """
+    """Return a tensor of the given shape that takes no memory; its values are NaN, so that reading them shows."""
     return like.detach().new_full((1,), float("nan")).expand(*shape)

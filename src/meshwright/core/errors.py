@@ -22,7 +22,7 @@ class UnsupportedError(MeshwrightError, NotImplementedError):
 
 
 class IntegrityError(MeshwrightError, RuntimeError):
-    """Data on disk, or replicas in memory, that are not what they were."""
+    """Data on disk, or replicas in memory, that have changed."""
 
 
 class NonFiniteError(MeshwrightError, ArithmeticError):

@@ -81,7 +81,7 @@ def inside(folder: Path, name: str, by: str = "") -> Path:
 
 
 def _is_blob(home: Path, real: Path) -> bool:
-    """Tell whether a file is a blob of the Hugging Face cache repository in one of whose snapshots ``home`` lies."""
+    """Return whether a file is a blob of the Hugging Face cache repository in one of whose snapshots ``home`` lies."""
     for place in (home, *home.parents):
         if place.parent.name == "snapshots":
             repository = place.parent.parent
@@ -104,9 +104,9 @@ def refuse_links_out(folder: Path, but: Collection[str] = ()) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object that meshwright wrote; IntegrityError where the file holds none."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is damaged: it is no JSON ({error})") from None
-    if not isinstance(said, dict):
-        raise IntegrityError(f"{path} is damaged: it holds a {type(said).__name__}, and an object was written")
-    return said
+    if not isinstance(found, dict):
+        raise IntegrityError(f"{path} is damaged: it holds a {type(found).__name__}, and an object was written")
+    return found

@@ -23,7 +23,7 @@ def owner(name: str) -> str:
 
 
 def is_within(name: str, module: str) -> bool:
-    """Tell whether ``name`` is the module at path ``module`` or something inside it."""
+    """Return whether ``name`` is the module at path ``module`` or something inside it."""
     return module == "" or name == module or name.startswith(module + ".")
 
 

@@ -26,7 +26,7 @@ class FusedPart:
     groups: int
 
     def fits(self, ranks: int) -> bool:
-        """Tell whether each of ``ranks`` can hold several whole shares, or several ranks one share each."""
+        """Return whether each of ``ranks`` can hold several whole shares, or several ranks one share each."""
         return self.groups % ranks == 0 or ranks % self.groups == 0
 
     def copies(self, ranks: int) -> int:
@@ -58,7 +58,7 @@ def _cat(tensors: list[Tensor], dim: int) -> Tensor:
 
 
 def is_plain(parts: Sequence[FusedPart], ranks: int) -> bool:
-    """Tell whether each of ``ranks`` has one run that no other has, as torch's Shard does."""
+    """Return whether each of ``ranks`` has one run that no other has, as torch's Shard does."""
     return len(parts) == 1 and parts[0].copies(ranks) == 1
 
 
@@ -73,5 +73,5 @@ def ranges(parts: Sequence[FusedPart], rank: int, ranks: int) -> tuple[Range, ..
 
 
 def mixes_copies(parts: Sequence[FusedPart], ranks: int) -> bool:
-    """Tell whether a rank may hold, beside slices of its own, copies of slices that others hold too."""
+    """Return whether a rank may hold, beside slices of its own, copies of slices that others hold too."""
     return len(parts) > 1 and any(part.copies(ranks) > 1 for part in parts)

@@ -132,7 +132,7 @@ def foreach_zero_(tensors: list[Tensor]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Tell whether this thread is in a backward (recomputation is), until ``_current_graph_task_id`` is public."""
+    """Return whether this thread is in a backward (recomputation is), until ``_current_graph_task_id`` is public."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -163,7 +163,7 @@ def forget_accumulation_hooks(parameter: Any) -> None:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Tell whether a buffer belongs to the state dict, until torch has a public flag."""
+    """Return whether a buffer belongs to the state dict, until torch has a public flag."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -180,7 +180,7 @@ def forward_hooks(
 
 
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether hooks are registered around an optimizer's step, until a public list exists."""
+    """Return whether hooks are registered around an optimizer's step, until a public list exists."""
     made: Any = optimizer
     return bool(made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
 

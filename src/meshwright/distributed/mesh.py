@@ -103,7 +103,7 @@ def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def can_merge_data(device_mesh: DeviceMesh) -> bool:
-    """Tell whether ``with_data_on`` can change a mesh: it has all ranks, and was not built for experts."""
+    """Return whether ``with_data_on`` can change a mesh: it has all ranks, and was not built for experts."""
     return get_expert_mesh(device_mesh) is None and device_mesh.mesh.numel() == dist.get_world_size()
 
 
@@ -136,7 +136,7 @@ def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
 
 
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
-    """Tell whether ranks with different samples exist: a data axis larger than 1."""
+    """Return whether ranks with different samples exist: a data axis larger than 1."""
     sizes = axis_sizes(device_mesh)
     return any(sizes.get(axis.value, 1) > 1 for axis in SAMPLES)
 
@@ -149,9 +149,9 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     """
     large = [axis.value for axis in SAMPLES if _is_large(device_mesh, axis)]
     if not large:
-        said = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
+        sizes = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())
         raise ValueError(
-            f"the mesh ({said}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
+            f"the mesh ({sizes}) has no data axis (dp_replicate, dp_shard) larger than 1; ask has_dp_mesh first"
         )
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 
@@ -178,7 +178,7 @@ def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
 
 
 def _is_large(device_mesh: DeviceMesh, axis: Axis) -> bool:
-    """Tell whether the mesh has the axis, larger than 1; raise ConfigError for another system's name in its place."""
+    """Return whether the mesh has the axis, larger than 1; raise ConfigError for another system's name in its place."""
     sizes = axis_sizes(device_mesh)
     other = next((name for name in sizes if OTHER_NAMES.get(name) == axis), None)
     if axis.value not in sizes and other is not None:
@@ -230,7 +230,7 @@ def data_groups(device_mesh: DeviceMesh | None) -> list[ProcessGroup]:
 
 
 def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
-    """Tell whether this process is the first of those with its rank on the pipeline axis."""
+    """Return whether this process is the first of those with its rank on the pipeline axis."""
     return all(device_mesh.get_local_rank(name) == 0 for name in axis_sizes(device_mesh) if name != Axis.PP.value)
 
 

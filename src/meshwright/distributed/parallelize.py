@@ -66,7 +66,7 @@ def parallelize(
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
-        seed: of the initial weights: those that the constructor gives in one process under
+        seed: seed of the initial weights, which are those that the constructor gives in one process under
             ``torch.manual_seed(seed)``. Beyond 2^30 elements they follow the same distributions, equal on every
             layout.
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
@@ -74,11 +74,11 @@ def parallelize(
             are drawn; by default where they will be. One seed gives other weights on a CPU than on a GPU.
         weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
         hints: facts about a model that measurement cannot read (``meshwright.Hints``).
-        audit: check what was applied against the plan, and replicas against each other; one pass over the parameters.
+        audit: check the laid-out model against the plan, and replicas against each other; one pass over the parameters.
 
     Raises:
         ConfigError, UnsupportedError: refused before anything is applied.
-        IntegrityError: what was applied is not what was planned.
+        IntegrityError: the laid-out model differs from the plan.
     """
     if plan is not None and techniques is not None:
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")

@@ -7,7 +7,7 @@ Each function names the public way that it waits for, or the release of torch wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -85,7 +85,7 @@ def map_memory(group: dist.ProcessGroup) -> None:
 
 
 def knows_cpu(group: dist.ProcessGroup) -> bool:
-    """Tell whether a group has a backend for host memory. Waits for: a public list of a group's devices."""
+    """Return whether a group has a backend for host memory. Waits for: a public list of a group's devices."""
     return "cpu" in {device.type for device in group._device_types}
 
 
@@ -105,7 +105,7 @@ def recorder_dumps() -> list[Callable[..., bytes]]:
 
 
 def has_recorded_graph(wrapped: DistributedDataParallel) -> bool:
-    """Tell whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
+    """Return whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
     return wrapped._static_graph_delay_allreduce_enqueued
 
 
@@ -122,7 +122,7 @@ def begin_forward(root: FSDPModule) -> None:
 
 
 def has_begun(root: FSDPModule) -> bool:
-    """Tell whether a forward has set up the state."""
+    """Return whether a forward has set up the state."""
     return _state(root)._is_root is not None
 
 
@@ -157,7 +157,7 @@ def arriving(group: Any) -> Tensor | None:
 
 
 def has_partial_sums(group: Any) -> bool:
-    """Tell whether a group holds gradients that are reduced within a replica only."""
+    """Return whether a group holds gradients that are reduced within a replica only."""
     return group._partial_reduce_output is not None
 
 
@@ -209,8 +209,3 @@ class _GatheredThrough(FSDPParam):
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.__dict__["_meshwright_extension"]
-
-
-def parameters_of(groups: list[Any]) -> Iterator[Any]:
-    """Yield FSDP2's own parameters in some groups."""
-    return (parameter for group in groups for parameter in group.fsdp_params)

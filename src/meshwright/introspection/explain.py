@@ -99,8 +99,8 @@ def describe_premises(facts: ModelFacts) -> str:
             _names(hook.parameter for hook in hooks_of(facts.module)) if facts.module is not None else "",
         ),
     ]
-    told = [f"  {what}: {names}" for what, names in lines if names]
-    return "\n".join(["forward, played on a small copy:", *(told or ["  a function of the weights and each row"])])
+    found = [f"  {what}: {names}" for what, names in lines if names]
+    return "\n".join(["forward, observed on a small copy:", *(found or ["  a function of the weights and each row"])])
 
 
 def _names(names: Iterable[str]) -> str:

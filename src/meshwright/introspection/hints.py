@@ -44,7 +44,7 @@ class Hints:
             object.__setattr__(self, name, tuple(value))
 
     def keeps_whole(self, path: str) -> bool:
-        """Tell whether the module at a path, or one around it, stays whole."""
+        """Return whether the module at a path, or one around it, stays whole."""
         return any(is_within(path, around) for text in self.whole for around in selected(text, _around(path)))
 
 

@@ -72,12 +72,12 @@ class CausalLM:
 
         A config read from a file gives the file's own keys only: transformers' defaults change with its version.
         """
-        said = self.stored or json.loads(self.config.to_json_string(use_diff=False))
-        return {key: value for key, value in said.items() if key not in ABOUT_THE_FILE}
+        values = self.stored or json.loads(self.config.to_json_string(use_diff=False))
+        return {key: value for key, value in values.items() if key not in ABOUT_THE_FILE}
 
 
 def is_config(model: Any) -> bool:
-    """Tell whether an object is a config of transformers, without importing transformers."""
+    """Return whether an object is a config of transformers, without importing transformers."""
     found = sys.modules.get("transformers")
     return found is not None and isinstance(model, found.PretrainedConfig)
 
@@ -94,11 +94,11 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     file = place / CONFIG if place.is_dir() else place
     if not file.is_file():
         raise ConfigError(_absent(path, place))
-    said = _json(inside(file.parent, file.name) if place.is_dir() else file)
+    config_keys = _json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
-    _refuse_elsewhere(said, file)
-    _check_type(said, file, transformers, trust_remote_code)
-    if said.get("quantization_config"):
+    _refuse_elsewhere(config_keys, file)
+    _check_type(config_keys, file, transformers, trust_remote_code)
+    if config_keys.get("quantization_config"):
         raise UnsupportedError(
             f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full"
             f" precision."
@@ -113,7 +113,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
         raise ConfigError(
             f"{KEY}: {file} is no config that transformers reads: {' '.join(line.strip() for line in first)}"
         ) from error
-    return CausalLM(config, dtype, trust_remote_code, stored=said)
+    return CausalLM(config, dtype, trust_remote_code, stored=config_keys)
 
 
 def _absent(path: str | Path, place: Path) -> str:
@@ -128,39 +128,39 @@ def _absent(path: str | Path, place: Path) -> str:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
-    if not isinstance(said, dict):
-        raise ConfigError(f"{KEY}: {file} holds a {type(said).__name__}, not the keys of a model's config")
-    return said
+    if not isinstance(found, dict):
+        raise ConfigError(f"{KEY}: {file} holds a {type(found).__name__}, not the keys of a model's config")
+    return found
 
 
-def _refuse_elsewhere(said: dict[str, Any], file: Path) -> None:
+def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:
     """Raise ConfigError for a config that takes a part of itself, or code, from elsewhere than its folder."""
-    named = said.get("configuration_files")
+    named = keys.get("configuration_files")
     if named is not None:
         raise ConfigError(
             f"{KEY}: {file} names other files for itself (configuration_files = {named!r:.80}): give the one that is"
             f" meant as {CONFIG}"
         )
-    codes = said.get("auto_map")
+    codes = keys.get("auto_map")
     for name in codes.values() if isinstance(codes, dict) else ():
         if "--" in str(name):
             raise ConfigError(
                 f"{KEY}: {file} names code in another repository (auto_map: {name}), and only code beside it can be"
                 f" allowed: copy it there"
             )
-    for key, kernel in _implementations(said):
+    for key, kernel in _implementations(keys):
         if "/" in kernel:
             raise ConfigError(
                 f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it"
             )
 
 
-def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _implementations(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a config and its inner configs that select the code for attention or experts."""
-    for key, value in said.items():
+    for key, value in keys.items():
         if isinstance(value, dict):
             values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
             yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
@@ -169,23 +169,21 @@ def _implementations(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
-def _check_type(said: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
+def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    kind = said.get("model_type")
-    codes = said.get("auto_map") or {}
+    kind = keys.get("model_type")
+    codes = keys.get("auto_map") or {}
     if not isinstance(codes, dict) or not isinstance(kind, str | None):
         raise ConfigError(
             f"{KEY}: {file} has model_type {kind!r} and auto_map {codes!r:.80}: a text and a table were expected"
         )
-    if kind in known or (said.get("auto_map") and trusted):
+    if kind in known or (keys.get("auto_map") and trusted):
         return
-    if said.get("auto_map"):
+    if keys.get("auto_map"):
         raise ConfigError(
-            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, said['auto_map'].values()))}), and"
-            f" transformers"
-            f" {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with {TRUST} ="
-            f" true, on the"
-            f" command line: --{TRUST}=true (of a model to inspect, --trust)"
+            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, keys['auto_map'].values()))}), and"
+            f" transformers {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with"
+            f" {TRUST} = true, on the command line: --{TRUST}=true (of a model to inspect, --trust)"
         )
     if kind is None:
         raise ConfigError(f"{KEY}: {file} has no model_type, so it is not the config of a Hugging Face model")

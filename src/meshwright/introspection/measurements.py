@@ -51,7 +51,7 @@ class Measurements:
         return Measurements, ()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Tell whether the answers are about this model under its current hints."""
+        """Return whether the answers are about this model under its current hints."""
         return self.model is model and self._hints == hints_of(model)
 
     @property

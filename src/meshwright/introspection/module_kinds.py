@@ -50,7 +50,7 @@ def tied_modules(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is in float8 already."""
+    """Return whether a tensor is in float8 already."""
     loaded = sys.modules.get("torchao.float8.float8_training_tensor")
     return loaded is not None and isinstance(tensor, loaded.Float8TrainingTensor)
 

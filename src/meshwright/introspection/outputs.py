@@ -31,9 +31,8 @@ def logits_of(output: Any) -> Tensor:
         return found[0]
     raise UnsupportedError(
         f"the model's forward returns {_words(output)}, in which {len(found) or 'no'} tensors could be the logits"
-        f" (rows, seq, vocabulary)."
-        " Return the logits alone, or in an object or a dict under the name logits, or as the only floating tensor of"
-        " three dims."
+        " (rows, seq, vocabulary). Return the logits alone, or in an object or a dict under the name logits, or as the"
+        " only floating tensor of three dims."
     )
 
 

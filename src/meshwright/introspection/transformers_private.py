@@ -15,7 +15,7 @@ ABOUT_THE_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype
 
 
 def brings_initialiser(module: nn.Module) -> bool:
-    """Tell whether a module is a pretrained model that its config can rebuild. Waits for: a public base class."""
+    """Return whether a module is a pretrained model that its config can rebuild. Waits for: a public base class."""
     kind = type(module)  # wrappers show the methods of what is inside as their own
     return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(
         module, "config"

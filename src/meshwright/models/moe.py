@@ -238,7 +238,7 @@ def tokens_per_expert(index: Tensor, n_experts: int) -> Tensor:
 
 
 def is_grouped(x: Tensor, *weights: Tensor) -> bool:
-    """Tell whether torch's grouped product takes these operands; under the compiler it takes bfloat16 alone."""
+    """Return whether torch's grouped product takes these operands; under the compiler it takes bfloat16 alone."""
     dtypes = GROUPED_DTYPES[:1] if torch.compiler.is_compiling() else GROUPED_DTYPES
     fits = all(weight.shape[-1] * weight.element_size() % GROUPED_BYTES == 0 for weight in weights)
     return x.dtype in dtypes and fits and len(x) > 0
@@ -282,7 +282,7 @@ def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) ->
 
 
 def is_recomputing() -> bool:
-    """Tell whether a backward is running, in which a forward repeats one already computed and counted."""
+    """Return whether a backward is running, in which a forward repeats one already computed and counted."""
     return is_in_backward()
 
 

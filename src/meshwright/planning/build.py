@@ -98,13 +98,13 @@ def as_techniques(techniques: Techniques | dict | None) -> Techniques:
 
 
 def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
-    said = layout.requested_schedule
-    if said and requested.pipeline_schedule not in (Techniques.pipeline_schedule, said):
+    schedule = layout.requested_schedule
+    if schedule and requested.pipeline_schedule not in (Techniques.pipeline_schedule, schedule):
         raise ConfigError(
-            f"pp_schedule = {said}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one"
+            f"pp_schedule = {schedule}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one"
             f" thing; leave one out"
         )
-    return replace(requested, pipeline_schedule=said) if said else requested
+    return replace(requested, pipeline_schedule=schedule) if schedule else requested
 
 
 def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
@@ -131,13 +131,13 @@ def _assemble(
     mesh = {axis.value: layout.size(axis) for axis in WORLD_AXES}
     facts = _frozen(facts, requested)
     data = _data_plan(facts, requested, layout, technique, device, reduction)
-    tensor, said = _tensor_plan(facts, layout, requested)
+    tensor, tensor_notes = _tensor_plan(facts, layout, requested)
     float8, about_float8 = make_float8_plan(facts, requested, device)
     check_parts(float8, tensor, facts)
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
-    experts = _expert_plan(facts, layout, tensor, said)
+    experts = _expert_plan(facts, layout, tensor, tensor_notes)
     reshard, optimizer = requested.reshard_after_forward, _optimizer_plan(requested)
     assert reshard != "auto"  # resolved above
     shards = shares_of(layout, technique).shards
@@ -171,7 +171,7 @@ def _assemble(
         float8=float8,
         optimizer=optimizer,
         notes=(
-            *said,
+            *tensor_notes,
             *about_float8,
             *notes.of(facts, layout, requested, technique, parameters, tensor),
             *zero_notes(requested, layout, technique),
@@ -224,7 +224,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
 
 
 def _expert_plan(
-    facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, said: tuple[str, ...]
+    facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, tensor_notes: tuple[str, ...]
 ) -> ExpertPlan | None:
     experts = facts.applied_plan(ExpertPlan)
     if experts is None and layout.ep > 1:
@@ -232,8 +232,7 @@ def _expert_plan(
     if experts is not None and tensor is not None and not tensor.sequence_parallel:
         raise UnsupportedError(
             f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
-            f" those of"
-            f" {facts.kind} stay whole: {said[0]}. Set layout.ep = 1."
+            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
         )
     return experts
 
@@ -286,16 +285,15 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
     words = words_for(facts, requested.tensor_plan)
     if layout.ep > 1 and facts.module is not None:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
-    made, said = make_tensor_plan(
+    made, tensor_notes = make_tensor_plan(
         measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words
     )
     if requested.async_tensor_parallel and not made.sequence_parallel:
         raise UnsupportedError(
             f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of"
-            f" {facts.kind} stay whole:"
-            f" {'; '.join(said)}. Set techniques.async_tensor_parallel = false."
+            f" {facts.kind} stay whole: {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
         )
-    return replace(made, async_tensor_parallel=requested.async_tensor_parallel), said
+    return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
 
 
 def _loss_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> LossPlan | None:

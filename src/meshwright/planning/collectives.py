@@ -28,7 +28,7 @@ def step_collectives(
     experts: ExpertPlan | None = None,
     trained: int = 0,
 ) -> tuple[Collective, ...]:
-    """List all collectives of one ``forward_backward`` and ``optimizer_step``, by what they serve.
+    """List all collectives of one ``forward_backward`` and ``optimizer_step``, by their purpose.
 
     Args:
         activations: the collectives of the tensor and the expert axis, and of routers.

@@ -31,7 +31,7 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
         parts.append(_traffic(plan, batch))
     parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), estimate))
     unknown = (
-        (f"activations and logits are not foreseen: {estimate.why_not}",)
+        (f"activations and logits are not estimated: {estimate.why_not}",)
         if estimate is not None and estimate.why_not
         else ()
     )
@@ -79,7 +79,7 @@ def _optimizer(plan: Plan) -> list[str]:
     o = plan.optimizer
     units = plan.units if plan.pipeline is None else [unit for units in plan.stage_units for unit in units]
     few, every = sum(unit.rounded_tensors for unit in units), sum(p.count for p in plan.parameters if p.trainable)
-    said = [
+    settings = [
         *(
             [f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"]
             if o.state != "full"
@@ -88,7 +88,7 @@ def _optimizer(plan: Plan) -> list[str]:
         *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
         *(["state in host memory"] if o.in_host_memory else []),
     ]
-    return [f"  optimizer       {'; '.join(said)}"] if said else []
+    return [f"  optimizer       {'; '.join(settings)}"] if settings else []
 
 
 def _float8(plan: Plan) -> list[str]:

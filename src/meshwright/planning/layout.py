@@ -1,4 +1,4 @@
-"""Layout: the sizes of the mesh axes that a user wishes for."""
+"""Define a layout: the sizes of the mesh axes that a user requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layout:
         """Read ``"dp_shard=2,dp_replicate=2"``.
 
         Raises:
-            ConfigError: an unknown axis, one that stands there twice, or a size that is not a whole number.
+            ConfigError: an unknown axis, one that occurs twice, or a size that is not a whole number.
         """
         from meshwright.core.config import from_dict
 
@@ -59,9 +59,7 @@ class Layout:
 
     @property
     def requested_schedule(self) -> str:
-        """A pipeline schedule that comes with the layout; "" where ``techniques`` alone say it, as they do unless a
-        subclass knows more.
-        """
+        """The pipeline schedule of the layout; "" unless a subclass has one: ``techniques`` names it."""
         return ""
 
     @property
@@ -78,8 +76,8 @@ class Layout:
     def resolve(self, world: int, *, ranks_per_node: int | None = None) -> Layout:
         """Fill the open size so that the product is ``world``.
 
-        Where both data axes are open, dp_shard takes the ranks of one node and dp_replicate the nodes (hybrid
-        sharding); without ``ranks_per_node`` the whole world counts as one node.
+        If both data axes are open, dp_shard takes the ranks of one node and dp_replicate the nodes (hybrid sharding);
+        without ``ranks_per_node`` the whole world counts as one node.
 
         Raises:
             ConfigError: a size below 1 that is not -1, several open axes other than the two data axes, or a world size
@@ -108,11 +106,9 @@ class Layout:
             legal = f"a multiple of {fixed}" if open_axes else str(fixed)
             if not open_axes and self.ep > 1 and fixed * self.ep == world:
                 raise ConfigError(
-                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world,"
-                    f" since experts are"
-                    f" shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set"
-                    f" layout.dp_shard ="
-                    f" {self.dp_shard * self.ep}."
+                    f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world, since"
+                    f" experts are shared out among the ranks of dp_shard * cp * tp, which hold different tokens. Set"
+                    f" layout.dp_shard = {self.dp_shard * self.ep}."
                 )
             raise ConfigError(
                 f"layout: {product} {relation} the world size {world}. Start {legal} processes, or change the layout"
@@ -133,14 +129,13 @@ class Layout:
         )
 
     def _with_experts(self) -> Layout:
-        """The same, resolved. Raises ConfigError where experts cannot be shared out so."""
+        """Return the layout itself. Raises ConfigError if ``ep`` does not divide the ranks that share experts."""
         among = self.dp_shard * self.cp * self.tp
         if among % self.ep:
             legal = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
             raise ConfigError(
                 f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts"
-                f" are shared out; it"
-                f" never multiplies the world. Legal here: {legal}."
+                f" are shared out; it never multiplies the world. Legal here: {legal}."
             )
         return self
 
@@ -150,7 +145,7 @@ class Layout:
 
 
 def data_layouts(max_world: int) -> Iterator[Layout]:
-    """Every layout of the data axes on 2 to ``max_world`` ranks, smaller worlds first."""
+    """Yield every layout of the data axes on 2 to ``max_world`` ranks, smaller worlds first."""
     for world in range(2, max_world + 1):
         for replicas in range(1, world + 1):
             if world % replicas == 0:

@@ -35,7 +35,7 @@ def of(
     parameters: tuple[ParameterPlan, ...],
     tensor: TensorPlan | None,
 ) -> Iterator[str]:
-    """Yield notes on what a plan's reader would not expect."""
+    """Yield notes on decisions that a plan's reader may not expect."""
     yield from _uncompiled(requested, tensor)
     yield from _unrehearsed(facts, layout)
     yield from _whole_on_tensor_ranks(facts, layout, parameters)
@@ -56,18 +56,18 @@ def _unrehearsed(facts: ModelFacts, layout: Layout):
 
 
 def _initial_weights(facts: ModelFacts):
-    """Note where initial weights are not, to the last bit, those of the constructor in one process."""
+    """Note whether initial weights differ in the last bits from those of the constructor in one process."""
     if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
         return
     if builder_of(facts.module) is None and not brings_initialiser(facts.module):
-        told = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
+        note = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
         yield (
-            f"{told}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
+            f"{note}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
             f" builds it"
         )
     elif facts.numel > STREAM_ELEMENTS:
-        told = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
-        yield f"{told}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
+        note = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
+        yield f"{note}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
 
 
 def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
@@ -82,8 +82,8 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
         else:
             yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
     for path, size in sizes.items():
-        told = (
+        note = (
             f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them,"
             f" {bytes_text(size)}"
         )
-        yield f"{told}. layout.ep = {layout.tp} would share them out over its ranks"
+        yield f"{note}. layout.ep = {layout.tp} would share them out over its ranks"

@@ -1,4 +1,4 @@
-"""Define the Plan: one frozen value that techniques read; nothing else tells them what to do."""
+"""Define the Plan: one frozen value from which techniques read all decisions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:
-        """Return the size of a mesh axis (1 where the mesh has none of that name)."""
+        """Return the size of a mesh axis (1 if the mesh has none of that name)."""
         return dict(self.mesh).get(str(axis), 1)
 
     @property
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def shares(self) -> Shares:
-        """Who shares what."""
+        """The axes along which ranks hold other samples, tokens, parameters and experts."""
         return Shares(
             dict(self.mesh),
             self.data.technique == "fully_shard",
@@ -80,14 +80,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read the plan that ``to_json`` wrote; ConfigError where the text is not one."""
+        """Read the plan that ``to_json`` wrote; ConfigError if the text is not one."""
         from meshwright.core.config import from_dict
 
         try:
-            said = json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"this text is not a plan: it is no JSON ({error})") from None
-        return from_dict(cls, said, where="plan")
+        return from_dict(cls, values, where="plan")
 
     def diff(self, other: Plan) -> list[str]:
         """List one line per leaf that differs, "path: here -> there"; empty for equal plans."""

@@ -14,7 +14,7 @@ from .recompute.plan import checkpointed_modules
 
 
 def calls_differ(case: Case) -> bool:
-    """Tell whether ranks have other rows, other parameters or other calls of the forward than one process."""
+    """Return whether ranks have other rows, other parameters or other calls of the forward than one process."""
     layout, requested = case.layout, case.techniques
     return (
         layout.world > 1
@@ -30,16 +30,13 @@ def rows_stand_alone(case: Case) -> Found:
     if case.layout.tp > 1 and where.startswith(GRADIENT):
         yield UnsupportedError(
             f"{where} is no sum over tokens (scale_grad_by_freq divides it by how often an id stands in the batch),"
-            f" which a cut table does"
-            f" not know. Leave it out, or set layout.tp = 1."
+            f" which a cut table does not know. Leave it out, or set layout.tp = 1."
         )
     elif case.batch_ranks * case.layout.pp > 1 and where:
         yield UnsupportedError(
-            f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result"
-            f" would be another one"
-            f" than that of one process. Compute over the features or the tokens of one row (such as LayerNorm,"
-            f" RMSNorm, GroupNorm),"
-            f" or set layout.dp_replicate = layout.dp_shard = layout.pp = 1."
+            f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result would"
+            f" be another one than that of one process. Compute over the features or the tokens of one row (such as"
+            f" LayerNorm, RMSNorm, GroupNorm), or set layout.dp_replicate = layout.dp_shard = layout.pp = 1."
         )
 
 
@@ -64,27 +61,23 @@ def state_stays(case: Case) -> Found:
     if case.batch_ranks > 1 and by_data:
         yield UnsupportedError(
             f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.batch_ranks} data ranks"
-            f" have other rows each,"
-            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or use"
-            f" one data rank."
+            f" have other rows each, so their models would drift apart. Compute it outside forward, from values that"
+            f" all ranks have, or use one data rank."
         )
     if case.layout.pp > 1 and state:
         yield UnsupportedError(
             f"a forward of {kind} keeps state: {state}. A pipeline calls its parts once per microbatch and for rows"
-            f" that only fill up, and"
-            f" each stage keeps its own. Set layout.pp = 1."
+            f" that only fill up, and each stage keeps its own. Set layout.pp = 1."
         )
     if case.layout.tp > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. Ranks of the tensor axis have"
-            f" parts of them. Set"
-            f" layout.tp = 1."
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. Ranks of the tensor axis have parts"
+            f" of them. Set layout.tp = 1."
         )
     if case.layout.tp > 1 and case.techniques.sequence_parallel and seen.changes:
         yield UnsupportedError(
-            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does"
-            f" then could not be"
-            f" rehearsed with cut sequences. Set techniques.sequence_parallel = false."
+            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does then"
+            f" could not be rehearsed with cut sequences. Set techniques.sequence_parallel = false."
         )
     mode = case.techniques.activation_checkpointing
     again = _recomputed(case, [w.name for w in seen.buffers]) or (
@@ -114,11 +107,9 @@ def weights_are_read_only(case: Case) -> Found:
         written = tuple(w for w in written if w.by_data)
     if written:
         yield UnsupportedError(
-            f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where"
-            f" parameters are cut, a forward"
-            f" writes a copy that is thrown away, and replicas write what their own rows say. Write them behind the"
-            f" optimizer's step, on"
-            f" the local tensors (Embedding: leave max_norm out)."
+            f"a forward of {case.facts.kind} writes its parameters: {_some(w.name for w in written)}. Where parameters"
+            f" are cut, a forward writes a copy that is thrown away, and replicas write different values, by their"
+            f" rows. Write them behind the optimizer's step, on the local tensors (Embedding: leave max_norm out)."
         )
 
 
@@ -134,29 +125,25 @@ def parameters_are_reached(case: Case) -> Found:
     if layout.ep > 1:
         yield UnsupportedError(
             f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which nobody"
-            f" tried beside experts"
-            f" that are shared out. Set layout.ep = 1."
+            f" tried beside experts that are shared out. Set layout.ep = 1."
         )
     if layout.pp > 1:
         yield UnsupportedError(
-            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, and stages of"
-            f" a pipeline are cut by"
-            f" what a batch without it computes. Set layout.pp = 1."
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, and stages of a"
+            f" pipeline are cut by what a batch without it computes. Set layout.pp = 1."
         )
     if layout.tp > 1 and case.techniques.sequence_parallel:
         yield UnsupportedError(
-            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which ranks"
-            f" of the tensor axis"
-            f" would see on parts of the sequence. Set techniques.sequence_parallel = false."
+            f"only some rows use {_some(conditional)} of {case.facts.kind}, by a condition on the data, which ranks of"
+            f" the tensor axis would see on parts of the sequence. Set techniques.sequence_parallel = false."
         )
 
 
 def gradients_are_dense(case: Case) -> Found:
     if calls_differ(case) and (names := case.facts.measurements.premises().sparse):
         yield UnsupportedError(
-            f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce"
-            f" or clip. Leave sparse"
-            f" out: the values are the same."
+            f"the gradient of {_some(names)} is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or"
+            f" clip. Leave sparse out: the values are the same."
         )
 
 
@@ -169,8 +156,8 @@ def hooks_are_called(case: Case) -> Found:
         if hook.kind == "accumulated" and (case.batch_ranks * case.layout.pp * case.layout.tp > 1 or not keeps):
             yield UnsupportedError(
                 f"{hook.parameter} has a hook that is called once its gradient is there"
-                f" (register_post_accumulate_grad_hook): each rank"
-                f" would call it with its own summand, or never. Do it between the backward and the optimizer's step."
+                f" (register_post_accumulate_grad_hook): each rank would call it with a partial gradient, or never. Do"
+                f" it between the backward and the optimizer's step."
             )
         elif hook.kind == "gradient" and not (keeps and hook.adds_up):
             why = (
@@ -180,8 +167,7 @@ def hooks_are_called(case: Case) -> Found:
             )
             yield UnsupportedError(
                 f"{hook.parameter} has a hook on its gradient (register_hook), and {why}. Change the gradient between"
-                f" the backward and the"
-                f" optimizer's step, or in forward (such as weight * mask)."
+                f" the backward and the optimizer's step, or in forward (such as weight * mask)."
             )
 
 

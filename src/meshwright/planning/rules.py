@@ -63,8 +63,7 @@ def half_precision(case: Case) -> Found:
         if dtype == "float16":
             yield UnsupportedError(
                 f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set"
-                f" techniques.precision.{key} ="
-                f" float32, and techniques.precision.compute = float16 to compute in it."
+                f" techniques.precision.{key} = float32, and techniques.precision.compute = float16 to compute in it."
             )
     if p.output == "float16" and p.compute != "float16":
         yield UnsupportedError(
@@ -74,9 +73,8 @@ def half_precision(case: Case) -> Found:
         )
     if p.compute != "float16" and request.loss_scale != Precision.loss_scale:
         yield ConfigError(
-            f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs"
-            f" no scaling of the"
-            f" loss. Leave it out."
+            f"techniques.precision.loss_scale is about float16, and techniques.precision.compute = {p.compute} needs no"
+            f" scaling of the loss. Leave it out."
         )
     elif request.loss_scale < 1 or math.frexp(request.loss_scale)[0] != 0.5:
         yield ConfigError(
@@ -90,9 +88,8 @@ def ddp_fits(case: Case) -> Found:
     if case.layout.dp_shard > 1:
         yield ConfigError(
             f"techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard ="
-            f" {case.layout.dp_shard} cuts them."
-            f" Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or techniques.data_parallel ="
-            f" fully_shard."
+            f" {case.layout.dp_shard} cuts them. Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks},"
+            f" or techniques.data_parallel = fully_shard."
         )
     for key, wanted in (
         ("precision (mixed)", case.precision.is_mixed),
@@ -118,9 +115,8 @@ def resharding(case: Case) -> Found:
     legal = [n for n in range(2, shards) if shards % n == 0]
     if value not in legal:
         yield ConfigError(
-            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and"
-            f" be neither 1 nor"
-            f" {shards}; legal here: {', '.join(map(str, legal)) or 'none'}, or true / false."
+            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and be"
+            f" neither 1 nor {shards}; legal here: {', '.join(map(str, legal)) or 'none'}, or true / false."
         )
 
 
@@ -242,15 +238,13 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
         raise ConfigError(
             f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len ="
-            f" {facts.max_seq_len}."
-            f" Lower data.seq_len, or raise model.max_seq_len of meshwright's own decoder."
+            f" {facts.max_seq_len}. Lower data.seq_len, or raise model.max_seq_len of meshwright's own decoder."
         )
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}:"
-            f" ids from"
-            f" {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size}"
-            f" (of meshwright's own decoder) or use a smaller tokenizer."
+            f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids"
+            f" from {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} (of"
+            f" meshwright's own decoder) or use a smaller tokenizer."
         )
 
 

@@ -1,7 +1,7 @@
-"""Say who shares what: the mesh axes along which ranks hold other samples, tokens, parameters and experts.
+"""Define the mesh axes along which ranks hold other samples, tokens, parameters and experts.
 
-Loss, norms, routing, FSDP's mesh, loaders, audits and the plan's messages read the axes here and nowhere else, so that
-a new axis is named once.
+Loss, norms, routing, FSDP's mesh, loaders, audits and the plan's messages read the axes here and nowhere else, so a new
+axis is named once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ EXPERTS = (*SHARDS, Axis.TP)
 
 @dataclass(frozen=True)
 class Shares:
-    """Who shares what on one mesh, under one plan.
+    """The shares of one mesh, under one plan.
 
     Attributes:
-        mesh: axis -> size; axes that are not there have size 1.
-        sharded: dense parameters are cut over ``SHARDS``.
-        cuts_sequences: between blocks, ranks of the tensor axis hold other tokens of the same rows.
+        mesh: axis -> size; missing axes have size 1.
+        sharded: whether dense parameters are cut over ``SHARDS``.
+        cuts_sequences: whether ranks of the tensor axis hold other tokens of the same rows between blocks.
     """
 
     mesh: Mapping[str, int]
@@ -72,10 +72,10 @@ class Shares:
 
     @property
     def routed(self) -> tuple[Axis, ...]:
-        """Axes along which routers are given other tokens."""
+        """Axes along which routers get other tokens."""
         return (*BATCH, *((Axis.TP,) if self.cuts_sequences else ()))
 
 
 def shares_of(layout: Layout, technique: str = "") -> Shares:
-    """Return the shares of a resolved layout, before what the tensor axis does to sequences is known."""
+    """Return the shares of a resolved layout, before it is known whether the tensor axis cuts sequences."""
     return Shares({axis.value: layout.size(axis) for axis in WORLD_AXES}, technique == "fully_shard")

@@ -20,8 +20,9 @@ class Precision:
     output: str | None = None
     """dtype of the model's output; none: as computed."""
     loss_scale: float = 65536.0
-    """float16: what the loss is multiplied by at first, a power of two; halved when gradients overflow, doubled after
-    2000 finite steps."""
+    """float16: factor of the loss at first, a power of two; halved when gradients overflow, doubled after 2000 finite
+    steps.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Techniques:
     many ranks; auto: as zero_stage has it, else true, but false in a pipeline, which would gather for every
     microbatch."""
     sync_grad_accum: bool | Literal["shard", "auto"] = "auto"
-    """false: gradients travel once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce
-    over replicas once; auto: as zero_stage has it, else false."""
+    """false: gradients are reduced once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce
+    over replicas once; auto: as zero_stage has it, else false.
+    """
     cpu_offload: bool | Literal["optimizer"] = False
-    """true (fully_shard): parameters, gradients and optimizer state live in host memory; optimizer: its state alone
-    rests there, and comes to the device by portions for the step."""
+    """true (fully_shard): parameters, gradients and optimizer state live in host memory; optimizer: only its state
+    rests there, and comes to the device by portions for the step.
+    """
     optimizer: str = "adamw"
     """The optimizer that train makes and memory estimates count: adamw, sgd, or adafactor (parameters whole on each
     rank).
@@ -75,22 +78,23 @@ class Techniques:
     checkpoint_every: int = 2
     """every_n: recompute each block of so many, the last of them; 1: every block."""
     checkpoint_modules: tuple[str, ...] = ()
-    """modules: paths of what is recomputed; * stands for one part of a path: layers.*.feed_forward."""
+    """modules: paths of the modules to recompute; * stands for one part of a path: layers.*.feed_forward."""
     checkpoint_keep: tuple[str, ...] = ("attention", "matmuls", "collectives", "topk")
-    """selective_op: what is not recomputed: attention, matmuls, collectives, topk; operators (aten.mm.default); or
-    module:function, a policy (context, operator, *args, **kwargs) that returns a
-    torch.utils.checkpoint.CheckpointPolicy."""
+    """selective_op: results that are saved, not recomputed: attention, matmuls, collectives, topk; operators
+    (aten.mm.default); or module:function, a policy (context, operator, *args, **kwargs) that returns a
+    torch.utils.checkpoint.CheckpointPolicy.
+    """
     checkpoint_keep_every: int = 2
-    """selective_op: of a block's matrix products keep each one of so many, the last of them; 1: every one."""
+    """selective_op: save each one of so many matrix products of a block, the last of them; 1: every one."""
     activation_memory_budget: float = 0.5
-    """memory_budget: the share of what a compiled block would keep that it may keep."""
+    """memory_budget: the fraction of a compiled block's activations that it may save."""
     sequence_parallel: bool = True
     """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
     regather: bool = True
     """sequence parallelism: gathered activations are not kept for backward but gathered again; false: kept."""
     async_tensor_parallel: bool = False
-    """sequence parallelism on CUDA: matrix products overlap with what travels before and behind them, through
-    symmetric memory.
+    """sequence parallelism on CUDA: matrix products overlap with the messages before and after them, through symmetric
+    memory.
     """
     context_parallel_method: Literal["auto", "all_gather", "ring", "ulysses", "ulysses_ring", "halo"] = "auto"
     """context parallelism: how attention reaches other ranks' tokens: keys and values of whole rows on each rank
@@ -98,8 +102,7 @@ class Techniques:
     round (ulysses_ring); only what queries reach (halo). auto: chosen for each attention.
     """
     tensor_plan: tuple[TensorStyleRequest, ...] = ()
-    """tensor parallelism: what is cut, and how; what is not named stays whole. Empty: all that was measured to be
-    possible."""
+    """tensor parallelism: the modules to cut, and how; others stay whole. Empty: every cut that measurement finds."""
     loss_chunks: int = 1
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at
     once."""
@@ -118,11 +121,11 @@ class Techniques:
     compile_backend: str = "inductor"
     """The torch.compile back end."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions on parameter names; what they match is not trained."""
+    """Regular expressions on parameter names; matching parameters are not trained."""
     precision: Precision = field(default_factory=Precision)
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """The linear layers of the blocks multiply in float8, by this recipe of torchao; on a CPU emulated."""
     float8_filter: tuple[str, ...] = ()
-    """Regular expressions on paths of linear layers; what they match is not converted to float8."""
+    """Regular expressions on paths of linear layers; matching layers are not converted to float8."""
     float8_all_gather: bool = False
     """FSDP gathers the converted layers' weights in float8, with one scale for each; tensorwise."""

@@ -1,9 +1,9 @@
-"""Count the bytes that a step moves over the wire, once a plan and a batch are known.
+"""Count the bytes that a step sends, once a plan and a batch are known.
 
-Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for
-an all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP moves 2P - P_root - P_last in all-gathers
-(root and last block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R;
-DDP moves 2P.
+Costs per rank are those of bandwidth-optimal algorithms: (N-1)/N of the gathered or scattered tensor, twice that for an
+all-reduce (Thakur, Rabenseifner, Gropp 2005). With P parameters: FSDP sends 2P - P_root - P_last in all-gathers (root
+and last block stay gathered between forward and backward) and P in reduce-scatters; HSDP adds 2(P/S)(R-1)/R; DDP sends
+2P.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Traffic:
 
 
 def resolved(plan: Plan, batch: Batch) -> Batch:
-    """Fill in the rows of a microbatch that a pipeline takes where none are specified."""
+    """Fill in the number of rows in a pipeline's microbatch if the batch has none."""
     if plan.pipeline is None or batch.microbatch_rows:
         return batch
     return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(batch.global_rows // plan.data_ranks))
@@ -61,7 +61,7 @@ def _own_tokens(plan: Plan, batch: Batch) -> int:
 
 
 def _sent_tokens(plan: Plan, batch: Batch, rule: MaskRule) -> int:
-    """Count tokens of a row that the rank sends that sends most, where queries fetch what they see by a rule."""
+    """Count the tokens of a row that the busiest rank sends, if queries fetch only tokens that a mask rule shows."""
     assert plan.context is not None
     return sent_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, rule.first)
 

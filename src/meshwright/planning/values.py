@@ -36,8 +36,9 @@ class Batch:
 class ParameterPlan:
     """Parameters with the same role: same name but for indices, same shape, same placement on every mesh axis.
 
-    ``placements`` holds (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1. ``summed``: its gradient is
-    the sum of what each rank of the tensor axis finds for its part of the work.
+    Attributes:
+        placements: (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1.
+        summed: whether the tensor axis's ranks compute partial gradients of them.
     """
 
     pattern: str
@@ -54,8 +55,8 @@ class LossPlan:
     """A head that computes the loss itself, in chunks of tokens, so that its logits are never whole.
 
     Attributes:
-        head: path of the linear layer that gives the logits.
-        tail: what the model does to the logits afterwards.
+        head: path of the linear layer that computes the logits.
+        tail: the model's operations on the logits.
         chunks: number of chunks of a microbatch's tokens.
     """
 
@@ -66,14 +67,18 @@ class LossPlan:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that travel together: a block, or ("") what lies outside the blocks.
+    """An all-gather group: the parameters of a block, or ("") those outside the blocks.
 
-    ``elements`` and ``trainable_elements`` count what travels, padding of uneven shards included. ``experts``: the
-    unit is a rank's share of a stack of experts on the expert axis, and travels along efsdp. ``trainable_behind``:
-    elements outside the blocks that backward reaches before them. ``in_float8``: those of ``elements`` that are
-    gathered in float8. On the first rank, of its share of each trained parameter: ``largest``, the most elements of
-    one; ``state_elements``, those of the optimizer's state; ``rounded_tensors`` and ``rounded_elements``, those of
-    trained parameters whose optimizer state is low-bit.
+    Attributes:
+        elements: elements gathered, padding of uneven shards included.
+        trainable_elements: those of them that are trained, padding included.
+        experts: whether the unit is a rank's share of a stack of experts, gathered over efsdp.
+        trainable_behind: elements outside the blocks that backward reaches before them.
+        in_float8: those of ``elements`` that are gathered in float8.
+        largest: most elements of one trained parameter on the first rank.
+        state_elements: elements of the optimizer's state on the first rank.
+        rounded_tensors, rounded_elements: number and elements of the trained parameters with low-bit optimizer state on
+            the first rank.
     """
 
     name: str
@@ -90,7 +95,7 @@ class Unit:
     rounded_elements: int = 0
 
     def gathered_bytes(self, compute: str) -> int:
-        """Count the bytes gathered, where all that is not in float8 is in dtype ``compute``."""
+        """Count the bytes gathered; elements that are not in float8 are in dtype ``compute``."""
         return self.in_float8 + (self.elements - self.in_float8) * dtype_bytes(compute)
 
 
@@ -98,11 +103,14 @@ class Unit:
 class DataParallel:
     """The technique by which ranks with different samples stay one model.
 
-    ``reduction``: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that
-    keep torch's averaging). ``gathers_per_step``: parameters that stay gathered after a forward stay so through all
-    microbatches of a step. ``idle``: trained parameters that some ranks may leave without a gradient; after a
-    backward the ranks exchange which of them have one. ``own_units``: the model's own ``fully_shard(**options)``
-    decides what travels together.
+    Attributes:
+        reduction: "sum" (the loss is already divided by the global token count) or "mean" (the public functions that
+            keep torch's averaging).
+        gathers_per_step: whether parameters that stay gathered after a forward stay so through all microbatches of a
+            step.
+        idle: trained parameters that some ranks may leave without a gradient; after a backward the ranks exchange which
+            of them have one.
+        own_units: whether the model's own ``fully_shard(**options)`` chooses the all-gather groups.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -120,7 +128,7 @@ class DataParallel:
 class PrecisionPlan:
     """dtypes of parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
 
-    ``loss_scale``: the initial loss factor, 0 where the loss is not scaled; see ``distributed/optimizer/loss_scale``.
+    ``loss_scale``: the initial loss factor, 0 if the loss is not scaled; see ``distributed/optimizer/loss_scale``.
     """
 
     master: str
@@ -137,15 +145,19 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a step, batch-free: ``calls`` per microbatch or step (``per``), ``elements`` of ``dtype`` each.
+    """A collective of a step, for any batch.
 
-    ``elements`` counts the larger side: the gathered output of an all_gather, the input of a reduce_scatter, the
-    tensor of an all_reduce or a send; for an all_to_all what a rank sends to all, itself among them, where tokens
-    spread evenly. For activations (``by_token``) it counts what all calls together move for one token of the
-    microbatch, where the sequence is cut (``filled``) with its padding to a multiple of the axis; ``among`` ranks
-    each move a part of it. ``by_row``: it counts one row of the microbatch. ``calls`` is None where torch cuts one
-    total into buckets of its own choice. ``sees``: only the tokens travel that another rank's queries reach, by this
-    rule of a mask.
+    Attributes:
+        elements: elements of the larger side of one call: the gathered output of an all_gather, the input of a
+            reduce_scatter, the tensor of an all_reduce or a send; for an all_to_all the elements that a rank sends to
+            all ranks, itself included, if tokens spread evenly.
+        per: the period of ``calls``.
+        calls: number of calls; None: torch cuts one total into buckets of its own choice.
+        by_token: ``elements`` counts all calls together, for one token of the microbatch (activations).
+        by_row: ``elements`` counts one row of the microbatch.
+        filled: whether a cut sequence is padded to a multiple of the axis.
+        among: number of ranks that each send a part of the elements.
+        sees: a mask's rule, if only the tokens are sent that another rank's queries see.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]

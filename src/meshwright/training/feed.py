@@ -72,8 +72,7 @@ class Feed:
             last = first + self.loader.global_batch - 1
             return MeshwrightError(
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
-                f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row ="
-                f" 'skip'"
+                f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row = 'skip'"
             )
 
     def unreadable(self) -> list[str]:
@@ -154,9 +153,8 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
         if part.max_epochs and times > part.max_epochs:
             raise ConfigError(
                 f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
-                f" {_source(part, data)}"
-                f" {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps or its weight, or"
-                f" raise max_epochs"
+                f" {_source(part, data)} {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
+                f" or its weight, or raise max_epochs"
             )
     return Feed(
         samples,
@@ -274,7 +272,7 @@ def _held_out(
 
 
 def _has_a_row(split: Split, seq_len: int) -> bool:
-    """Tell whether a split has at least one row of ``seq_len`` tokens.
+    """Return whether a split has at least one row of ``seq_len`` tokens.
 
     Raises ConfigError if a conversation is too long for a row.
     """

@@ -139,7 +139,7 @@ class LostWorker(MeshwrightError):
 
 
 def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
-    """Tell whether a restart may help: not if the ranks would raise the same error again.
+    """Return whether a restart may help: not if the ranks would raise the same error again.
 
     Examples of such errors are a wrong config and an unreadable checkpoint."""
     from .health.peers import RankLost, RankStalled

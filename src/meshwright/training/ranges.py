@@ -213,9 +213,8 @@ def _check_optimizer(config: Any) -> None:
     for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
         if key not in row.keys and getattr(settings, key) != getattr(default, key):
             raise ConfigError(
-                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which does not"
-                f" use it: it takes"
-                f" {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
+                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which does not use it:"
+                f" it takes {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
             )
 
 
@@ -229,6 +228,5 @@ def _check_hf(model: Any) -> None:
     if other:
         raise ConfigError(
             f"{', '.join(other)} and model.hf are both given: the sizes of a Hugging Face model are read from its"
-            f" config.json. Leave out"
-            f" {', '.join(other)}, or change a copy of that file and give it as model.hf"
+            f" config.json. Leave out {', '.join(other)}, or change a copy of that file and give it as model.hf"
         )

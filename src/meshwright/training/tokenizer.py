@@ -40,8 +40,7 @@ def tokenizer_name(config: Config) -> str:
     if holds_weights(folder):
         raise ConfigError(
             f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so the meaning of their token ids is unknown:"
-            f" name the tokenizer"
-            f" that they were trained with (or bytes)"
+            f" name the tokenizer that they were trained with (or bytes)"
         )
     return BYTES
 

@@ -88,15 +88,13 @@ class TraceCheck:
         if changed:
             raise ConfigError(
                 f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
-                f" microbatches and"
-                f" compute precision may differ, all else must be the same. Write a trace of this config with verify"
-                f" --write-trace"
+                f" microbatches and compute precision may differ, all else must be the same. Write a trace of this"
+                f" config with verify --write-trace"
             )
         if self.dtype not in self.trace.dtypes:
             raise ConfigError(
                 f"check_trace = {self.trace.path} has no bounds for rounding in {self.dtype}"
-                f" (techniques.precision.compute);"
-                f" it has bounds for {', '.join(self.trace.dtypes)}"
+                f" (techniques.precision.compute); it has bounds for {', '.join(self.trace.dtypes)}"
             )
         if self.r.config.steps < self.trace.n_steps:
             raise ConfigError(
@@ -158,8 +156,7 @@ class TraceCheck:
         def differs() -> None:
             raise IntegrityError(
                 f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after"
-                f" step {self._step}, and"
-                f" saves nothing. To train all the same, leave check_trace out."
+                f" step {self._step}, and saves nothing. To train all the same, leave check_trace out."
             )
 
         if not comparison.is_equal:

@@ -195,7 +195,7 @@ class _Loop:
         self.heartbeat.settle(self.folder.heartbeats)
 
     def _validates(self) -> bool:
-        """Tell whether the run validates; print the reason if it should and no source holds out a row."""
+        """Return whether the run validates; print the reason if it should and no source holds out a row."""
         if not self.config.validation.every:
             return False
         if not self.r.feed.held_out:
@@ -250,7 +250,7 @@ class _Loop:
         self.teller.event("startup", self.timeline.seconds)
         if self.r.plan.compiled and (breaks := graph_breaks_text()):
             self.teller.say(breaks)
-        if message := self.memory.told():
+        if message := self.memory.first_step_report():
             self.teller.say(message)
             self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 
@@ -260,12 +260,10 @@ class _Loop:
             where = self.checkpoints.latest or "none was written yet"
             first = self.r.feed.loader.state - self.skipped_in_a_row * self.config.batch.global_batch
             raise MeshwrightError(
-                f"{self.skipped_in_a_row} steps in a row (the last is step {self.at.step}) had a loss or gradient"
-                f" that is not finite, and"
-                f" were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights are those before"
-                f" them. Lower"
-                f" optimizer.lr, lengthen schedule.warmup_steps, or look at the data from sample {first} on. Last"
-                f" checkpoint: {where}."
+                f"{self.skipped_in_a_row} steps in a row (the last is step {self.at.step}) had a loss or gradient that"
+                f" is not finite, and were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights"
+                f" are those before them. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data from"
+                f" sample {first} on. Last checkpoint: {where}."
             )
 
     def _validate(self) -> tuple[Validated | None, int]:

@@ -105,9 +105,8 @@ def _started_alike(other: Reference, one: Reference) -> Reference:
         for name in {**here, **there}:
             if name not in here or name not in there or not here[name].equal(there[name]):
                 raise IntegrityError(
-                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared:"
-                    f" the model factory draws"
-                    f" random numbers that the seed does not govern. Seed it inside the factory"
+                    f"two one-process runs begin with different {what} (first: {name}), so nothing can be compared: the"
+                    f" model factory draws random numbers that the seed does not govern. Seed it inside the factory"
                 )
     return other
 

@@ -126,8 +126,8 @@ class Theirs(LaidOut):
     def forward_backward(self, rows: Batch) -> float:
         loss = row_losses(self.model, self._signature, rows).sum() / count(rows)
         loss.backward()
-        said = agree.everybody_says(loss.item())
-        return sum(said) / len(said)
+        losses = agree.everybody_says(loss.item())
+        return sum(losses) / len(losses)
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
         for parameter in self.model.parameters():

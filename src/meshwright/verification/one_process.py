@@ -244,7 +244,7 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
 
 
 def narrows_inside(problem: Problem) -> bool:
-    """Tell whether the model's forward computes in a narrower dtype somewhere."""
+    """Return whether the model's forward computes in a narrower dtype somewhere."""
     model = build(problem)
     return narrows(lambda: model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu"))))
 

@@ -120,7 +120,7 @@ class Outcome:
     """Multiplications in float8, in the first step, on all ranks together."""
 
     def is_kept(self, step: int, steps: int) -> bool:
-        """Tell whether the parameters after a step (1 the first) are kept whole."""
+        """Return whether the parameters after a step (1 the first) are kept whole."""
         return step in (1, steps)
 
 
@@ -154,7 +154,7 @@ def whole_ranks(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def watches(problem: Problem, step: int) -> bool:
-    """Tell whether to observe modules in a step (1 the first).
+    """Return whether to observe modules in a step (1 the first).
 
     Later steps count only where rounding cannot be taken for a fault."""
     return step == 1 or problem.dtype == "float64"
@@ -266,24 +266,24 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
             outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
     nowhere = {
         path: number
-        for said in agree.everybody_says(numbers_of_experts(laid_out.models))
-        for path, number in said.items()
+        for numbers in agree.everybody_says(numbers_of_experts(laid_out.models))
+        for path, number in numbers.items()
     }
     if nowhere:
         own = [(laid_out.place, its.of_step(), one) for its, one in zip(tokens, noted, strict=True)]
-        for step, said in enumerate(zip(*agree.everybody_says(own), strict=True)):
-            outcome.routes.append(put_together(said, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
-    said = agree.everybody_says(seen)
-    outcome.products = together([seen.products for seen in said])
-    outcome.seen = whole_ranks(said) if is_rank_zero() else []
+        for step, by_rank in enumerate(zip(*agree.everybody_says(own), strict=True)):
+            outcome.routes.append(put_together(by_rank, *problem.batch(step)["tokens"].shape, nowhere=nowhere))
+    by_rank = agree.everybody_says(seen)
+    outcome.products = together([seen.products for seen in by_rank])
+    outcome.seen = whole_ranks(by_rank) if is_rank_zero() else []
     return outcome
 
 
 def _of_all(laid_out: LaidOut) -> Named:
     """Return the gradients; a sharded parameter's only if every rank has one, or gathering it would wait for ever."""
     gradients = dict(laid_out.gradients())
-    said = agree.everybody_says((laid_out.stage, list(gradients)))
-    everywhere = set.intersection(*(set(names) for stage, names in said if stage == laid_out.stage))
+    by_rank = agree.everybody_says((laid_out.stage, list(gradients)))
+    everywhere = set.intersection(*(set(names) for stage, names in by_rank if stage == laid_out.stage))
     return {name: g for name, g in gradients.items() if name in everywhere or not hasattr(g, "full_tensor")}
 
 

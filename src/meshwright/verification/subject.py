@@ -92,6 +92,5 @@ def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
     if needed > free:
         raise ConfigError(
             f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are"
-            f" free here."
-            f" --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
+            f" free here. --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
         )

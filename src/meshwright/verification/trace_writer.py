@@ -76,9 +76,8 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     if model_facts(as_module(model)).balances_microbatches:
         raise UnsupportedError(
             "model.moe.batch_loss depends on how a layout cuts batches into microbatches, and so does"
-            " output_router_logits of a model of"
-            " transformers: a trace does not know that. Compare the layout by meshwright verify --layout, or write"
-            " and check it without."
+            " output_router_logits of a model of transformers: a trace does not know that. Compare the layout by"
+            " meshwright verify --layout, or write and check it without."
         )
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)

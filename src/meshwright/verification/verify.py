@@ -154,12 +154,11 @@ def _optimizer(techniques: dict[str, Any]) -> str:
     word = techniques.get("optimizer", OptimizerPlan.kind)
     kind_of(word)
     for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
-        if (said := techniques.get(key, plain)) != plain:
+        if (value := techniques.get(key, plain)) != plain:
             raise UnsupportedError(
-                f"techniques.{key} = {str(said).lower()}: verify compares steps in full precision, beside which such"
-                f" rounding would hide"
-                f" every fault. Judge the layout with techniques.{key} = {str(plain).lower()}: gradients do not"
-                f" depend on it."
+                f"techniques.{key} = {str(value).lower()}: verify compares steps in full precision, beside which such"
+                f" rounding would hide every fault. Judge the layout with techniques.{key} = {str(plain).lower()}:"
+                f" gradients do not depend on it."
             )
     return word
 
@@ -197,7 +196,7 @@ def _compared(
         one, floors = _references(pool, problem, layout)
         problem = replace(problem, max_norm=one.max_norm)
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
-        again, said = _rerouted(pool, problem, layout, found, one)
+        again, rerouted_note = _rerouted(pool, problem, layout, found, one)
         one, floors = again or (one, floors)
         compared = differences(found, one, floors, problem.rounds_to, sees_products=problem.sees_products)
         if number == 0 and known.drawn is not None:
@@ -206,8 +205,8 @@ def _compared(
             compared += random_differences(drawn, known)
         is_wrong = number == 0 and any(difference.is_beyond for difference in compared)
         seen = sight.explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
-        told = filter(None, (said, seen, coverage.of_means(problem)))
-        yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *told))
+        more_notes = filter(None, (rerouted_note, seen, coverage.of_means(problem)))
+        yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *more_notes))
 
 
 def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
@@ -234,17 +233,16 @@ def _check_rows(problem: Problem, ranks: int) -> None:
 
 def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
     """Check each rank's batch of each step, at a first and at a second request."""
-    for step, said in enumerate(zip(*by_rank, strict=True), 1):
-        repeats = [first == again for first, again in said]
-        alike = [first == said[0][0] for first, _ in said]
+    for step, pairs in enumerate(zip(*by_rank, strict=True), 1):
+        repeats = [first == again for first, again in pairs]
+        alike = [first == pairs[0][0] for first, _ in pairs]
         if all(repeats) and all(alike):
             continue
         where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
         raise IntegrityError(
-            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must"
-            f" give the same global"
-            f" batch for the same step, whoever asks and however often. Draw it from a torch.Generator that is seeded"
-            f" by the step alone"
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
+            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
+            f" that is seeded by the step alone"
         )
 
 
@@ -278,7 +276,7 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
 
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
-    """Tell whether the layout cuts features, or a chunked loss does.
+    """Return whether the layout cuts features, or a chunked loss does.
 
     With chunks, products of the head's backward have other shapes, and add up in another order."""
     return layout.world > layout.pp * shares_of(layout).data_ranks or problem.techniques.get("loss_chunks", 1) > 1
@@ -293,15 +291,15 @@ def _rerouted(
         The new references, None where the old ones stand; and a note.
     """
     flipped = [flips(*pair) for pair in zip(found.routes, one.routes, strict=False)]
-    told = ", ".join(
+    words = ", ".join(
         f"{number} of {path} in step {step}" for step, named in enumerate(flipped, 1) for path, number in named.items()
     )
-    if not told:
+    if not words:
         return None, ""
     ask = partial(references, are_features_cut=_are_features_cut(problem, layout), routes=found.routes)
     again, floors = pool.run(ask, problem.of_one_process(), world=1, timeout=LIMIT_SEC)[0]
     if any(flips(*pair) for pair in zip(found.routes, again.routes, strict=True)):
-        return None, f"tokens went to other experts than in one process, whose routers do not choose by topk: {told}"
+        return None, f"tokens went to other experts than in one process, whose routers do not choose by topk: {words}"
     limits = {key: _limit(scores, floors.scores.get(key, 0.0), problem.dtype) for key, scores in again.scores.items()}
     worst = max(again.lacks, key=lambda key: again.lacks[key] / limits[key])
     lack, limit = again.lacks[worst], limits[worst]
@@ -309,13 +307,13 @@ def _rerouted(
         return (
             None,
             f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is"
-            f" rounding: {told}",
+            f" rounding: {words}",
         )
     rounded = f"worse by at most {lack:.1e}, of which {limit:.1e} is rounding"
     return (
         again,
         floors,
-    ), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {told}"
+    ), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {words}"
 
 
 def _limit(scores: Tensor, floor: float, dtype: str) -> float:
@@ -343,12 +341,10 @@ def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Referen
         if error > DEPENDENT:
             raise IntegrityError(
                 f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
-                f" compared: the backward"
-                f" draws random numbers"
+                f" compared: the backward draws random numbers"
             )
     raise ConfigError(
-        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets"
-        f" gradients that are"
-        f" {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can equal"
-        f" one process"
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
+        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
+        f" equal one process"
     )

@@ -25,7 +25,7 @@ def union_arms(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_section(annotation: Any) -> bool:
-    """Tell whether a type is a dataclass, which has its own table in TOML."""
+    """Return whether a type is a dataclass, which has its own table in TOML."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 

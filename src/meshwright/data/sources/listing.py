@@ -130,9 +130,8 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
     chosen = sorted((name, path) for name, path in every if suffix_of(path) in suffixes)
     if not chosen:
         raise ConfigError(
-            f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds)."
-            f" From a folder, files with these suffixes are read: {' '.join(sorted(suffixes))}; name a file of another"
-            f" kind itself"
+            f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds). From a folder,"
+            f" files with these suffixes are read: {' '.join(sorted(suffixes))}; name a file of another kind itself"
         )
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
 

@@ -32,7 +32,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     mesh = _mesh(device_mesh)
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
     whole = policy(plan.precision)
-    inner = replace(whole, output_dtype=None)  # what a block hands to the next one is no output of the model
+    inner = replace(whole, output_dtype=None)  # a block's output is not the model's
     for unit in plan.units:
         if unit.experts:
             _check_shared_out(model, unit, plan)
@@ -57,7 +57,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
-            # gloo has no pre-multiplied sum, and torch wants both on every module, not on the root alone
+            # gloo has no pre-multiplied sum, and torch wants both settings on every module, not on the root alone
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if plan.device == "cuda":
@@ -70,9 +70,8 @@ def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
         assert plan.experts is not None
         raise ConfigError(
             f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing"
-            f" would add up their"
-            f" gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or make the mesh with"
-            f" ep = 1."
+            f" would add up their gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or"
+            f" make the mesh with ep = 1."
         )
 
 
@@ -86,8 +85,7 @@ def _shard_experts(
         raise ConfigError(
             f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
             f" ({', '.join(axis_sizes(device_mesh))}) does not know that axis: a part of a mesh is another mesh. Give"
-            f" all of it, as"
-            " init_distributed made it."
+            " all of it, as init_distributed made it."
         )
     replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
     made = fully_shard(
@@ -100,7 +98,7 @@ def _shard_experts(
     )
     if unit.reshard_after_forward and not unit.gathers_in_backward:
         made.set_unshard_in_backward(False)
-    made.set_force_sum_reduction_for_comms(True)  # of a mean, each rank finds its part already
+    made.set_force_sum_reduction_for_comms(True)  # for a mean, each rank computes its part already
     made.set_gradient_divide_factor(1.0)
 
 
@@ -233,7 +231,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 
 def reduces(model: nn.Module) -> bool:
-    """Tell whether a backward would now sum its gradients over all data ranks."""
+    """Return whether a backward would now sum its gradients over all data ranks."""
     return all(
         group.reduce_grads and group.all_reduce_grads
         for module in sharded_modules(model)
@@ -251,7 +249,7 @@ def recover(model: nn.Module) -> None:
             torch_private.drop_partial_sums(group)
             for (
                 parameter
-            ) in group.fsdp_params:  # torch says that it drops these, and does not: zero_grad cannot reach them
+            ) in group.fsdp_params:  # torch documents that it drops these, but does not; zero_grad cannot reach them
                 parameter.unsharded_accumulated_grad = None
                 if (whole := torch_private.gathered(parameter)) is not None:
                     whole.grad = None

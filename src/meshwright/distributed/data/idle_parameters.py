@@ -1,7 +1,7 @@
-"""Handle gradients of parameters that some ranks use and others do not, by their rows, under fully_shard.
+"""Handle gradients of parameters that, by their rows, some ranks use and others do not, under fully_shard.
 
 torch packs a unit's existing gradients in order: ranks that used other parameters would sum gradients of different
-ones. So missing gradients are filled with zeros before they travel, and after the backward the ranks agree on the
+ones. So missing gradients are filled with zeros before the reduction, and after the backward the ranks agree on the
 parameters that any rank used. An unused one gets no gradient, as in one process, where an optimizer skips it.
 """
 
@@ -41,7 +41,7 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
 
 
 class _Usage:
-    """The parameters that got a gradient on this rank since they had none; agreed on after each reducing backward."""
+    """Tracks the parameters that got a gradient on this rank; the ranks agree on them after each reducing backward."""
 
     def __init__(self, parameters: Sequence[Any], groups: list[dist.ProcessGroup]):
         self.parameters, self.groups = parameters, groups

@@ -46,12 +46,12 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     before each forward, where the user runs the step: torch's default.
     """
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
-    if plan.data.idle:  # torch looks for what a forward left unused from the tensors in its output
+    if plan.data.idle:  # torch finds unused parameters from the tensors in the output
         options["find_unused_parameters"] = True
         model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
     with warnings.catch_warnings():
-        # torch 2.13 announces a successor of broadcast_buffers, and says to keep using it where buffers must not be
-        # synced
+        # torch 2.13 announces a successor of broadcast_buffers, and recommends to keep using broadcast_buffers if
+        # buffers must not be synced
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
@@ -67,7 +67,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
 
 
 def _show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
-    """Return the logits of an object into which DDP does not look."""
+    """Return the logits of an output object in which DDP does not find tensors."""
     return output if _tensors_are_seen(output) else logits_of(output)
 
 
@@ -86,14 +86,13 @@ def _tensors_are_seen(output: Any) -> bool:
 
 def refuse_other_trained(module: nn.Module) -> None:
     """Raise ConfigError if requires_grad changed since DDP was built: DDP reduces the gradients known then."""
-    told = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
-    if told is not None and told.names != (now := _trained(module)):
-        name = min(told.names ^ now)
+    known = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
+    if known is not None and known.names != (now := _trained(module)):
+        name = min(known.names ^ now)
         raise ConfigError(
-            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told"
-            f" of at the start. Lay"
-            f" the model out again (a checkpoint carries it over), or set techniques.data_parallel = fully_shard,"
-            f" which follows."
+            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of"
+            f" at the start. Lay the model out again (a checkpoint carries it over), or set techniques.data_parallel ="
+            f" fully_shard, which follows."
         )
 
 

@@ -63,7 +63,7 @@ class _Planned(BaseDistributedTransform):
 
     rows: tuple[str, ...]
     broadcasts = False
-    """Whether ranks with different weights get the first one's; else they are refused."""
+    """Whether ranks with different weights get those of the first rank; else they are refused."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         raise NotImplementedError
@@ -144,9 +144,8 @@ class DDPTransform(_Planned):
             )
         if (shards := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
             raise ConfigError(
-                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use"
-                f" fully_shard, or put those ranks"
-                f" into dp_replicate"
+                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard,"
+                f" or put those ranks into dp_replicate"
             )
         return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques())
 
@@ -214,13 +213,12 @@ class FullyShardTransform(_Planned):
             given = mesh_of_world(layout)
         replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
-            # it has ranks; a mesh that is given says who replicates
+            # the transform was given ranks and chooses who replicates; a given mesh has chosen already
             if self.collective is not None and can_merge_data(given):
                 return with_data_on(given, Axis.DP_SHARD)
             raise ConfigError(
                 f"fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh replicates over"
-                f" dp_replicate ="
-                f" {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set"
+                f" dp_replicate = {replicas}. Make it with dp_shard = {replicas * shards} and dp_replicate = 1, or set"
                 f" use_hybrid_sharding = true."
             )
         return given
@@ -240,9 +238,8 @@ class Float8Transform(_Planned):
         c: Float8TransformConfig = self.config
         if c.enable_fsdp_float8_all_gather and c.recipe != "tensorwise":
             raise UnsupportedError(
-                f"float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe ="
-                f" {c.recipe} has one for"
-                " each row. Use false, or recipe = tensorwise."
+                "float8.enable_fsdp_float8_all_gather = true gathers a weight with one scale, and float8.recipe ="
+                f" {c.recipe} has one for each row. Use false, or recipe = tensorwise."
             )
         requested = Techniques(float8=c.recipe, float8_filter=c.filter)  # type: ignore[arg-type]
         return float8_plan(facts, requested, c.enable_fsdp_float8_all_gather)

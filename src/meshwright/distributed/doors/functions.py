@@ -124,7 +124,7 @@ def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Te
         order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
-    # experts are left to those who share them out
+    # experts are left to the axis that shares them out
     sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
@@ -140,7 +140,7 @@ def averaging_plan(
     """Plan sharding over the data axes of a mesh, with torch's averaging and torch's policy.
 
     Args:
-        cuts: cut over the tensor axis too; else the plan leaves the model's layout on that axis as it is.
+        cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
     """
     _warn_of_routers(facts)
     requested = replace(
@@ -164,10 +164,9 @@ def _warn_of_routers(facts: ModelFacts) -> None:
     ]
     if wanted:
         log.warning(
-            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases,"
-            " their losses wait in"
-            " Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank alone."
-            " parallelize() does it all.",
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their"
+            " losses wait in Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank"
+            " alone. parallelize() does it all.",
             ", ".join(wanted),
         )
 
@@ -176,13 +175,12 @@ def _warn_of_scaling(plan: Plan) -> None:
     if plan.precision.compute == "float16":
         log.warning(
             "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
-            " (torch.amp.GradScaler), or small"
-            " gradients vanish; parallelize() does it."
+            " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
         )
 
 
 def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
-    """Translate torch's policy; dtypes that it leaves open stay as torch treats them."""
+    """Translate torch's policy; dtypes that it leaves open get torch's defaults."""
 
     def name(dtype: torch.dtype | None, otherwise: str) -> str:
         return otherwise if dtype is None else str(dtype).removeprefix("torch.")
@@ -266,7 +264,7 @@ def apply_float8(
     gathers = enable_fsdp_float8_all_gather and recipe == "tensorwise"
     if enable_fsdp_float8_all_gather and not gathers:
         log.warning(
-            "apply_float8: FSDP will gather weights in high precision: the recipe %s has no one scale for a weight",
+            "apply_float8: FSDP will gather weights in high precision: the recipe %s has no single scale for a weight",
             recipe,
         )
     facts = model_facts(model)
@@ -278,7 +276,7 @@ def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> P
     """Plan float8 for this process alone; raise ConfigError if another technique came first.
 
     Args:
-        all_gather: FSDP, when it is applied, gathers weights in float8.
+        all_gather: whether FSDP, if applied later, gathers weights in float8.
     """
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
@@ -319,9 +317,8 @@ def build_parallel_model(
     """
     if get_pp_size(device_mesh) > 1:
         raise UnsupportedError(
-            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one"
-            f" module: use parallelize,"
-            f" which runs the whole pipeline, or build_stage_module for a loop of your own"
+            f"the mesh has a pp axis of {get_pp_size(device_mesh)} ranks, and build_parallel_model returns one module:"
+            f" use parallelize, which runs the whole pipeline, or build_stage_module for a loop of your own"
         )
     kind = torch.device(device).type
     device_mesh = known_mesh(device_mesh) if device_mesh is not None else None

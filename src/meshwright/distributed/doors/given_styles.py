@@ -73,23 +73,20 @@ def word_of(style: str | ParallelStyle, where: str) -> str:
         return "sequence_parallel"
     if isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
         raise UnsupportedError(
-            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as"
-            f" the layers need it, cut"
-            f" along the sequence between blocks. Leave the pattern out"
+            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as the"
+            f" layers need it, cut along the sequence between blocks. Leave the pattern out"
         )
     raise UnsupportedError(
-        f"{where}: what a {type(style).__name__} does cannot be read off it. Give one of {', '.join(STYLES)}, or"
-        f" leave the pattern out and"
-        f" apply this style yourself with torch's parallelize_module"
+        f"{where}: the behaviour of a {type(style).__name__} cannot be read off the object. Give one of"
+        f" {', '.join(STYLES)}, or leave the pattern out and apply this style yourself with torch's parallelize_module"
     )
 
 
 def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
     """Refuse layouts of torch's styles without a style name; whole or cut by tokens are both up to the engine."""
     for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
-        if (said := getattr(style, name)[0]) not in legal:
+        if (layout := getattr(style, name)[0]) not in legal:
             raise UnsupportedError(
-                f"{where}: a {type(style).__name__} with {name} = {said}. Legal here: {' or '.join(map(str, legal))};"
-                f" or leave the pattern"
-                f" out and apply this style yourself with torch's parallelize_module"
+                f"{where}: a {type(style).__name__} with {name} = {layout}. Legal here: {' or '.join(map(str, legal))};"
+                f" or leave the pattern out and apply this style yourself with torch's parallelize_module"
             )

@@ -81,7 +81,7 @@ def fsdp2_strategy_parallelize(
     sizes = sizes_of_stage(device_mesh)
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
     cuts = sizes.get(Axis.TP.value, 1) > 1
-    # of size 1 too: a call computes in one dtype, however many ranks
+    # even of size 1: a call computes in one dtype on any number of ranks
     has_data_axis = any(axis.value in sizes for axis in SAMPLES)
     shards = has_dp_mesh(device_mesh) or mp_policy is not None or requested.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:

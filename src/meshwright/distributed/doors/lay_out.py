@@ -32,10 +32,11 @@ def lay_out_module(
     """Prove the cuts of a plan, log its notes, and apply some rows of the order; return the module.
 
     Args:
-        facts: facts about ``model`` as it is.
+        facts: facts about ``model`` in its present state.
         rows: names of the techniques to apply now, among those that the plan requests.
         door: name of the public call, which begins each line of the log.
-        takes_any_weights: ranks may bring different weights, which the door equalises itself; else they are refused.
+        takes_any_weights: whether ranks may bring different weights, which the door equalises itself; else they are
+            refused.
 
     Raises:
         ConfigError: a technique is on the model already, or one that must come later is.
@@ -52,6 +53,6 @@ def lay_out_module(
 
 
 def _is_proven(facts: ModelFacts, plan: Plan) -> bool:
-    """Tell whether nothing new is cut; a stage's plan is proven where it is made, on the whole model."""
+    """Return whether the plan cuts nothing new; a stage's plan is proven where it is made, on the whole model."""
     is_stage = isinstance(facts.module, PipelineStageModule) and facts.module.num_stages > 1
     return plan.tensor is None or facts.applied_plan(TensorPlan) is not None or is_stage

@@ -16,7 +16,7 @@ ONE_VALUE = {
     "vision_config": None,
     "vlm_config": None,
 }
-"""Fields that meshwright's decoder supports with one value alone."""
+"""Fields for which meshwright's decoder supports only one value."""
 INSTEAD = {
     "num_experts": "write a DecoderConfig with moe=MoEConfig(n_experts=..., top_k=...)",
     "vision_config": "lay your own model with a vision tower out by apply_fsdp2",
@@ -25,7 +25,7 @@ INSTEAD = {
 
 
 def decoder_config(config: Any) -> Any:
-    """Convert KempnerForge's config (with ``ffn_hidden_dim``, ``tie_embeddings``) to a DecoderConfig, and no other.
+    """Convert KempnerForge's config (with ``ffn_hidden_dim``, ``tie_embeddings``) to a DecoderConfig; return others.
 
     Raises:
         UnsupportedError: a field requests a feature that the decoder lacks; the text names it and the legal value.

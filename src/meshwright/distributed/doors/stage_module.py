@@ -58,16 +58,14 @@ class PipelineStageModule(nn.Module):
         if not 0 <= stage_id < num_stages or not 0 <= start < end <= config.n_layers:
             raise ConfigError(
                 f"stage {stage_id} of {num_stages} with the layers {start} to {end - 1} is not in a model of"
-                f" {config.n_layers} layers:"
-                f" stages are numbered from 0, and each has one layer or more"
+                f" {config.n_layers} layers: stages are numbered from 0, and each has one layer or more"
             )
         self.config, self.stage_id, self.num_stages, self.layer_range = config, stage_id, num_stages, (start, end)
         self.is_first, self.is_last = stage_id == 0, stage_id == num_stages - 1
         if config.tied_embeddings and num_stages > 1 and (self.is_first or self.is_last):
             raise ConfigError(
                 "model.tied_embeddings: stages of their own hold two tables that nobody keeps equal. Use parallelize"
-                " with layout.pp,"
-                " which sums both gradients, or set tied_embeddings = false."
+                " with layout.pp, which sums both gradients, or set tied_embeddings = false."
             )
         self.embedding = nn.Embedding(config.vocab_size, config.dim) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(start, end)})

@@ -1,8 +1,8 @@
 """Provide ParallelStyle objects for the styles of tensor-parallel plans: each makes one module compute on its part.
 
 They act on modules one by one and without sequence parallelism: a module's inputs and outputs are whole or one rank's
-features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``): these know what
-belongs together.
+features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``), since regions say which
+modules belong together.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RowStyle(LinearStyle, RowwiseParallel):
         if STYLES[self.word].silent:
             if _has(module, "bias"):
                 raise ConfigError(
-                    f"style '{self.word}' gives summands, each of which would bring this layer's bias. Legal here:"
+                    f"style '{self.word}' returns partial sums, each of which would add this layer's bias. Legal here:"
                     f" rowwise."
                 )
             layers.local_linear(layers.ColumnLayer(module, transposed, parts=ROW), runtime)
@@ -230,8 +230,7 @@ class MlaStyle(Style):
         if not features:
             raise ConfigError(
                 f"style '{self.word}' needs qk_rope_head_dim, which neither this {type(module).__name__} nor a config"
-                f" of it has:"
-                f" set module.qk_rope_head_dim, or use replicate"
+                f" of it has: set module.qk_rope_head_dim, or use replicate"
             )
 
         def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -312,7 +311,7 @@ def is_transposed(module: nn.Module) -> bool | None:
             x = torch.randn((2, matrix.shape[1]), dtype=matrix.dtype, generator=generator)
             try:
                 found = asked(x)
-            except Exception:  # noqa: BLE001  (whatever its code raises when the sizes do not fit)
+            except Exception:  # noqa: BLE001  (its code may raise anything if the sizes do not fit)
                 continue
             expected = nn.functional.linear(x, matrix, bias)
             if isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected):

@@ -57,9 +57,8 @@ def build_pipeline_stage(
     if (computed := _computed_in(stage_module)) != param_dtype:
         raise ConfigError(
             f"param_dtype = {param_dtype}, but the stage computes in {computed}, and ranks that expect messages of"
-            f" other sizes abort or"
-            f" hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a policy that"
-            f" computes in {param_dtype}"
+            f" other sizes abort or hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a"
+            f" policy that computes in {param_dtype}"
         )
     if seq_len > stage_module.config.max_seq_len:
         raise ConfigError(

@@ -41,8 +41,7 @@ class ModelTransform(ABC):
         if unknown := sorted(set(context) - set(self.CONTEXT)):
             raise ConfigError(
                 f"{type(self).__name__} is given {unknown[0]}=, which no transform"
-                f" reads.{nearest(unknown[0], self.CONTEXT)}"
-                f" Legal: {', '.join(self.CONTEXT)}."
+                f" reads.{nearest(unknown[0], self.CONTEXT)} Legal: {', '.join(self.CONTEXT)}."
             )
         if (collective := context.pop("collective", None)) is not None:
             if context.get("device_mesh") is not None:
@@ -191,7 +190,7 @@ def in_order(names: Iterable[str]) -> list[str]:
         ConfigError: an unknown name, or ``before`` and ``after`` requests that contradict each other.
     """
     wanted = list(names)
-    follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> what must come earlier
+    follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> those that must come earlier
     built_in = [name for name in order.NAMES if name in wanted]
     for earlier, later in zip(built_in, built_in[1:], strict=False):
         follows[later].add(earlier)

@@ -13,47 +13,47 @@ from meshwright.distributed.recompute.kept import exchanged
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""torch 2.13 gave both new names."""
+"""The new names since torch 2.13, if they exist."""
 
 
 class RankGroup(Protocol):
     """Ranks of one axis, and the messages between them.
 
-    ``gather`` and ``scatter`` are about activations (rows, tokens, …) that are cut along dim 1; the last rank's may be
-    filled up.
+    ``gather`` and ``scatter`` are for activations (rows, tokens, …) that are cut along dim 1; the last rank's part may
+    end with padding.
     """
 
     rank: int
     size: int
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        """Return (rows, ⌈length / size⌉, …) of each rank → (rows, length, …)."""
+        """Gather (rows, ⌈length / size⌉, …) of each rank to (rows, length, …)."""
         ...
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Return (rows, length, …) summands → this rank's (rows, ⌈length / size⌉, …) of the sum.
+        """Sum (rows, length, …) over the ranks, and return this rank's (rows, ⌈length / size⌉, …) of the sum.
 
-        What fills up the last rank's is zero.
+        Padding of the last rank's part is zero.
         """
         ...
 
     def gather_features(self, x: Tensor) -> Tensor:
-        """Return (…, n) of each rank, in equal numbers → (size, …, n)."""
+        """Gather (…, n) of each rank, the same n on all, to (size, …, n)."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, written into ``x``."""
+        """Sum ``x`` over the ranks, in place, and return it."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum over ranks, written into ``x``."""
+        """Take the elementwise maximum of ``x`` over the ranks, in place, and return it."""
         ...
 
     def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Send runs of a flat ``x`` to all ranks in order, and return those received, in order of their senders.
 
         Args:
-            sends, receives: elements for and from each rank.
+            sends, receives: number of elements for and from each rank.
         """
         ...
 
@@ -67,12 +67,12 @@ class RankGroup(Protocol):
 
 
 def share_of_sequence(length: int, size: int) -> int:
-    """Tokens of a row on each rank, those that fill up the last one's included."""
+    """Return the number of tokens of a row on each rank, padding of the last rank included."""
     return -(-length // size)
 
 
 def own_share(x: Tensor, rank: int, size: int) -> Tensor:
-    """Return this rank's part of dim 1 of a whole (rows, length, …), filled up with zeros."""
+    """Return this rank's part of dim 1 of a whole (rows, length, …), padded with zeros."""
     share = share_of_sequence(x.shape[1], size)
     mine = x[:, rank * share : (rank + 1) * share]
     missing = share - mine.shape[1]
@@ -80,7 +80,7 @@ def own_share(x: Tensor, rank: int, size: int) -> Tensor:
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """Return (rows, length, …) → (size, rows, ⌈length / size⌉, …), contiguous."""
+    """Cut (rows, length, …) along dim 1 into (size, rows, ⌈length / size⌉, …), contiguous."""
     rows, length, *rest = x.shape
     share = share_of_sequence(length, size)
     if share * size != length:
@@ -89,32 +89,32 @@ def by_rank(x: Tensor, size: int) -> Tensor:
 
 
 def joined(parts: Tensor, length: int) -> Tensor:
-    """Return (size, rows, share, …) → (rows, length, …)."""
+    """Join (size, rows, share, …) to (rows, length, …)."""
     size, rows, share, *rest = parts.shape
     whole = parts.transpose(0, 1).reshape(rows, size * share, *rest)
     return whole if size * share == length else whole[:, :length]
 
 
 class MessagingRanks:
-    """A RankGroup that sends whole buffers; who carries them is its subclass's choice."""
+    """A RankGroup that sends whole buffers; subclasses define the transport."""
 
     rank: int
     size: int
 
     def gather_into(self, parts: Tensor, x: Tensor) -> None:
-        """Every rank's ``x`` into ``parts``, one behind the other along dim 0."""
+        """Gather every rank's ``x`` into ``parts``, concatenated along dim 0."""
         raise NotImplementedError
 
     def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
-        """The sum of this rank's of all ranks' ``parts`` into ``mine``."""
+        """Sum the ranks' ``parts``, and write this rank's part of the sum into ``mine``."""
         raise NotImplementedError
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """All ranks' ``x``, in place."""
+        """Reduce ``x`` over the ranks, in place."""
         raise NotImplementedError
 
     def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        """Every rank's run of ``x`` for this rank into ``received``."""
+        """Receive every rank's run of ``x`` for this rank into ``received``."""
         raise NotImplementedError
 
     def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
@@ -201,5 +201,5 @@ class ProcessGroupRanks(MessagingRanks):
                 work.wait()
             del x_alive[:]
 
-        x_alive = [x]  # until it has been sent
+        x_alive = [x]  # held until it has been sent
         return wait

@@ -1,4 +1,4 @@
-"""Let threads be ranks: the code that lays out a real model runs on a small copy, and messages stay in memory."""
+"""Run the ranks of a rehearsal as threads: a small copy runs the real model's code, and messages stay in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_SEC = 60.0
 
 
 class Board:
-    """A meeting point of threads: each lays down a tensor, and reads those of all.
+    """A meeting point of threads: each lays down a tensor, and reads the tensors of all.
 
     One thread computes at a time: threads that compete for the interpreter take twice as long together.
     """
@@ -37,15 +37,15 @@ class Board:
             self.turn.acquire()
 
     def all(self, rank: int, x: Tensor, read: Callable[[Tensor], Tensor] = lambda laid: laid) -> Tensor:
-        """Return (ranks, ...): what ``read`` gives of the tensor of every rank, copied."""
+        """Return (ranks, ...): ``read`` of every rank's tensor, copied."""
         return torch.stack([read(tensor) for tensor in self.lay(rank, x)])
 
     def lay(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Return the tensors that all ranks lay down, to be read before this rank's next message but one."""
+        """Return the tensors that all ranks lay down; read them before this rank's next message but one."""
         laid = self.laid[self.messages[rank] % 2]
         self.messages[rank] += 1
-        laid[rank] = x.clone()  # whoever laid it down may write into it before others read it
-        self.meet()  # two messages on, all have read: a rank meets again only behind its reading
+        laid[rank] = x.clone()  # its rank may write into it before others read it
+        self.meet()  # after two more messages all have read it: a rank reads before it meets again
         return laid
 
 
@@ -84,7 +84,7 @@ class Thread:
 
 
 def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
-    """Return what ``job`` gives on each of ``size`` threads; the first error that one raised is raised."""
+    """Run ``job`` on each of ``size`` threads, and return the results; raise the first error that a thread raised."""
     board = Board(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

@@ -31,7 +31,7 @@ class SharedRouterLoss:
         self._sequence = runtime.sequence if runtime is not None and runtime.sequence.cut else None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return this rank's summand of the router loss of the microbatch of the last forward, 0 dims.
+        """Return this rank's partial sum of the router loss of the last forward's microbatch, 0-dim.
 
         It combines the choices of all ranks' tokens with the probabilities of this rank's tokens.
         """

@@ -57,7 +57,7 @@ def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: RankGroup) -> Tensor:
-    """Compute a linear layer, differentiable: this rank's output features, or its summand of the output."""
+    """Compute a linear layer, differentiable: this rank's output features, or its partial sum."""
     if way.parts == WHOLE:
         return way.linear(x, weight, bias)
     made = _AgreedLinear.apply(x, weight, way, group)

@@ -40,9 +40,9 @@ class GradientPart:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
-    """List this rank's parts of all gradients, which together cover its gradients once.
+    """List this rank's parts of all gradients; together they cover its gradients once.
 
-    A partial sum as a gradient (``Partial``: torch's SequenceParallel leaves norms' so) is first summed in place.
+    A ``Partial`` gradient (torch's SequenceParallel leaves those of norms so) is first summed in place.
     """
     found = []
     for parameter in parameters:
@@ -185,7 +185,6 @@ def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[d
     if len(stages) != each:
         raise ConfigError(
             f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}:"
-            f" give all of this"
-            f" rank's at once, nn.ModuleList([...]), since the norm is one"
+            f" give all of this rank's at once, nn.ModuleList([...]), since the norm is one"
         )
     return [group]

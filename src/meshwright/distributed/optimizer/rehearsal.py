@@ -54,8 +54,7 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
         )
         remedy = (
             "Use one that updates element by element (AdamW), or a layout in which parameters are whole"
-            " (layout.dp_replicate with"
-            " dp_shard = tp = 1)."
+            " (layout.dp_replicate with dp_shard = tp = 1)."
         )
         try:
             error = _error(optimizer, mesh, placements, dims)
@@ -97,7 +96,7 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
         other = type(optimizer)(
             [parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes}
         )
-    except Exception:  # noqa: BLE001  (whatever its class wants besides)
+    except Exception:  # noqa: BLE001  (the class may need other arguments)
         return None
     for gradient in values[1:]:
         parameter.grad = laid(gradient)

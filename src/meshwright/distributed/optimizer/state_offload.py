@@ -1,4 +1,4 @@
-"""Keep optimizer state in host memory (ZeRO-Offload, arXiv 2101.06840), but compute the step on the device.
+"""Store optimizer state in host memory (ZeRO-Offload, arXiv 2101.06840), but compute the step on the device.
 
 The state comes to the device by portions, so the arithmetic is the same as for state that stays there. On CUDA, host
 memory is pinned, and copies run on the computing stream. On the CPU the same is done by plain copies.
@@ -22,7 +22,7 @@ from .torchao_adamw import TorchaoAdamW
 STATES = 2
 """Number of parameter-sized state tensors that a portion allows for."""
 COUPLED = ("LBFGS",)
-"""torch's optimizers that look at all parameters together."""
+"""torch's optimizers whose step uses all parameters together."""
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
@@ -44,7 +44,7 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
     finally:
         optimizer.param_groups = groups
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # what is in host memory may be read from now on
+        torch.cuda.current_stream(device).synchronize()  # from now on host memory may be read
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -52,10 +52,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     ours = isinstance(optimizer, TorchaoAdamW)
     if not ours and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
         raise UnsupportedError(
-            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound"
-            f" of torch's own"
-            f" optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}. Use one of"
-            f" those, or leave it out."
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
+            f" torch's own optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}."
+            f" Use one of those, or leave it out."
         )
     if optimizer_has_step_hooks(optimizer):
         raise UnsupportedError(
@@ -115,7 +114,7 @@ def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.de
 
 
 def _moves(value: Any) -> bool:
-    """Tell tensors like the parameter, which move, from step counts, which stay where the optimizer wants them."""
+    """Return whether a value moves: tensors like the parameter do, step counts stay where the optimizer wants them."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

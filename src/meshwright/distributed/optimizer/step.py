@@ -33,12 +33,12 @@ def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
     kind = type(optimizer).__name__
     have = (optimizer.state_word, optimizer.stochastic) if isinstance(optimizer, TorchaoAdamW) else ("full", False)
     if have != (plan.state, plan.stochastic_rounding):
-        said = (
+        planned = (
             f"techniques.optimizer_state = {plan.state}, techniques.stochastic_rounding ="
             f" {str(plan.stochastic_rounding).lower()}"
         )
         raise ConfigError(
-            f"optimizer: the model was laid out with {said}, and this {kind} would do otherwise. Make it with"
+            f"optimizer: the model was laid out with {planned}, and this {kind} would do otherwise. Make it with"
             f" meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
             f" named_parameters=model.named_parameters())."
         )

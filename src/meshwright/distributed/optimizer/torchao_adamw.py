@@ -73,8 +73,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
                 named = self._names.get(parameter, "one without a name")
                 raise ConfigError(
                     f"stochastic rounding is of bfloat16 parameters whose names are given (named_parameters), and it"
-                    f" was asked for"
-                    f" {named}, {parameter.dtype}"
+                    f" was asked for {named}, {parameter.dtype}"
                 )
 
     @torch.no_grad()
@@ -118,16 +117,15 @@ class TorchaoAdamW(torch.optim.Optimizer):
                 group["eps"],
             )
 
-    def new_moment(self, parameter: Tensor, key: str, device: torch.device | None = None) -> Tensor:
+    def new_moment(self, parameter: Tensor, key: str) -> Tensor:
         """Create zeros for a moment of a parameter, in its storage format."""
         local = _local(parameter.detach())
-        device = device or local.device
         if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
             made = kind_of_state(self.state_word).zeros(
-                local.shape, SIGNED[key], BLOCKS[self.state_word], device, dtype=local.dtype
+                local.shape, SIGNED[key], BLOCKS[self.state_word], local.device, dtype=local.dtype
             )
         else:
-            made = torch.zeros_like(local, device=device, memory_format=torch.contiguous_format)
+            made = torch.zeros_like(local, memory_format=torch.contiguous_format)
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
 
     def _noise(self, parameter: Tensor, step: int) -> Tensor:
@@ -148,7 +146,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
 
 
 def refuse_absent(plan: OptimizerPlan) -> None:
-    """Tell whether what an optimizer needs is here. Raises MissingExtraError without torchao."""
+    """Raise MissingExtraError if the plan needs torchao, and torchao is not installed."""
     if not plan.needs_torchao:
         return
     try:
@@ -158,7 +156,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory is torchao's codes and scales."""
+    """Return whether a tensor is stored as torchao's codes and scales."""
     return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
 
 
@@ -167,7 +165,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _mixes_copies(parameter: Tensor) -> bool:
-    """Tell whether blocks would span a rank's own elements and copies, which each rank would round differently."""
+    """Return whether blocks would span a rank's own elements and copies, which each rank would round differently."""
     if not isinstance(parameter, DTensor):
         return False
     places = [
@@ -203,7 +201,7 @@ def _stepped(
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16 so that uniform noise makes the mean the value itself.
+    """Round float32 to bfloat16 so that, over uniform noise, the mean is the value itself.
 
     Rounds away from zero where ``noise`` is less than the bits beyond bfloat16's last, else towards zero.
 

@@ -1,1 +1,1 @@
-"""Apply pipeline parallelism: cut a model into stages, and work in a schedule's order."""
+"""Apply pipeline parallelism: cut a model into stages, and run them in a schedule's order."""

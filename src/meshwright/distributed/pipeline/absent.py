@@ -1,9 +1,9 @@
-"""Stand in for the modules that other stages have.
+"""Replace the modules that other stages have.
 
-The model's own forward runs on every stage. So masks, positions, rotary tables and whatever else its code gives to
-its blocks are its own, and no family needs code of its own. Blocks that are elsewhere hand on what they are given;
-the last of them before the stage's own gives what was received, and the first behind them takes what is to be sent.
-Other modules that are elsewhere are asked on meta what shape they would give, and give that, without values.
+The model's own forward runs on every stage. So its own code computes masks, positions, rotary tables and other
+arguments of its blocks, and no family needs special code. Absent blocks pass their input on; the last one before the
+stage's own blocks returns the received tensor, and the first one after them takes the tensor to send. Other absent
+modules run on meta to find the shape of their output, and return a tensor of that shape without values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Part = Literal["entrance", "exit", "bystander"]
 
 @dataclass
 class StageIO:
-    """The activations that enter and leave a stage in the present forward.
+    """The activations that enter and leave a stage in the current forward.
 
     Attributes:
         shape: (rows, seq) of the token ids.
-        entering: (rows, seq, features) that was received; None on the first stage.
-        leaving: (rows, seq, features) that is to be sent; None on the last stage.
+        entering: (rows, seq, features), received; None on the first stage.
+        leaving: (rows, seq, features), to be sent; None on the last stage.
     """
 
     shape: tuple[int, ...] = ()
@@ -37,12 +37,13 @@ class StageIO:
 
 
 class Absent(nn.Module):
-    """Has no parameters; other attributes are those of the module for which it stands, such as a block's type of
-    attention.
+    """A module without parameters in place of one that another stage has.
+
+    Its other attributes are those of the original, such as a block's type of attention.
 
     Attributes:
-        begins_part: it gives what another stage computed; what lies before it computes nothing.
-        ends_part: what lies behind it, and around it, returns nothing.
+        begins_part: whether its output comes from another stage, so that modules before it compute nothing.
+        ends_part: whether the modules after it, and around it, return nothing.
     """
 
     is_absent = True
@@ -51,7 +52,7 @@ class Absent(nn.Module):
 
     def __init__(self, original: nn.Module):
         super().__init__()
-        self.__dict__["_original"] = original  # no submodule: its parameters are elsewhere
+        self.__dict__["_original"] = original  # not a submodule: its parameters are on another stage
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -61,11 +62,11 @@ class Absent(nn.Module):
 
 
 class AbsentBlock(Absent):
-    """A repeated block that another stage has.
+    """Takes the place of a repeated block that another stage has.
 
     Args:
-        keeps_shape: what follows the exit is given a tensor of the shape that it expects; else one of no tokens,
-            which costs nothing.
+        keeps_shape: whether modules after the exit get a tensor of the full shape; else one of no tokens, which costs
+            nothing.
     """
 
     def __init__(self, original: nn.Module, flow: BlockFlow, part: Part, passage: StageIO, *, keeps_shape: bool):
@@ -88,11 +89,10 @@ class AbsentBlock(Absent):
 
 
 class AbsentModule(Absent):
-    """A module outside the blocks, such as an embedding or a head, that another stage has.
+    """Takes the place of a module outside the blocks, such as an embedding or a head, that another stage has.
 
     Args:
-        dtype: in which it would compute: what it gives must be of the right kind, since tables and masks are made in
-            that of the stream.
+        dtype: dtype of the module's output, since tables and masks take the dtype of the activations.
     """
 
     def __init__(self, original: nn.Module, dtype: torch.dtype):
@@ -107,7 +107,7 @@ class AbsentModule(Absent):
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy without memory."""
+    """Return a copy of a module on meta."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in tensors}
     return copy.deepcopy(module, memo)
@@ -119,6 +119,6 @@ def _bare(tensor: Tensor) -> Tensor:
 
 
 def _stand_in(like: Tensor, device: torch.device | None, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return a NaN of the shape of ``like`` (or another) without memory, so that code which reads it shows."""
+    """Return a NaN without memory in the shape of ``like`` (or ``shape``), so that code which reads it shows."""
     blank = torch.nan if like.is_floating_point() else 0
     return torch.full((1,), blank, dtype=like.dtype, device=device).expand(like.shape if shape is None else shape)

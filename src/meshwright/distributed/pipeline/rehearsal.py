@@ -1,7 +1,6 @@
-"""Rehearse a cut into stages before its first use, on a small copy with stages of one block each.
+"""Rehearse a cut into stages before its first use, on a small copy of the model with one block for each stage.
 
-The stages are made by the very code that makes those of the real model; only what carries messages between them is
-another.
+The code that makes the stages of the real model makes them here too; only the transport of messages differs.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from .absent import StageIO
 from .split import stage_of
 
 LARGEST_ERROR = 1e-6
-"""In fp64, relative; models that compute in fp32 inside are not exact to more."""
+"""Largest relative error, in fp64; models that compute in fp32 inside are not more exact."""
 
 
 def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
-    """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
+    """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
 
     Args:
-        ranks: of the tensor axis: which small copy was measured.
+        ranks: size of the tensor axis, for which the small copy was measured.
 
     Raises:
-        UnsupportedError: the stages do not give what the whole model gives; the text says where.
+        UnsupportedError: the stages' results differ from the whole model's; the text names the first tensor that does.
     """
     sample = facts.measurements.structure(ranks).sample
     stages = tuple(StagePlan(0, (block,)) for block in sample.blocks)
@@ -62,8 +61,7 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
 def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
     return (
         f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and"
-        f" {why}. Only what one"
-        f" block gives to the next may go from stage to stage. Set layout.pp = 1."
+        f" {why}. Only what one block gives to the next may go from stage to stage. Set layout.pp = 1."
     )
 
 
@@ -71,9 +69,9 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
     """Return the relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
 
     Args:
-        model: small, with weights.
-        plan: of its stages.
-        inputs: of its forward.
+        model: a small model with weights.
+        plan: plan of its stages.
+        inputs: arguments of its forward.
     """
     reference = copy_of(model)
     expected_loss = _loss(reference, inputs)
@@ -91,7 +89,7 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
 def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss, and the gradients of the parameters by name.
 
-    Those of tied ones add up, since the stages share them here.
+    The gradients of tied parameters add up, since the stages share the parameters here.
     """
     passages = [StageIO() for _ in plan.stages]
     stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]

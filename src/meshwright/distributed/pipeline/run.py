@@ -1,4 +1,4 @@
-"""Run a rank's part of a pipeline's step, in the order of its program."""
+"""Run one rank's part of a pipeline's step, in the order of its program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .ties import Ties
 
 @dataclass
 class StageActivations:
-    """The tensors that a forward leaves for its backward."""
+    """The tensors that a forward keeps for its backward."""
 
     entered: Tensor | None
     left: Tensor | None
@@ -57,8 +57,8 @@ class Pipeline:
     """A ``Runner`` of this rank's stages.
 
     Attributes:
-        spans: of the last step: every action, and when it began and ended (``time.perf_counter``).
-        most_kept: of the last step: the most (stage, microbatch) pairs at a time whose activations were kept.
+        spans: every action of the last step, with its begin and end (``time.perf_counter``).
+        most_kept: largest number of (stage, microbatch) pairs of the last step with activations in memory at one time.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pipeline:
             for part in parts:
                 _defer(part, self._deferred[part.stage])
 
-    # --- what is asked of it
+    # --- public methods
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         pieces, self._scale = self._filled(pieces), scale
@@ -131,12 +131,12 @@ class Pipeline:
     def copy_shared(self) -> None:
         self._ties.copy()
 
-    # --- a step of the program
+    # --- one step of the program
 
     def _do(
         self, step: Step, pieces: Sequence[Batch], weight: float, logits: list[Tensor] | None = None
     ) -> Tensor | float:
-        """Return the loss that it came to, or 0."""
+        """Run one step of the program, and return its loss, or 0."""
         if isinstance(step, Receive):
             self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
             return 0.0
@@ -152,7 +152,7 @@ class Pipeline:
             self._deferred[step.stage].do(step.microbatch)
             del self._kept[step.stage, step.microbatch]
         else:
-            self._enter(pieces[step.microbatch])  # recomputed forwards are about this microbatch
+            self._enter(pieces[step.microbatch])  # recomputed forwards read this microbatch
             self._backward(step, given)
             self._shard_gradients(step.stage)
         if torch.is_grad_enabled():
@@ -210,17 +210,17 @@ class Pipeline:
             del self._kept[action.stage, action.microbatch]
 
     def _scaled(self, loss: Tensor) -> Tensor | None:
-        """Return what a loss begins its backward with, where that is not 1."""
+        """Return the gradient of a loss if the loss is scaled, else None."""
         return None if self._scale == 1.0 else torch.full_like(loss, self._scale)
 
     def _shard_gradients(self, stage: int) -> None:
-        """Those of a microbatch that is not the stage's last, where they are not kept whole."""
+        """Reduce the gradients after a microbatch that is not the stage's last, if they accumulate as shards."""
         self._to_come[stage] -= 1
         if self.plan.data.sync_grad_accum and self._to_come[stage]:
             fully_sharded.reduce_between(self.parts[stage].module, self.plan)
 
     def _taken(self, message: Message) -> Tensor:
-        """Return what is to be sent."""
+        """Return the tensor to send."""
         stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
         kept = self._kept[stage, message.microbatch]
         if message.content is Content.ACTIVATION:
@@ -234,11 +234,11 @@ class Pipeline:
             del self._kept[stage, message.microbatch]
         return gradient
 
-    # --- around it
+    # --- helpers
 
     @contextmanager
     def _a_step(self) -> Iterator[None]:
-        """Gradients that are sums over ranks are whole when it ends; after an error, everything is at rest again."""
+        """Complete gradients that are sums over ranks on exit; after an error, drop everything of the step."""
         with ExitStack() as stack:
             stack.enter_context(self._ties.summing())
             for part in self.parts.values():
@@ -271,7 +271,7 @@ class Pipeline:
         return self._programs[key]
 
     def _filled(self, pieces: Sequence[Batch]) -> list[Batch]:
-        """With microbatches that have no loss, up to a number that can be scheduled: a last short step stays exact."""
+        """Add microbatches without a loss, up to a number that the schedule accepts: a last short step stays exact."""
         number = self.pipeline.legal(len(pieces))
         if number < len(pieces):
             raise UnsupportedError(
@@ -286,20 +286,19 @@ class Pipeline:
         return torch.empty(self._boundary(piece), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
 
     def _boundary(self, piece: Batch) -> tuple[int, int, int]:
-        """Return (rows, this rank's tokens, features) of what stages give each other."""
+        """Return (rows, this rank's tokens, features) of the tensor between stages."""
         rows, length = piece["tokens"].shape
         if (tensor := self.plan.tensor) is not None and tensor.sequence_parallel:
             length = share_of_sequence(length, tensor.ranks)
         return rows, length, self.pipeline.width
 
     def _check(self, left: Tensor, stage: int, piece: Batch) -> None:
-        """Check that the output is what the next stage has room for."""
+        """Check that the output has the shape and dtype that the next stage expects."""
         wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
         if tuple(left.shape) != wanted or left.dtype != dtype:
             raise UnsupportedError(
                 f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives"
-                f" {tuple(left.shape)} of"
-                f" {left.dtype}, and the plan has {wanted} of {dtype} travel. Set layout.pp = 1."
+                f" {tuple(left.shape)} of {left.dtype}, and the plan expects {wanted} of {dtype}. Set layout.pp = 1."
             )
 
     def _tell_sequence(self, part: StagePart, piece: Batch) -> None:
@@ -312,13 +311,13 @@ class Pipeline:
 
 
 def _gradient_of(kept: StageActivations) -> Tensor:
-    """Return the gradient of a stage's input; zeros where nothing before the stage is trained."""
+    """Return the gradient of a stage's input; zeros if nothing before the stage is trained."""
     assert kept.entered is not None
     return torch.zeros_like(kept.entered) if kept.entered.grad is None else kept.entered.grad
 
 
 def _defer(part: StagePart, deferred: DeferredGradients) -> None:
-    """Let the linear layers of a stage's blocks put off their weights' gradients."""
+    """Let the linear layers of a stage's blocks defer their weights' gradients."""
     pipeline = part.plan.pipeline
     assert pipeline is not None
     if (runtime := runtime_of(part.module)) is not None:

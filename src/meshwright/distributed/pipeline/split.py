@@ -21,15 +21,17 @@ from .absent import AbsentBlock, AbsentModule, StageIO
 
 @dataclass(frozen=True)
 class SharedEnds:
-    """Names of the parameters that the first stage gives to the last, which remembers them."""
+    """Names of the parameters that the first stage shares with the last, remembered by the last."""
 
     names: tuple[str, ...]
 
 
 @dataclass
 class StagePart(ModelPart):
-    """Attributes:
-    passage: where it is given what it receives, and gives what it sends.
+    """A part of the model that is a pipeline stage.
+
+    Attributes:
+        passage: its place for the received and the sent activations.
     """
 
     passage: StageIO = field(default_factory=StageIO)
@@ -38,7 +40,7 @@ class StagePart(ModelPart):
 def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:
     """Return the parts of a rank of the pipeline axis, in forward order.
 
-    ``model`` may be on meta; it is left as it is, and shares its blocks.
+    ``model`` may be on meta; it is not changed, and the parts share its blocks.
     """
     assert plan.pipeline is not None
     parts = []
@@ -56,7 +58,7 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
 
 
 def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: StageIO) -> nn.Module:
-    """Return the model with the modules of one stage; containers are new objects, what they hold is the model's own."""
+    """Return a copy of the model with the modules of one stage: new containers around the model's own modules."""
     blocks = pipeline.blocks
     own = pipeline.stages[stage].blocks
     first, last = blocks.index(own[0]), blocks.index(own[-1])
@@ -100,7 +102,7 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same contents, in dicts of its own."""
+    """Return a module of the same class and contents, with dicts of its own."""
     shell = module.__class__.__new__(module.__class__)
     shell.__dict__.update(
         {

@@ -1,7 +1,7 @@
-"""Share parameters between the first and the last stage, such as a tied table of embeddings.
+"""Share parameters between the first and the last stage, such as a tied embedding.
 
-Each of the two stages has its own. Both start with the same values and are given the sum of both gradients, so they
-stay equal to the last bit, and their optimizer states too.
+Each of the two stages has its own copy. Both start with the same values and get the sum of both gradients, so they stay
+equal to the last bit, and so do their optimizer states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ties:
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """On the first and on the last stage; None where that stage is elsewhere."""
+        """The shared parameters on the first and on the last stage; None if that stage is on another rank."""
         first, last = self._modules
         if first is None and last is None:
             return []
@@ -38,7 +38,7 @@ class Ties:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """The values of the first stage are given to the last."""
+        """Copy the values of the first stage to the last."""
         for first, last in self.pairs:
             if first is not None and last is not None:
                 _local(last).copy_(_local(first))
@@ -51,7 +51,7 @@ class Ties:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Sum over both stages, at the end, what the step inside adds to shared gradients."""
+        """Sum over both stages, on exit, the shared gradients that the step inside adds."""
         held = [p for pair in self.pairs for p in pair if p is not None and p.requires_grad]
         before = [p.grad for p in held]
         for parameter in held:
@@ -88,7 +88,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Zeros where a stage found none."""
+    """Return a parameter's gradient; make it zeros if the stage computed none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -24,12 +24,12 @@ def word_device() -> torch.device:
 
 
 def alone() -> bool:
-    """Tell whether there are no other ranks to agree with."""
+    """Return whether there are no other ranks to agree with."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def any_rank(flag: bool) -> bool:
-    """Tell every rank whether the flag is set on any."""
+    """Return, on every rank, whether the flag is set on any rank."""
     return largest(int(flag)) > 0
 
 
@@ -64,15 +64,9 @@ def everybody_says(value: Any) -> list[Any]:
     """Gather all ranks' values in rank order (small Python values)."""
     if alone():
         return [value]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
-
-
-def wait_for_all() -> None:
-    """Wait until every rank has reached this call."""
-    if not alone():
-        largest(0)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
@@ -87,7 +81,7 @@ def equal_over(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Te
 
 
 def is_equal(word: int | None, groups: list[dist.ProcessGroup]) -> bool:
-    """Tell whether the ranks of each group bring the same number (one small all-reduce per group); None: none."""
+    """Return whether the ranks of each group bring the same number (None: no number): one all-reduce per group."""
     if not groups:
         return True
     least = torch.iinfo(torch.int64).min
@@ -136,7 +130,7 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
             result = action()
         except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
             problem = portable(error)
-    first = next((said for said in everybody_says(problem) if said is not None), None)
+    first = next((found for found in everybody_says(problem) if found is not None), None)
     if first is not None:
         first.__dict__["is_agreed"] = True
         raise first
@@ -163,18 +157,18 @@ def decided_once(decide: Callable[[], Result]) -> Result:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank raises this error (it came through ``together``)."""
+    """Return whether every rank raises this error (it came through ``together``)."""
     return getattr(error, "is_agreed", False)
 
 
 def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> None:
-    """Raise, on all ranks of the groups, the problem of the first rank that has one, if any (collective)."""
-    said: list[Any] = [problem and portable(problem)]
+    """Raise the error of the first rank that has one, on all ranks of the groups. Collective."""
+    problems: list[Any] = [problem and portable(problem)]
     for group in groups:
-        mine = next((p for p in said if p is not None), None)
-        said = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, mine, group=group)
-    first = next((p for p in said if p is not None), None)
+        mine = next((p for p in problems if p is not None), None)
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, mine, group=group)
+    first = next((p for p in problems if p is not None), None)
     if first is not None:
         first.__dict__["is_agreed"] = True
         raise first
@@ -185,6 +179,6 @@ def portable(error: Exception) -> Exception:
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
-    except Exception:  # noqa: BLE001  (whatever pickling does to an error, the error is what must be told)
+    except Exception:  # noqa: BLE001  (pickling may raise anything; the error itself must still be reported)
         pass
     return MeshwrightError(f"{type(error).__name__}: {error}")

@@ -47,7 +47,7 @@ class Flight:
             if self._known[0] != stuck or self._known[1] is None:
                 self._known = stuck, _oldest_open()
             return self._known[1]
-        except Exception:  # noqa: BLE001  (the recorder is torch's private matter: another torch may lack it, and no run may stop for it)
+        except Exception:  # noqa: BLE001  (private to torch: another version may lack it, and no run may stop for it)
             return None
 
 
@@ -62,10 +62,10 @@ def _dump(**options: bool) -> list[dict[str, Any]]:
 
 def _open_collectives() -> dict[str, int]:
     """Map the recorder's id of each group with open collectives to the number of its last one."""
-    said = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
+    statuses = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
     return {
         f"{recorder}/{group}": int(at["last_enqueued_collective"])
-        for recorder, groups in enumerate(said)
+        for recorder, groups in enumerate(statuses)
         for group, at in groups.items()
         if int(at["last_enqueued_collective"]) > int(at["last_completed_collective"])
     }
@@ -110,7 +110,7 @@ class Issued:
 def issued(since_ns: int) -> list[Issued]:
     """List the collectives since a moment, in order, as far as the recorder reaches; costs some 10 µs per record."""
     collects = gc.isenabled()
-    # a record is thousands of small objects: the collector would wake, and look through all of torch for 0.2 s
+    # a record is thousands of small objects: the collector would start, and scan all of torch for 0.2 s
     gc.disable()
     try:
         entries = [

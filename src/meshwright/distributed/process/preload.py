@@ -33,7 +33,7 @@ def _let_through() -> None:
 
 
 def _answer_again() -> None:
-    if os.getppid() == _SERVER:  # and not in what a worker forks
+    if os.getppid() == _SERVER:  # not in processes that a worker forks
         for number, disposition in _BEFORE.items():
             signal.signal(number, disposition)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BEFORE)

@@ -63,7 +63,7 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple) -> None:
-        if name in ("wait_tensor", "barrier", "recv_"):  # who receives sends nothing
+        if name in ("wait_tensor", "barrier", "recv_"):  # a receiver sends nothing
             return
         group = next((g for a in args if (g := _group(a)) is not None), None)
         ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
@@ -74,13 +74,6 @@ class WireCounter(TorchDispatchMode):
             self.sent.append(Sent(KINDS[name], ranks, sides[1], splits[rank] * row if splits else None))
             return
         self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
-
-    def totals(self) -> dict[tuple[str, int], float]:
-        """Sum the bytes by (operation, ranks of the group)."""
-        found: dict[tuple[str, int], float] = {}
-        for item in self.sent:
-            found[item.op, item.ranks] = found.get((item.op, item.ranks), 0.0) + item.bytes
-        return found
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

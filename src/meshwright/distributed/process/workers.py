@@ -242,7 +242,7 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # what was imported stays: the collections between jobs need not look at it
+    gc.freeze()  # imported objects stay, so collections between jobs need not scan them
     while True:
         try:
             path, store, world, job = pipe.recv()
@@ -269,28 +269,28 @@ def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
         function, args = pickle.loads(job)
         reply = pickle.dumps((True, function(*args)))
     except BaseException as error:  # noqa: BLE001  (everything must reach the parent, or it waits for ever)
-        pipe.send_bytes(_told(error))
+        pipe.send_bytes(_pickled(error))
         destroy_distributed(patience_sec=5)
     else:
         destroy_distributed(patience_sec=5)
         pipe.send_bytes(reply)
 
 
-def _told(error: BaseException) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     try:
         carried = pickle.dumps(error)
-    except Exception:  # noqa: BLE001  (what cannot be pickled travels as its text)
+    except Exception:  # noqa: BLE001  (such an error is sent as its text)
         carried = None
     return pickle.dumps((False, ("".join(traceback.format_exception(error)), carried, is_broken_collective(error))))
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Tell whether an error reports a failed collective or message, whose cause lies on another rank."""
+    """Return whether an error reports a failed collective or message, whose cause lies on another rank."""
     if getattr(error, "is_echo", False):
         return True
     words = str(error).lower()
-    said = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
-    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and said
+    names_transport = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
+    return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and names_transport
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """Tell whether this process is rank 0, the one that reports."""
+    """Return whether this process is rank 0, the one that reports."""
     return get_world_info()[0] == 0
 
 
@@ -68,13 +68,12 @@ def check_nodes_in_use() -> None:
     if "RANK" not in os.environ and _is_script_of_slurm(os.environ) and nodes not in ("", "1"):
         raise ConfigError(
             f"this job has {nodes} nodes, and a batch script or shell runs on the first of them alone. Write: srun"
-            f" meshwright train ..."
-            f" (to train on this node alone, ask for one: --nodes=1)"
+            f" meshwright train ... (to train on this node alone, ask for one: --nodes=1)"
         )
 
 
 def _is_script_of_slurm(env: Mapping[str, str]) -> bool:
-    """Tell a batch script or a shell of ``salloc`` from a task: they see a rank and the number of tasks, too."""
+    """Return whether this is a batch script or a shell of ``salloc``: they see a rank and the number of tasks, too."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not step.isdigit():
         return env.get("ENVIRONMENT") == "BATCH"

@@ -23,7 +23,7 @@ from .random_streams import streams
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Compile the planned modules in place; the compilation itself happens at their first call."""
+    """Compile the planned modules in place; torch compiles each at its first call."""
     for name in plan.compiled:
         module = model.get_submodule(name)
         keep_hooks_eager(module)
@@ -35,13 +35,13 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _compile_within(module: nn.Module, budget: float) -> None:
-    """Let whatever the module's calls compile keep no more than this share of its activations for backward.
+    """Limit the activations that a module's compiled calls save for backward to this fraction.
 
-    The partitioner chooses what (min cut, arXiv 2302.05442, and a knapsack over what it costs). It would recompute
-    random operators with other numbers (torch 2.13 on the CPU), so a block that draws any is refused.
+    The partitioner chooses them (min cut, arXiv 2302.05442, and a knapsack over the costs). It would recompute random
+    operators with other numbers (torch 2.13 on the CPU), so a block that draws random numbers is refused.
 
     Raises:
-        UnsupportedError: in the first forward that is trained, if the block draws random numbers.
+        UnsupportedError: in the first forward with gradients, if the block draws random numbers.
     """
     compiled = compiled_call(module)
     assert compiled is not None
@@ -65,8 +65,9 @@ def _compile_within(module: nn.Module, budget: float) -> None:
 
 
 def keep_hooks_eager(module: nn.Module) -> None:
-    """Hooks that earlier techniques left on the module itself run as they are: torch compiles each of them alone, and
-    anew with every number that it holds (a seed, a length).
+    """Exclude the hooks of earlier techniques on the module itself from compilation.
+
+    torch would compile each of them alone, and anew for every number that it holds (a seed, a length).
     """
     for hooks in forward_hooks(module):
         for key, hook in hooks.items():
@@ -74,18 +75,18 @@ def keep_hooks_eager(module: nn.Module) -> None:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Tell where what this process compiled falls apart into several graphs, in torch's words, and how often."""
+    """Count the graph breaks of all modules compiled in this process, by reason in torch's words."""
     found: dict[str, int] = {}
     for reason, times in graph_break_counts().items():
         what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
         why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
-        said = f"{what} ({why})" if why else what
-        found[said] = found.get(said, 0) + times
+        text = f"{what} ({why})" if why else what
+        found[text] = found.get(text, 0) + times
     return found
 
 
 def graph_breaks_text() -> str:
-    """Return the same for people; empty where there are none."""
+    """Return the graph breaks as text for people; empty if there are none."""
     lines = [f"  {times} × {reason}" for reason, times in sorted(graph_breaks().items(), key=lambda one: -one[1])]
     return (
         "\n".join(["compiled blocks fall apart into several graphs (what is between them runs uncompiled):", *lines])

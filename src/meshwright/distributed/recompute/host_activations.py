@@ -1,7 +1,7 @@
-"""Keep activations in host memory (as in arXiv 2104.07857), and fetch them one block ahead of their use.
+"""Store activations in host memory (as in arXiv 2104.07857), and fetch them one block ahead of their use.
 
-On CUDA copies run on a stream of their own, from and to pinned memory: a block's leave while the next one computes,
-and the one before is fetched while this one's backward runs. On the CPU the same is done by plain copies.
+On CUDA the copies run on a stream of their own, from and to pinned memory: a block's activations leave while the next
+block computes, and the previous block's are fetched while this block's backward runs. On the CPU they are plain copies.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
 OFFLOADED = "activations in host memory"
 """The change that is noted on a module."""
 LEAST_BYTES = 1024
-"""Smaller tensors stay where they are."""
+"""Smallest size of an offloaded tensor; smaller ones stay on the device."""
 
 PLAIN = (Tensor, FakeTensor)
-"""Kinds of tensors that can leave; the second have no memory, where a step is foreseen."""
+"""Types of tensors that can be offloaded; fake tensors occur in a dry run."""
 
 Key = tuple[Any, ...]
 
 
 class Copies:
-    """Copies to host memory and back: on CUDA beside the computation, else at once."""
+    """Copies tensors to host memory and back: on CUDA concurrently with the computation, else at once."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory, complete behind ``mark``."""
+        """Return a copy in host memory, complete after ``mark``'s event."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         with self._beside(tensor):
             host.copy_(tensor, non_blocking=True)
         return host
 
     def come(self, host: Tensor, device: torch.device) -> Tensor:
-        """Return a copy on the device, complete behind ``mark``."""
+        """Return a copy on the device, complete after ``mark``'s event."""
         back = torch.empty_like(host, device=device)
         with self._beside(back):
             back.copy_(host, non_blocking=True)
         if self._stream is not None:
-            back.record_stream(self._stream)  # it may be dropped before it is used
+            back.record_stream(self._stream)  # the tensor may be dropped before the copy ends
         return back
 
     def mark(self) -> torch.cuda.Event | None:
-        """Record an event behind all copies begun so far."""
+        """Record an event after all copies begun so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -64,7 +64,7 @@ class Copies:
 
     @staticmethod
     def wait(event: torch.cuda.Event | None) -> None:
-        """Let later computation see the copies before ``event``, and overwrite their sources."""
+        """Make later computation wait for ``event``: it may then read the copies, and overwrite their sources."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -79,7 +79,7 @@ class Copies:
 
 @dataclass
 class Slot:
-    """A tensor that was saved: in host memory, and where it was computed for as long as it is needed there."""
+    """A saved tensor: its copy in host memory, and the original while that is needed."""
 
     host: Tensor
     place: torch.device
@@ -89,12 +89,12 @@ class Slot:
 
 @dataclass(eq=False)
 class BlockForward:
-    """One forward of one block: what it saved.
+    """The tensors saved by one forward of one block.
 
     Attributes:
-        number: of the block.
-        before: the passage of the block before, of the same forward.
-        left, came: behind the copies to host memory, and back.
+        number: number of the block.
+        before: the previous block's object, in the same forward of the model.
+        left, came: events after the copies to host memory, and back.
     """
 
     number: int
@@ -116,19 +116,19 @@ class BlockForward:
             tensor.stride(),
             tensor.dtype,
         )
-        if key not in self.slots:  # a slot holds its tensor until the block has ended: nothing else gets its address
+        if key not in self.slots:  # the slot holds its tensor until the block ends, so no other tensor gets its address
             self.slots[key] = Slot(self.copies.leave(tensor), tensor.device, version, tensor)
         return key
 
     def release(self) -> None:
-        """The block has ended, and so has the next one: its tensors need not be here any more."""
+        """Drop the tensors on the device, after the copies ended: the next block's forward has ended too."""
         Copies.wait(self.left)
         for slot in self.slots.values():
             slot.here = None
         self.is_here = False
 
     def fetch(self) -> None:
-        """Begin to bring them back."""
+        """Begin to copy the tensors back to the device."""
         if not self.is_here:
             self.is_here = True
             for slot in self.slots.values():
@@ -140,7 +140,7 @@ class BlockForward:
         slot.version = version_of(slot.here)
 
     def take(self, key: Key) -> Tensor:
-        """Return a tensor, for the block's backward; those of the block before are on their way then."""
+        """Return a tensor for the block's backward, and begin to fetch those of the previous block."""
         self.fetch()
         Copies.wait(self.came)
         if self.before is not None:
@@ -148,14 +148,14 @@ class BlockForward:
             self.before = None
         slot = self.slots[key]
         assert slot.here is not None
-        if version_of(slot.here) != slot.version:  # somebody has written into it since
+        if version_of(slot.here) != slot.version:  # code has written into the tensor since
             self._bring(slot)
             Copies.wait(self.copies.mark())
         return slot.here
 
 
 class HostActivations:
-    """The host memory of one model part; its blocks are numbered in the order of their forwards."""
+    """The host memory of one model part, whose blocks are numbered in the order of their forwards."""
 
     def __init__(self) -> None:
         self._copies = Copies()
@@ -167,7 +167,7 @@ class HostActivations:
         return BlockForward(number, before, self._copies)
 
     def end(self, passage: BlockForward) -> None:
-        """A block's forward has ended: what the one before it saved is in host memory alone from now on."""
+        """End a block's forward: from now on the tensors of the previous block are in host memory only."""
         passage.left = self._copies.mark()
         if (last := self._last and self._last()) is not None:
             last.release()
@@ -175,10 +175,10 @@ class HostActivations:
 
 
 def offload(module: nn.Module, number: int, store: HostActivations) -> None:
-    """Let one block keep in host memory what it saves for backward.
+    """Make one block store the tensors that it saves for backward in host memory.
 
-    What lies elsewhere anyway stays: parameters and views of them, buffers, arguments that take no gradient (masks,
-    tables). So do small tensors, and those of other kinds than plain ones.
+    Tensors that stay in memory anyway are not offloaded: parameters and their views, buffers, arguments without
+    gradient (masks, tables). Nor are small tensors, or tensors of other types than plain ones.
     """
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,5 +209,5 @@ def _unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:
 
 
 def _lying_elsewhere(module: nn.Module) -> set[int]:
-    """Addresses of parameters, those that a sharded unit inside has gathered just now among them, and of buffers."""
+    """Return the addresses of parameters, including those gathered by a sharded unit inside, and of buffers."""
     return addresses(chain(module.parameters(), module.buffers()))

@@ -1,10 +1,9 @@
-"""Save results of operators and collectives for a recomputation, as a policy asks.
+"""Save results of operators and collectives for a recomputation, chosen by a policy.
 
-torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) holds results of operators, and so
-of no collective that writes into a buffer; it fails where the recomputed forward has an operator that the forward had
-not (a sharded unit gathers again, somebody observes); and a random operator that is not run again leaves the stream
-of random numbers behind. It serves where a block
-is compiled: there the policy is written into the graph.
+torch's own cache (``torch.utils.checkpoint.create_selective_checkpoint_contexts``) saves results of operators, so it
+misses every collective that writes into a buffer. It fails if the recomputed forward has an operator that the forward
+had not (a sharded unit gathers again, a hook observes). And a random operator that is not run again does not advance
+the random stream. It is used for compiled blocks: there the policy is compiled into the graph.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from .operator_policy import SAVED, OperatorPolicy
 from .random_streams import restore_streams, streams
 
 _running = threading.local()
-"""``modes``: of the regions whose forward, or recomputed forward, runs on this thread, the innermost last."""
+"""``modes``: the modes of the regions that run on this thread, in forward or recomputation, the innermost last."""
 
 EXCHANGE, ATTENTION = "exchange", "attention"
 
 
 def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
-    """Return what ``send`` receives from other ranks.
+    """Return the tensor that ``send`` receives from other ranks.
 
-    A recomputation whose policy keeps such sends nothing: it has what the forward received.
+    A recomputation whose policy saves exchanges sends nothing, and returns the tensor received in the forward.
 
     Args:
-        into: a tensor that ``send`` writes it into, and returns.
+        into: a tensor into which ``send`` writes the result, and which it returns.
     """
     if torch.compiler.is_compiling():
         return send()
@@ -47,10 +46,10 @@ def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def attended(compute: Callable[[], Tensor], *, exchanges: bool = False) -> Tensor:
-    """Return an attention that is computed in several steps; a recomputation whose policy keeps attention has it.
+    """Compute an attention of several steps; a recomputation whose policy saves attention returns the saved result.
 
     Args:
-        exchanges: the steps send messages, so that a policy that keeps what was received keeps the result too.
+        exchanges: whether the steps send messages, so that a policy that saves exchanges saves the result too.
     """
     if torch.compiler.is_compiling():
         return compute()
@@ -69,7 +68,7 @@ def outside_of_regions() -> Iterator[None]:
 
 
 def leaving(output: Any) -> Any:
-    """Return what a region's forward returns: others may write into it, so that what is kept of it is copied first."""
+    """Return a region's output, after copying saved results that share its storage: the caller may write into them."""
     modes = getattr(_running, "modes", None)
     if modes:
         with modes[-1].aside():
@@ -78,7 +77,7 @@ def leaving(output: Any) -> Any:
 
 
 def contexts(policy: OperatorPolicy) -> tuple[Any, Any]:
-    """``context_fn`` of a checkpoint: what its forward runs in, and its recomputation."""
+    """Return a checkpoint's ``context_fn`` pair: a context for the forward, and one for its recomputation."""
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(policy.start())
     results = Results(policy)
@@ -86,7 +85,7 @@ def contexts(policy: OperatorPolicy) -> tuple[Any, Any]:
 
 
 class SavedResult:
-    """One result, as it was; ``streams``: the random streams behind it, where it drew from them."""
+    """One saved result; ``streams``: the state of the random streams after it, if it drew random numbers."""
 
     def __init__(self, made: Any, drew: bool):
         self.made = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, made)
@@ -100,10 +99,10 @@ class SavedResult:
 
 
 class Results:
-    """The saved results of one forward of a region, until its recomputation has taken them.
+    """The saved results of one forward of a region, until its recomputation takes them.
 
-    Results are known by what made them and its arguments' shapes, and by which of those calls it was. They are not
-    copied: but before somebody writes into one, it is.
+    The key of a result is its operator, the shapes of the arguments and the number of the call among equal ones. A
+    result is copied only before an operator writes into it.
     """
 
     def __init__(self, policy: OperatorPolicy):
@@ -121,18 +120,18 @@ class Results:
         return self._found.pop(key, None)
 
     def before_write(self, tensors: list[Tensor]) -> None:
-        """Somebody will write into these."""
+        """Copy the saved results that share storage with these tensors, which an operator will write into."""
         for tensor in tensors if self._lying else ():
             for kept in self._lying.pop(_address(tensor), ()):
                 kept.copy()
 
     def close(self) -> None:
-        """The forward has ended: where results lie is not asked any more."""
+        """End the forward: from now on no write can change a saved result."""
         self._lying = {}
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what a region's forward does."""
+    """Observes the operators of a region's forward."""
 
     def __init__(self, results: Results):
         super().__init__()
@@ -166,14 +165,14 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
     def _key(self, name: Any, args: tuple) -> tuple:
-        """Key of a call: operator, shapes, and occurrence number."""
+        """Return the key of a call: operator, shapes, and occurrence number."""
         key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors_in(args)))
         self._calls[key] += 1
         return (*key, self._calls[key])
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave what is done inside out of the region's forward."""
+        """Exclude the operators run inside from the region's forward."""
         self._aside = True
         try:
             yield
@@ -182,7 +181,7 @@ class _Mode(TorchDispatchMode):
 
 
 class Keeping(_Mode):
-    """Around a region's forward."""
+    """Saves results in a region's forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +207,7 @@ class Keeping(_Mode):
 
 
 class HandingBack(_Mode):
-    """Around its recomputation."""
+    """Returns saved results in the region's recomputation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kept = (
@@ -237,7 +236,7 @@ def _address(tensor: Tensor) -> int:
 
 @functools.cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the arguments that an operator writes into; of a collective, which does not say, all."""
+    """Return the arguments that an operator writes into; all arguments of a collective, whose schema does not tell."""
     schema = schema_of(func)
     if schema is None:
         return ()

@@ -1,4 +1,4 @@
-"""Name the modes of recomputation."""
+"""Name the modes of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from meshwright.core.errors import ConfigError, nearest
 
 
 class ActivationCheckpointing(StrEnum):
-    """The modes: what is recomputed in backward, or kept elsewhere."""
+    """The modes: which activations are recomputed in backward, or offloaded."""
 
     NONE = "none"
     FULL = "full"
-    """Every repeated block."""
+    """Recompute every repeated block."""
     SELECTIVE = "selective"
-    """Attention only."""
+    """Recompute attention only."""
     EVERY_N = "every_n"
-    """Each second block."""
+    """Recompute each second block."""
     MODULES = "modules"
-    """Modules that are named."""
+    """Recompute the named modules."""
     SELECTIVE_OP = "selective_op"
-    """Every block, but not attention products, each second matrix product, what other ranks sent, and the choice of
-    experts.
-    """
+    """Recompute every block, but save attention products, each second matrix product, exchanges, and routing."""
     OFFLOAD = "offload"
-    """Nothing; what blocks save for backward waits in host memory."""
+    """Recompute nothing; store in host memory what blocks save for backward."""
     MEMORY_BUDGET = "memory_budget"
-    """What the compiler chooses."""
+    """Recompute what the compiler chooses."""
 
 
 def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:
-    """Return the mode of that name. Raises ConfigError for another."""
+    """Return the mode with this name. Raises ConfigError for an unknown name."""
     try:
         return ActivationCheckpointing(mode)
     except ValueError:

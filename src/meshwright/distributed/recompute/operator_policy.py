@@ -13,7 +13,7 @@ from meshwright.planning.recompute.operators import is_fresh, operators, policy_
 from meshwright.planning.recompute.plan import KEPT
 
 Policy = Callable[..., CheckpointPolicy]
-"""(context, operator, *args, **kwargs) → what to do with its result."""
+"""Type of a policy: (context, operator, *args, **kwargs) → whether to save or recompute the result."""
 
 SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 WORDS = {
@@ -27,8 +27,8 @@ WORDS = {
     "matmuls": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default"),
     "topk": ("aten.topk.default",),
 }
-"""Linear layers are mm, or with a bias addmm; batched products (bmm) are those of attention that is computed step by
-step, whose results are as large as the sequence squared: they are kept by name only."""
+"""Operators by the word that names them. Linear layers are mm, or addmm with a bias. Batched products (bmm) have no
+word: in attention computed step by step their results are as large as the sequence squared."""
 
 
 class OperatorPolicy:
@@ -36,7 +36,7 @@ class OperatorPolicy:
 
     Args:
         keep: words of ``planning.recompute.plan.KEPT``, names of operators, or "module:function".
-        every: of the matrix products of "matmuls", each one of so many is kept, the last of them.
+        every: distance between saved results of the matrix products of "matmuls": each ``every``-th is saved.
     """
 
     def __init__(self, keep: tuple[str, ...], every: int):
@@ -53,7 +53,7 @@ class OperatorPolicy:
         self._functions = [policy_function(word, where) for word in keep if ":" in word]
 
     def asks_about(self, operator: Any) -> bool:
-        """Tell whether its results may be kept at all."""
+        """Return whether the operator's results may be saved at all."""
         return bool(self._functions) or operator in self._always or operator in self._products
 
     def start(self) -> Policy:
@@ -75,23 +75,21 @@ class OperatorPolicy:
     def _asked(self, context: Any, operator: Any, args: tuple, kwargs: dict[str, Any]) -> CheckpointPolicy:
         """Ask the user's functions in turn; the first that wants to save decides."""
         for function in self._functions:
-            said = function(context, operator, *args, **kwargs)
-            # older versions of torch lack them
-            if getattr(said, "name", "") in (
+            answer = function(context, operator, *args, **kwargs)
+            # older versions of torch lack these two
+            if getattr(answer, "name", "") in (
                 "MUST_CPU_OFFLOAD",
                 "PREFER_CPU_OFFLOAD",
             ):
                 raise UnsupportedError(
-                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save"
-                    f" or recompute. For host"
-                    f" memory set techniques.activation_checkpointing = offload."
+                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or"
+                    f" recompute. For host memory set techniques.activation_checkpointing = offload."
                 )
-            if said is True or said in SAVED:
+            if answer is True or answer in SAVED:
                 if not (isinstance(operator, OpOverload) and is_fresh(operator)):
                     raise UnsupportedError(
-                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no"
-                        f" result of its own: it"
-                        f" writes into its inputs or gives a view of them"
+                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result"
+                        f" of its own: it writes into its inputs or gives a view of them"
                     )
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -6,7 +6,7 @@ import torch
 
 
 def streams() -> dict[str, torch.Tensor]:
-    """Return those of the CPU and, where one is used, of this GPU."""
+    """Return the states of the CPU's stream and, once CUDA is initialized, of this GPU's."""
     found = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""Recompute activations in backward (arXiv 1604.06174), all or but for some operators' (arXiv 2205.05198)."""
+"""Recompute activations in backward (arXiv 1604.06174), except for some operators' (arXiv 2205.05198)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RECOMPUTED = "recomputed"
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Recompute the planned modules in place, or let them keep in host memory what they save.
+    """Recompute the planned modules in place, or offload the tensors that they save to host memory.
 
-    Names stay as they are, random states are preserved.
+    Names do not change, and random states are preserved.
     """
     if plan.activation_checkpointing == "offload":
         store = HostActivations()
@@ -38,12 +38,13 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
-    """Make one module recompute.
+    """Make a module recompute its activations in backward.
 
-    Where no gradient flows through it (a frozen one on frozen inputs) it keeps nothing anyway.
+    A call through which no gradient flows (a frozen module on frozen inputs) is not checkpointed: it saves nothing
+    anyway.
 
     Args:
-        policy: which results are kept; None: none.
+        policy: the results that are saved; None: none.
     """
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
 

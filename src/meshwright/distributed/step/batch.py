@@ -82,9 +82,8 @@ def check(
         )
     if weights is not None and own_loss:
         raise ConfigError(
-            "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and"
-            " labels alone: leave loss_fn"
-            " out (the cross entropy is weighted), or weigh inside it"
+            "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and labels"
+            " alone: leave loss_fn out (the cross entropy is weighted), or weigh inside it"
         )
     documents = batch.get("document_ids")
     are_parted = signature.positions_part_documents and "positions" in batch
@@ -105,8 +104,7 @@ def _check_ids(key: str, ids: Any, vocab_size: int, hint: str) -> None:
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise ConfigError(
             f"batch['{key}'] holds ids from {int(ids.min())} to {int(ids.max())}, but the model knows 0 to"
-            f" {vocab_size - 1}"
-            f" (model.vocab_size){hint}"
+            f" {vocab_size - 1} (model.vocab_size){hint}"
         )
 
 

@@ -50,7 +50,7 @@ class DeferredGradients:
         """Compute the gradients deferred in the backward of a microbatch, without recording, as in any backward."""
         work = self.waiting.pop(microbatch, [])
         work.reverse()
-        while work:  # what each keeps is freed as soon as it is done
+        while work:  # frees the tensors of each as soon as it is done
             work.pop()()
 
     def forget(self) -> None:
@@ -84,7 +84,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, deferred: DeferredGradients
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # not saved: recomputation would hand back another tensor, whose gradient nobody asks for
+        # not saved: recomputation would return another tensor, whose gradient is not asked for
         ctx.weight, ctx.way, ctx.deferred = weight, way, deferred
         return way.output(x, weight, bias)
 

@@ -17,7 +17,7 @@ LEAKS = 1e-3
 
 
 def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
-    """Tell whether a row's second document is computed independently of the first.
+    """Return whether a row's second document is computed independently of the first.
 
     Args:
         logits: batch (tokens, positions: (2, seq) int64) -> (2, seq, vocab), without gradients.

@@ -23,9 +23,8 @@ def refuse_dropped(facts: ModelFacts) -> None:
     if losses := facts.measurements.premises().losses:
         raise UnsupportedError(
             f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step"
-            f" would train the cross"
-            f" entropy of the logits alone. Return the logits only; or give loss_fn=, which says that logits and"
-            f" labels are all of it."
+            f" would train the cross entropy of the logits alone. Return the logits only; or give loss_fn=, which says"
+            f" that logits and labels are all of it."
         )
 
 
@@ -48,10 +47,9 @@ def check(
     for module in _modules_in(loss_fn):
         if trained := [name for name, parameter in module.named_parameters() if parameter.requires_grad]:
             raise ConfigError(
-                f"loss_fn is a {type(module).__name__} with parameters that are trained ({', '.join(trained[:3])}):"
-                f" no layout would add up"
-                " their gradients, and no optimizer group or checkpoint knows them. Make them part of the model, or"
-                " freeze them."
+                f"loss_fn is a {type(module).__name__} with parameters that are trained ({', '.join(trained[:3])}): no"
+                " layout would add up their gradients, and no optimizer group or checkpoint knows them. Make them part"
+                " of the model, or freeze them."
             )
     generator = torch.Generator().manual_seed(0)
     ids = vocab_size or SOME_IDS
@@ -75,16 +73,13 @@ def check(
     found = f"loss_fn gives {once:.5g} for {ROWS} rows and {twice:.5g} for the same rows twice"
     if _near(twice, once):
         raise ConfigError(
-            f"{found}: it is a mean, and parallelize wants the SUM over tokens with a label, which it divides by"
-            f" their number in the whole"
-            " step on all ranks. Write it with reduction='sum', such as F.cross_entropy(logits.flatten(0, -2),"
-            " labels.flatten(),"
-            " ignore_index=-100, reduction='sum')."
+            f"{found}: it is a mean, and parallelize wants the SUM over tokens with a label, which it divides by their"
+            " number in the whole step on all ranks. Write it with reduction='sum', such as"
+            " F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction='sum')."
         )
     raise ConfigError(
         f"{found}: it does not add up over rows (twice would be {2 * once:.5g}), so ranks and microbatches with other"
-        f" rows cannot share it"
-        " out. Leave what is not a sum over tokens out of it."
+        " rows cannot share it out. Leave what is not a sum over tokens out of it."
     )
 
 

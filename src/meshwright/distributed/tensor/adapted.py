@@ -1,9 +1,8 @@
-"""Compute linear layers with adapters on one of several tensor-parallel ranks.
+"""Compute linear layers with adapters on one rank of a tensor-parallel group.
 
-The module that adds an adapter's output to its host's runs as it is, with this rank's parts inside. So what lies
-between (dropout, scales, casts, several adapters, adapters switched off) stays its own business, and nothing travels
-but what would without adapters: the whole sequence is gathered before the module, or its summands are reduced behind
-it.
+The module that adds an adapter's output to its host's runs unchanged, on this rank's parts of the weights. So dropout,
+scales, casts, several adapters and disabled adapters work as their library wrote them, and the messages are the same as
+without adapters: the sequence is gathered before the module, or its partial sums are reduced after it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from .sequence import Sequence
 
 
 class GatheredInput:
-    """Column-parallel layers that take the very same tensor, some with adapters: it is gathered once, and each is
-    handed the whole.
+    """Gathers one input for several column-parallel layers, some with adapters, and gives each the whole sequence.
 
-    Adapters keep it for backward. An adapter's first layer is whole on all ranks, and each rank finds a summand of
-    its gradient.
+    Adapters save the whole input for backward. An adapter's first layer is whole on all ranks, and each rank computes a
+    partial gradient of it.
     """
 
     def __init__(self, runtime: Runtime, modules: list[nn.Module]):
@@ -50,7 +48,7 @@ class GatheredInput:
         return make
 
     def whole(self, number: int, x: Tensor) -> Tensor:
-        """Return, for the module of this number, the whole of which ``x`` is a part."""
+        """Return the whole input of the module with this number, of which ``x`` is this rank's part."""
         x = self.runtime.behind(x)
         if self._taken is not x or number in self._served or self._whole is None:
             self._taken, self._whole = x, functions.gathered(x, self.runtime.sequence)
@@ -63,7 +61,7 @@ class GatheredInput:
 
 
 def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -> None:
-    """A row-parallel layer, or the first one of an adapter beside it: what it gives on all ranks adds up to the whole.
+    """Make a row-parallel layer, or the first layer of an adapter beside it, return a partial sum over the ranks.
 
     The first rank alone adds the bias, so that its gradient is a sum over the ranks.
     """
@@ -73,7 +71,7 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
             weight, bias, way = layer.tensors(runtime)
             if bias is not None:
                 bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
-                # a gradient on every rank, or their sum would wait for some
+                # every rank needs a gradient, or the sum over the ranks would wait for one
                 bias = bias if runtime.group.rank == 0 else bias * 0
             return agreed.linear(x, weight, bias, way, runtime.group)
 
@@ -83,7 +81,7 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
 
 
 def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
-    """The module around a row-parallel layer and its adapters: what it gives are summands."""
+    """Reduce the partial sums that the module around a row-parallel layer and its adapters returns."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,7 +98,7 @@ def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
 
 
 def _reduced(x: Tensor, sequence: Sequence) -> Tensor:
-    """Return (rows, length, features) summands → the sum: this rank's part of the sequence where that is cut."""
+    """Reduce partial sums (rows, length, features): to this rank's part of the sequence if that is cut."""
     return _Reduced.apply(x, sequence, sequence.shape_of(x))
 
 
@@ -108,7 +106,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
-        # recomputed forwards end at the last tensor that is kept: what travels again is planned
+        # recomputed forwards end at the last saved tensor: the plan expects this message to be sent again
         ctx.save_for_backward(x.new_empty(0))
         return sequence.reduced(x if sequence.cut else x.clone())
 
@@ -121,7 +119,7 @@ class _Reduced(torch.autograd.Function):
 
 
 def refuse_idle(module: nn.Module, path: str) -> None:
-    """An adapter that was switched off when the model was cut stays whole, and cannot be used."""
+    """Refuse calls of an adapter that was switched off when the model was cut: it was left whole."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def refused_forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Begin and end the cut of a model: embedding, first and last block, head."""
+"""Wrap the modules at which the cut of a model begins and ends: embedding, first and last block, head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .runtime import LossRequest, LossSite, Runtime, local
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
     """Cut activations along the sequence at the first block.
 
-    A hook, so that a recomputed forward is given the part and not the whole.
+    The work is done in a hook, so that a recomputed forward is given the part and not the whole.
     """
 
     def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -40,11 +40,10 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
 
 
 def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
-    """Gather the sequence behind the last block, for models that count tokens there, or whose
-    head is whole.
+    """Gather the sequence after the last block, for models that count tokens there or whose head is whole.
 
     Args:
-        alike: what follows is computed by all ranks alike.
+        alike: whether all ranks compute the same after it.
     """
     gathered = functions.gathered_alike if alike else functions.gathered
 
@@ -60,11 +59,12 @@ def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
 
 
 def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_hidden: bool) -> None:
-    """Rows of the weight by token id, of which each rank has some.
+    """Make an embedding vocabulary-parallel: each rank has the rows of some token ids.
 
     Args:
-        rows: of the whole weight.
-        is_hidden: the output goes to the first block as it is, so that its parts alone need to travel.
+        rows: number of rows of the whole weight.
+        is_hidden: whether the first block takes the output unchanged, so that the ranks can scatter it instead of
+            summing.
     """
     group = runtime.group
     shard = VocabularyShard.of(rows, group)
@@ -99,10 +99,10 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
 
 
 def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_whole: bool) -> None:
-    """The layer that gives the logits, of which each rank has those of its part of the vocabulary.
+    """Make the layer that computes the logits vocabulary-parallel: each rank computes those of its token ids.
 
     Args:
-        takes_whole: its input is the whole sequence, whose gradient is summed elsewhere.
+        takes_whole: whether the input is already the whole sequence, whose gradient is then summed elsewhere.
     """
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
 
 
 def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
-    """A whole head that computes the loss in chunks where it is asked for one."""
+    """Let a whole head compute the loss in chunks when one is requested."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def loss_forward(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 
 
 def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:
-    """Compute the loss that is asked for; the logits of no token are what the head then returns."""
+    """Compute the requested loss in place of the logits, and return logits of no tokens."""
     weight, bias = _held(head)
     request.result = head_loss_sum(
         x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks, weights=request.weights
@@ -152,8 +152,8 @@ def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:
     """Give each rank a random stream of its own from the first block to the end of the forward, in training mode.
 
-    Before the blocks all ranks of the tensor axis draw alike. A rank's own stream is a function of a number that all
-    draw and of its rank, so there is no state besides torch's to be saved or restored.
+    Before the blocks all ranks of the tensor axis draw the same numbers. A rank's own stream is seeded by a number that
+    all of them draw and by its rank, so torch's state is still the only state to save and restore.
     """
     shared: list[dict[str, torch.Tensor]] = []
 

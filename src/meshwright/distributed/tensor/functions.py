@@ -1,9 +1,9 @@
 """Define the differentiable steps of tensor and sequence parallelism.
 
-Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): what a rank holds
-between blocks is its part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter.
-A gathered tensor is not kept for backward: only the rank's part is, and it is gathered again (selective recomputation
-of that paper).
+These are Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): between
+blocks a rank holds its part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter.
+Only the rank's part of a gathered tensor is saved for backward, and gathered again there (selective recomputation in
+that paper).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .sequence import Sequence
 def column_parallel(
     x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: Sequence
 ) -> tuple[Tensor, ...]:
-    """Several linear layers of one input, of which each rank has some output features.
+    """Compute several column-parallel linear layers of one input.
 
     Args:
-        x: (rows, share, features), this rank's part of the sequence (all of it where the sequence is not cut).
-        layers: (weight, bias, how it multiplies) of each, this rank's parts.
+        x: (rows, share, features), this rank's part of the sequence (all of it if the sequence is not cut).
+        layers: for each layer this rank's weight and bias, and how to multiply with them.
 
     Returns:
-        (rows, length, own output features) of each. The input's gradient is summed over the ranks.
+        For each layer (rows, length, own output features). The input's gradient is summed over the ranks.
     """
     tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
     return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), tuple(way for *_, way in layers), *tensors)
@@ -96,17 +96,17 @@ class _ColumnParallel(torch.autograd.Function):
 def row_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: Sequence, others: Tensor | None = None
 ) -> Tensor:
-    """Return a linear layer of which each rank has some input features, reduced.
+    """Compute a linear layer of which each rank has some input features, and reduce its partial sums.
 
     Args:
         x: (rows, length, own input features).
-        weight: this rank's part.
-        bias: the whole one; it is added once.
-        way: how it multiplies.
-        others: summands of the same sum from elsewhere, (rows, length, features).
+        weight: this rank's part of the weight.
+        bias: the whole bias, added once.
+        way: how to multiply.
+        others: further partial sums to reduce in the same message, (rows, length, features).
 
     Returns:
-        (rows, share, features), or (rows, length, features) where the sequence is not cut.
+        (rows, share, features), or (rows, length, features) if the sequence is not cut.
     """
     return _RowParallel.apply(x, weight, bias, others, way, sequence, sequence.shape_of(x))
 
@@ -166,12 +166,12 @@ class _RowParallel(torch.autograd.Function):
 def now_or_later(
     ctx: Any, number: int, gradient: Tensor, x: Tensor, way: Products, largest: Largest = OWN
 ) -> Tensor | None:
-    """Return the gradient of a layer's weight; None where a pipeline puts it off.
+    """Return the gradient of a layer's weight, or None if a pipeline defers it.
 
     Args:
-        ctx: of a node, with ``sequence`` and, as ``tracked``, the weights that it was given: what is saved may come
-            back as another tensor.
-        number: of the weight among them.
+        ctx: context of an autograd node, with ``sequence`` and, as ``tracked``, the weights that it was given: a saved
+            tensor may come back as another object.
+        number: index of the weight among the tracked ones.
     """
     deferred = ctx.sequence.deferred
     if deferred is None or not deferred.is_open:
@@ -182,8 +182,9 @@ def now_or_later(
 
 
 def gathered(x: Tensor, sequence: Sequence) -> Tensor:
-    """Return (rows, share, features) → (rows, length, features), used by each rank for a part of what follows: its
-    gradient is summed and cut.
+    """Gather (rows, share, features) to (rows, length, features), of which each rank then uses a part.
+
+    The gradients of the ranks are summed and scattered.
     """
     return _Gathered.apply(x, sequence, sequence.shape_of(x))
 
@@ -199,12 +200,13 @@ class _Gathered(torch.autograd.Function):
         (gradient,) = grad_outputs
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
-        return sequence.reduced(gradient if sequence.cut else gradient.clone()), None, None  # a sum is written in place
+        return sequence.reduced(gradient if sequence.cut else gradient.clone()), None, None  # reduced in place
 
 
 def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
-    """Return (rows, share, features) → (rows, length, features), where what follows is computed by all ranks alike:
-    its gradient is cut.
+    """Gather (rows, share, features) to (rows, length, features), with which all ranks then compute the same.
+
+    Each rank keeps its part of the gradient.
     """
     return _GatheredAlike.apply(x, sequence)
 
@@ -222,9 +224,9 @@ class _GatheredAlike(torch.autograd.Function):
 
 
 def own_part(x: Tensor, sequence: Sequence) -> Tensor:
-    """Return (rows, length, features), equal on all ranks → this rank's part of the sequence.
+    """Take this rank's part of the sequence from (rows, length, features), which is equal on all ranks.
 
-    Its gradient is put together from all parts.
+    The gradient is gathered from all ranks.
     """
     return _OwnPart.apply(x, sequence)
 
@@ -242,9 +244,9 @@ class _OwnPart(torch.autograd.Function):
 
 
 def summed_part(x: Tensor, sequence: Sequence) -> Tensor:
-    """Return (rows, length, features) summands → this rank's part of the sum.
+    """Reduce partial sums (rows, length, features) and scatter the sum along the sequence.
 
-    Every rank's summand gets the whole gradient.
+    The partial sum of every rank gets the whole gradient.
     """
     return _SummedPart.apply(x, sequence)
 
@@ -262,9 +264,7 @@ class _SummedPart(torch.autograd.Function):
 
 
 def summed(x: Tensor, group: RankGroup) -> Tensor:
-    """Summands → their sum on every rank, where what follows is computed by all ranks alike: the gradient goes back
-    as it comes.
-    """
+    """Sum over the ranks, which then all compute the same: the gradient is passed on unchanged."""
     return _Summed.apply(x, group)
 
 
@@ -280,7 +280,7 @@ class _Summed(torch.autograd.Function):
 
 
 def summing_gradients(x: Tensor, group: RankGroup) -> Tensor:
-    """Return what all ranks have alike and use differently: its gradient is summed over them."""
+    """Return ``x``, which all ranks hold alike and use differently; its gradient is summed over them."""
     return _SummingGradients.apply(x, group)
 
 
@@ -297,7 +297,7 @@ class _SummingGradients(torch.autograd.Function):
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return the same; its gradient is so many times what comes back."""
+    """Return ``x``; its gradient is multiplied by ``factor``."""
     return _ScaledGradient.apply(x, factor)
 
 
@@ -313,9 +313,9 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def whole_features(x: Tensor, copies: int, group: RankGroup) -> Tensor:
-    """Return (…, n) of each rank → (…, n · size / copies), where ``copies`` ranks in a row have the same.
+    """Gather the features of all ranks, (…, n) → (…, n · size / copies); ``copies`` adjacent ranks hold the same.
 
-    Its gradient is summed and cut.
+    The gradients of the ranks are summed, and each rank keeps its part.
     """
     return _WholeFeatures.apply(x, copies, group)
 
@@ -335,9 +335,7 @@ class _WholeFeatures(torch.autograd.Function):
 
 
 def whole_vocabulary(own: Tensor, size: int, group: RankGroup) -> Tensor:
-    """Return this rank's features, (…, n), by torch's chunks of ``size`` → all of them, where what follows is
-    computed by all ranks alike.
-    """
+    """Gather the features (…, n) of all ranks, torch's chunks of ``size``; then all ranks compute the same."""
     return _WholeVocabulary.apply(own, size, group)
 
 
@@ -348,7 +346,7 @@ class _WholeVocabulary(torch.autograd.Function):
         ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
         filled = F.pad(own, (0, share - own.shape[-1]))
         whole = torch.cat(group.gather_features(filled).unbind(), dim=-1)
-        # a view could not be changed in place
+        # a copy, since a view of an autograd function's output cannot be changed in place
         return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
     @staticmethod

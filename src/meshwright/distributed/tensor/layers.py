@@ -1,4 +1,4 @@
-"""Compute layers inside a block on one of several tensor-parallel ranks."""
+"""Wrap the layers inside a block for one rank of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .sums import summing_copies
 
 @dataclass(frozen=True)
 class ColumnLayer:
-    """A linear layer of which each rank has some output features, or all of them for a part of their use.
+    """A linear layer of which each rank has some output features, or all of them but uses only some.
 
     Attributes:
-        transposed: its weight is stored (in, out).
-        copied: (dim, parts) of those parameters whose parts lie on several ranks and whose gradients are summed over
-            them at once.
-        sums: so are those of all parameters, which lie whole on every rank.
+        transposed: whether its weight is stored (in, out).
+        copied: (dim, parts) of the parameters that have parts on several ranks and whose gradients are summed over
+            those ranks in the backward.
+        sums: whether the gradients of all parameters, each whole on every rank, are summed in the backward.
         parts: which operands of its products are parts.
     """
 
@@ -44,11 +44,11 @@ class ColumnLayer:
 
     @property
     def way(self) -> Products:
-        """How it multiplies."""
+        """The products by which the layer computes."""
         return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
-        """Return this rank's weight and bias, and how they are used."""
+        """Return this rank's weight and bias, and the products that use them."""
         weight, bias = self._local("weight", runtime), self._local("bias", runtime)
         assert weight is not None
         return weight, bias, self.way
@@ -63,7 +63,7 @@ class ColumnLayer:
 
 
 def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
-    """A linear layer that computes with this rank's part of its weight, whatever sizes its own forward expects."""
+    """Make a linear layer compute with this rank's part of its weight, whatever sizes its own forward expects."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def local_linear_forward(x: Tensor) -> Tensor:
@@ -75,8 +75,9 @@ def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
 
 
 def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
-    """A whole linear layer, whose parameters are plain tensors when it is called: ranks agree on what of its operands
-    are parts.
+    """Make ranks agree on the float8 scales of a whole linear layer whose operands are partly parts.
+
+    The layer's parameters must be plain tensors when it is called.
     """
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
@@ -91,9 +92,7 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
 
 
 class SharedInput:
-    """Column-parallel layers that take the very same tensor: gathered once, computed together when the first of them
-    is called.
-    """
+    """Gathers the common input of several column-parallel layers once, and computes all of them on the first call."""
 
     def __init__(self, runtime: Runtime, layers: list[ColumnLayer]):
         self.runtime, self.layers = runtime, layers
@@ -112,7 +111,7 @@ class SharedInput:
         return make
 
     def output(self, number: int, x: Tensor) -> Tensor:
-        """Return the output of the layer of this number for the input ``x`` (or what ``x`` stands in for)."""
+        """Return the output of this layer for the input ``x``, or for the part that ``x`` stands in for."""
         x = self.input_of(x)
         if self._taken is not x or number not in self._outputs:
             self._taken, self._outputs = x, dict(enumerate(self.compute(x)))
@@ -122,7 +121,7 @@ class SharedInput:
         return output
 
     def input_of(self, x: Tensor) -> Tensor:
-        """Return what a layer's input stands for."""
+        """Return the part that a layer's input stands in for."""
         return self.runtime.behind(x)
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -134,14 +133,14 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of a row-parallel layer's partial sums.
+    """How a row-parallel layer's partial sums are reduced.
 
     Attributes:
-        defers: give nothing now, and leave the summand to a later layer.
-        begins: it is the first of those that do. What was left before is forgotten: a part of a block that is
-            computed once more in backward leaves a summand that nobody takes.
-        takes_deferred: reduce those summands too.
-        sums_bias: the bias's gradient is summed over the ranks as soon as it is there.
+        defers: leave the partial sum to a later layer, and return zeros now.
+        begins: this layer is the first to defer, and discards an earlier partial sum: a part of a block that backward
+            recomputes leaves one that no layer takes.
+        takes_deferred: reduce the deferred partial sums too.
+        sums_bias: sum the bias's gradient over the ranks in the backward.
     """
 
     defers: bool = False
@@ -151,11 +150,11 @@ class Reduction:
 
 
 ALONE = Reduction()
-"""At once, and nothing else with it."""
+"""Reduce at once, and nothing else in the same message."""
 
 
 def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
-    """A linear layer of which each rank has some input features."""
+    """Make a linear layer row-parallel: each rank has some input features."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def row_forward(x: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
 
 
 def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
-    """Leave a summand to the layer that reduces it; what is given in its place.
+    """Leave a partial sum to the layer that reduces it; return zeros, or the bias, in its place.
 
     Args:
         x: the layer's input.
@@ -192,9 +191,7 @@ def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor 
 
 
 def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -> None:
-    """The module around a region: its input stands in for the gathered one, and what it counts by it counts as this
-    rank has it.
-    """
+    """Wrap the module around a region: its input is a stand-in, and the sizes it reads are this rank's own."""
     numbers = [
         (module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers
     ]
@@ -224,9 +221,7 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
 
 
 def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:
-    """A norm over features of which each rank has some: they are gathered, and each rank keeps its own of what comes
-    out.
-    """
+    """Gather the features of a norm's input, of which each rank has some; each rank keeps its own of the output."""
     (part,) = parts
     group = runtime.group
     (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
@@ -241,10 +236,9 @@ def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runt
 
 
 def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
-    """Wrap every router, so that each rank routes its own tokens where sequences are cut, and sums over a whole
-    sequence span the ranks.
+    """Wrap every router: each rank routes its own tokens, and sums over a whole sequence span the ranks.
 
-    Padding of the last rank's part of a sequence is no token, and is not routed.
+    The padding in the last rank's part of a sequence is not routed.
     """
     for module in model.modules():
         if isinstance(module, Router):

@@ -1,7 +1,7 @@
 """Compute the loss of a vocabulary-parallel head, and of a head whose logits are never whole.
 
 The vocabulary-parallel cross entropy is Megatron-LM's (arXiv 1909.08053): each rank has the logits of its part of the
-vocabulary; maxima and sums of exponentials travel, and not the logits. The fused head computes logits, loss and
+vocabulary, and sends maxima and sums of exponentials instead of logits. The fused head computes logits, loss and
 gradients chunk by chunk in the forward, as Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989) do.
 """
 
@@ -21,8 +21,13 @@ from meshwright.distributed.exchange.ranks import RankGroup
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of the vocabulary: ``size`` ids from ``first`` on, of ``whole`` in all; ``group``: the ranks
-    that share it.
+    """One rank's part of the vocabulary.
+
+    Attributes:
+        first: its first token id.
+        size: its number of token ids.
+        whole: the size of the whole vocabulary.
+        group: the ranks that share the vocabulary; None: one process has all of it.
     """
 
     first: int
@@ -32,7 +37,7 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, whole: int, group: RankGroup | None) -> VocabularyShard:
-        """By torch's chunks."""
+        """Return this rank's chunk of a vocabulary of ``whole`` token ids, cut as ``torch.chunk`` does."""
         if group is None:
             return cls(0, whole, whole)
         share = -(-whole // group.size)
@@ -49,9 +54,9 @@ def vocabulary_parallel_cross_entropy_sum(
     z_loss: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the cross entropies of all tokens with a label, in nats, 0-dim, equal on every rank; inside at least fp32.
+    """Sum the cross entropies of all tokens with a label, in nats and at least fp32; 0-dim, equal on every rank.
 
-    Two small all-reduces: the maximum of each token's logits; their sum of exponentials, with the label's logit.
+    Two small all-reduces are sent: each token's largest logit; its sum of exponentials, with the label's logit.
 
     Args:
         logits: (..., shard.size) of this rank's ids. Their gradient is this rank's part of the whole one.
@@ -116,8 +121,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 LossOfLogits = Callable[..., Tensor]
-"""(logits (n, own vocabulary), labels (n,), and weights (n,) where there are some) → 0-dim sum over real tokens; does
-to the logits what the model does behind its head."""
+"""Type of a loss: (logits (n, own vocabulary), labels (n,), optional weights (n,)) → 0-dim sum over real tokens.
+
+It includes the operations of the model between its head and its logits.
+"""
 
 
 def head_loss_sum(
@@ -130,10 +137,10 @@ def head_loss_sum(
     chunks: int = 8,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """``loss(hidden @ weight.T + bias, labels)``, computed in chunks of tokens: no more than 1/chunks of the logits
-    exist at a time.
+    """Compute ``loss(hidden @ weight.T + bias, labels)`` in chunks of tokens.
 
-    Gradients are computed with the loss, chunk by chunk, and kept until the backward asks for them.
+    At most 1/chunks of the logits exist at a time. Gradients are computed with the loss, chunk by chunk, and stored
+    until the backward asks for them.
 
     Args:
         hidden: (..., dim).
@@ -142,8 +149,8 @@ def head_loss_sum(
         weights: (...) floats by which the tokens' losses are multiplied.
 
     Returns:
-        0-dim, in at least fp32. The gradient of ``hidden`` is that of the given weight's part of the vocabulary: a
-        caller with a part sums it over the ranks.
+        0-dim, in at least fp32. The gradient of ``hidden`` covers only the given part of the vocabulary: a caller with
+        a part sums it over the ranks.
     """
     return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks, weights)
 

@@ -1,7 +1,7 @@
-"""Compute column-parallel layers behind norms side by side: their input is gathered once, before the norms.
+"""Compute parallel norms and the column-parallel layers after them from one gathered input.
 
-Gathering what the norms give would send one tensor for each. A rank finds for the norms' parameters a summand of
-their gradients, that of its own features; without this it would be that of its own tokens.
+Gathering the norms' outputs instead would send one tensor for each. A rank computes partial gradients of the norms'
+parameters either way: here over all tokens for its own features, otherwise over its own tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .runtime import Runtime, local
 from .sequence import Sequence as TokenSequence
 
 Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""(input, the norm's parameters) -> what it gives."""
+"""Type of a norm's forward: (input, parameters) → output."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A norm, and the layers behind it.
+    """A norm and the layers that take its output.
 
     Attributes:
-        norm: computes it.
-        parameters: how many it has.
+        norm: the norm's forward.
+        parameters: number of its parameters.
         ways: how each layer multiplies.
     """
 
@@ -47,15 +47,15 @@ class Branch:
 def normed_column_parallel(
     x: Tensor, branches: tuple[Branch, ...], tensors: list[Tensor | None], sequence: TokenSequence
 ):
-    """Several norms of one input, and linear layers behind each, of which each rank has some output features.
+    """Compute several norms of one input, and the column-parallel linear layers after each.
 
     Args:
-        x: (rows, share, features), this rank's part of the sequence (all of it where the sequence is not cut).
-        tensors: for each branch the norm's parameters, then weight and bias of each layer, this rank's parts.
+        x: (rows, share, features), this rank's part of the sequence (all of it if the sequence is not cut).
+        tensors: for each branch the norm's parameters, then this rank's weight and bias of each layer.
 
     Returns:
-        (rows, length, own output features) of each layer. The gradients of the input are summed over the ranks, those
-        of the norms' parameters are summands.
+        For each layer (rows, length, own output features). The gradients of the input are summed over the ranks; those
+        of the norms' parameters are partial.
     """
     return _NormedColumnParallel.apply(x, sequence, sequence.shape_of(x), branches, *tensors)
 
@@ -126,7 +126,7 @@ class _NormedColumnParallel(torch.autograd.Function):
 
 
 def _dealt(branches: tuple[Branch, ...]) -> Iterator[tuple[Branch, int, int]]:
-    """Yield each branch, and where its norm's parameters and its layers' weights begin among all tensors."""
+    """Yield each branch, with the offsets of its norm's parameters and of its layers' weights among all tensors."""
     start = 0
     for branch in branches:
         first = start + branch.parameters
@@ -139,9 +139,7 @@ def _ways(branches: tuple[Branch, ...]) -> list[Products]:
 
 
 def _asked(branches: tuple[Branch, ...], needed: Sequence[bool]) -> list[bool]:
-    """Of each layer: whether a gradient of its input or its weight is asked for; ``needed`` of the arguments of the
-    node.
-    """
+    """Return for each layer whether a gradient of its input or weight is needed; ``needed`` is the node's list."""
     found: list[bool] = []
     for branch, start, first in _dealt(branches):
         flows = needed[0] or any(needed[4 + start : 4 + first])
@@ -151,10 +149,10 @@ def _asked(branches: tuple[Branch, ...], needed: Sequence[bool]) -> list[bool]:
 
 @dataclass(frozen=True)
 class NormedLayers:
-    """A norm and the column-parallel layers that alone take what it gives.
+    """A norm and the column-parallel layers that alone use its output.
 
     Attributes:
-        sums: the gradients of its parameters are summed over the ranks as soon as they are there.
+        sums: whether the gradients of its parameters are summed over the ranks in the backward.
     """
 
     norm: nn.Module
@@ -162,16 +160,16 @@ class NormedLayers:
     sums: bool
 
     def parameters(self, runtime: Runtime) -> list[Tensor]:
-        """Return the norm's, as plain tensors."""
+        """Return the norm's parameters as plain tensors."""
         found = [local(parameter) for parameter in self.norm._parameters.values()]
         held = [parameter for parameter in found if parameter is not None]
         return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
 
 
 class SharedNormInput(SharedInput):
-    """The layers behind several norms of the very same tensor, which are all computed when the first of them is called.
+    """Computes parallel norms and the layers after them together, when the first of these layers is called.
 
-    Until then the norms give stand-ins: nobody else reads what they give.
+    Until then the norms return stand-ins, since nothing else reads their output.
     """
 
     def __init__(self, runtime: Runtime, branches: list[NormedLayers]):
@@ -188,8 +186,7 @@ class SharedNormInput(SharedInput):
         if entered is None:
             raise UnsupportedError(
                 f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were"
-                f" measured side by side,"
-                " was given something else than what its norm gives. Set layout.tp = 1."
+                " measured side by side, was given another tensor than its norm's output. Set layout.tp = 1."
             )
         return entered
 
@@ -203,23 +200,21 @@ class SharedNormInput(SharedInput):
 
 
 def _later(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def norm_later_forward(x: Tensor) -> Tensor:  # a new function for each norm: a wrapped forward knows what it wraps
+    def norm_later_forward(x: Tensor) -> Tensor:  # new for each norm: it refers to the forward it wraps
         return stand_in_for(x)
 
     return norm_later_forward
 
 
 def stand_in_for(x: Tensor) -> Tensor:
-    """Return a tensor without values that takes no memory, in place of a norm of ``x`` that will be computed where it
-    is used.
-    """
+    """Return a stand-in without memory for a norm of ``x``; the layers after the norm compute the norm itself."""
     made = x.detach().new_full((1,), torch.nan).expand(x.shape)
     made.normed_later = x  # type: ignore[attr-defined]
     return made
 
 
 def _on_norm(module: nn.Module) -> Normalise:
-    """Return the module's own forward, on parameters that are given."""
+    """Return the module's own forward as a function of its input and parameters."""
     forward = module.forward
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
 

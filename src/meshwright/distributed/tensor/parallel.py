@@ -1,4 +1,4 @@
-"""Apply a tensor plan: distribute parameters, wrap modules."""
+"""Apply a tensor plan: distribute parameters and wrap modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
-    """Cut the model in place as the plan says; ``mesh`` has the tensor axis alone. ``model`` may be on meta."""
+    """Cut the model in place as planned. The mesh has the tensor axis alone; the model may be on meta."""
     tensor = plan.tensor
     assert tensor is not None
     overlap = Overlap(mesh.get_group()) if tensor.async_tensor_parallel else None
@@ -47,7 +47,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
 
 
 def sums_of(model: nn.Module, plan: Plan) -> Sums:
-    """Return the trained parameters of which ranks hold the same, by what their gradients are."""
+    """Return the trained parameters that several ranks hold, sorted by how their gradients are combined."""
     tensor = plan.tensor
     if tensor is None:
         return Sums([], [], [])
@@ -67,9 +67,9 @@ def sums_of(model: nn.Module, plan: Plan) -> Sums:
 def distribute_parameters(
     model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, leaving: ExpertPlan | None = None
 ) -> None:
-    """Every parameter becomes a DTensor on the tensor axis; tied ones stay one.
+    """Make every parameter a DTensor on the tensor axis; tied parameters stay tied.
 
-    Experts that are ``leaving`` for another axis do not.
+    Experts that are ``leaving`` for another axis are skipped.
     """
     made: dict[int, nn.Parameter] = {}
     for raw, module in model.named_modules():
@@ -94,13 +94,13 @@ def wrap_modules(
     overlap: Overlap | None = None,
     leaving: ExpertPlan | None = None,
 ) -> Runtime:
-    """Wrap forwards; returns what they share.
+    """Wrap the model's forwards, and return their shared state.
 
     Args:
-        sums_at_once: gradients of whole parameters that are sums over the ranks are summed as soon as they are there,
-            and not by whoever steps.
-        overlap: of products and messages; a rehearsal has none.
-        leaving: whose experts another technique shares out.
+        sums_at_once: sum the partial gradients of whole parameters in the backward, instead of before the optimizer
+            step.
+        overlap: computes products together with messages; a rehearsal has none.
+        leaving: plan of another technique that distributes the experts.
     """
     runtime = Runtime(sequence=Sequence(group, plan.sequence_parallel, plan.regather, overlap))
     remember(model, runtime)
@@ -139,10 +139,10 @@ def wrap_modules(
 def _use_local_parameters(
     model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: RankGroup | None
 ) -> None:
-    """Let every forward see plain tensors, its module's and those of all modules inside: many a block reads the
-    weights of its children.
+    """Give every forward plain tensors for the parameters of its module and of all modules inside.
 
-    A block is given its own by its own forward, which may be compiled, recomputed, and what FSDP gathers for.
+    Many blocks read the weights of their children. A block's own forward prepares its parameters, because that forward
+    may be compiled or recomputed, and because FSDP gathers for it.
     """
     modules, blocks = dict(model.named_modules()), set(plan.blocks)
     inside: dict[str, list[LocalView]] = {}
@@ -170,13 +170,13 @@ def _summed(plan: TensorPlan, path: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def is_summed(plan: TensorPlan, name: str, parameter: nn.Parameter | None) -> bool:
-    """Tell whether the gradient of this parameter, or of a copy of a part of it, is a sum over the ranks."""
+    """Return whether the ranks' gradients of this parameter, or of a part held by several ranks, are partial."""
     assert parameter is not None
     return plan.cut_of(name, parameter.shape) is None and plan.is_summed(name)
 
 
 def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
-    """Return the modules that compute with cut parameters of their own."""
+    """Wrap a block, and return the modules that compute with their own cut parameters."""
     wrapped: set[nn.Module] = set()
     ways: dict[str, bool] = {}
     for planned in kind.regions:
@@ -236,7 +236,7 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
 def _wrap_normed(
     block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
 ) -> set[nn.Module]:
-    """Norms side by side, with the layers behind them."""
+    """Wrap parallel norms and the layers after them."""
     branches = []
     for norm, paths in zip(kind.norms, kind.gathers, strict=True):
         copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in paths}
@@ -249,10 +249,7 @@ def _wrap_normed(
 def _wrap_consumer(
     block: nn.Module, kind: BlocksPlan, region: Region, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
 ) -> set[nn.Module]:
-    """Return the layer that ends a region, with its adapters.
-
-    Gives the modules that compute with cut parameters of their own.
-    """
+    """Wrap the layer that ends a region, with its adapters, and return the modules that hold cut parameters."""
     reduction = layers.Reduction(
         defers=region.consumer in kind.summed[:-1],
         begins=region.consumer in kind.summed[:1],
@@ -275,7 +272,7 @@ def _wrap_consumer(
 
 
 def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[FusedPart, ...]]]:
-    """Return (dim, parts) of a layer's parameters of which several ranks have the same parts."""
+    """Return (dim, parts) of a layer's parameters whose parts lie on several ranks."""
     cuts = (cut for cut in kind.cuts() if owner(cut.name) == path)
     return {
         cut.name.rpartition(".")[2]: (cut.dim, cut.parts)
@@ -285,8 +282,6 @@ def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tup
 
 
 def _is_transposed(cuts: tuple[Cut, ...], path: str, *, is_consumer: bool) -> bool:
-    """Tell whether a layer's weight is stored (in, out): what is cut are its outputs, or of the layer that ends a
-    region its inputs.
-    """
+    """Return whether a layer's weight is stored (in, out). Outputs are cut, or inputs if the layer ends a region."""
     cut = next(cut for cut in cuts if cut.name == f"{path}.weight")
     return cut.dim == (0 if is_consumer else 1)

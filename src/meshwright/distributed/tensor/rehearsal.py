@@ -1,7 +1,6 @@
 """Rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch.
 
-The modules are wrapped by the very code that lays out the real model; only what carries messages between ranks is
-another.
+The code that lays out the real model wraps the modules here too; only the transport of messages differs.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from .parallel import wrap_modules
 from .runtime import LossRequest, Runtime
 
 LARGEST_ERROR = 1e-6
-"""In fp64, relative."""
+"""Largest relative error in fp64."""
 
 
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
-    """Rehearse the plan on a small copy of the model; remembered for as long as the model is there. No communication.
+    """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
 
     Args:
-        sums_at_once: as it will be applied: see ``wrap_modules``.
+        sums_at_once: how the plan will be applied: see ``wrap_modules``.
 
     Raises:
-        UnsupportedError: the plan does not give what one process gives; the text says where.
+        UnsupportedError: the results differ from those of one process; the text names the first tensor that does.
     """
     model = facts.module
     if (plan, sums_at_once) in facts.measurements.proven:
@@ -65,15 +64,11 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
 
 
 Logits = Literal["whole", "own", "never"]
-"""How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head itself, in
-chunks.
-"""
+"""How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head in chunks."""
 
 
 def _performances(sample: Sample) -> Iterator[tuple[dict[str, Any], Logits]]:
-    """Yield what is rehearsed: the ways of a loss, with and without a padding mask, and a sequence that does not
-    divide.
-    """
+    """Yield the cases to rehearse: every kind of loss, a padding mask, a length that does not divide."""
     yield sample.inputs[0], "own"
     yield sample.inputs[-1], "whole"
     name, tokens = next(iter(sample.inputs[0].items()))
@@ -85,21 +80,20 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
     hint = " Set techniques.sequence_parallel = false, or" if plan.sequence_parallel else ""
     return (
         f"layout.tp = {plan.ranks}: the plan to cut {facts.kind} ({plan.source}) was rehearsed on a small copy of it,"
-        f" {way}, and {why}."
-        f"{hint or ' Set'} layout.tp = 1."
+        f" {way}, and {why}.{hint or ' Set'} layout.tp = 1."
     )
 
 
 def rehearse(
     model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, logits: Logits = "whole", sums_at_once: bool = False
 ) -> dict[str, float]:
-    """Return the relative error of the loss ("loss"), and of each parameter's gradient, against one process.
+    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
 
     Args:
-        model: small, with weights, in fp64.
-        inputs: of its forward.
-        sums_at_once: gradients that are sums over the ranks are summed in the backward itself.
-        logits: how the loss is computed, where the plan has the head cut.
+        model: a small model with weights, in fp64.
+        inputs: arguments of its forward.
+        sums_at_once: whether partial gradients are summed in the backward.
+        logits: how the loss is computed, if the plan cuts the head.
     """
     reference = copy_of(model)
     expected_logits = logits_of(reference(**inputs))
@@ -109,7 +103,7 @@ def rehearse(
     logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-    # NaN where one is
+    # NaN if one of them is NaN
     errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}
     expected = {
         clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None
@@ -117,14 +111,16 @@ def rehearse(
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         wholes = _wholes(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
-        off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN where one is
+        off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN if one of them is NaN
         errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
 
 
 class Resting:
-    """A stand-in for a parameter of ``Runtime.own``, whose readers in the real model would find a DTensor, no plain
-    one."""
+    """Replaces a parameter of ``Runtime.own`` in a rehearsal, and raises if it is read.
+
+    In the real model such a reader would find a DTensor instead of a plain tensor.
+    """
 
     def __init__(self, parameter: Tensor):
         self.dtype, self.device, self.requires_grad = parameter.dtype, parameter.device, parameter.requires_grad
@@ -148,7 +144,7 @@ def _on_rank(
         if cut is not None:
             parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
     for module in runtime.own:
-        # found before the parameter
+        # Python finds these before the parameters
         module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})
     if logits == "whole":
         loss = _loss_of(logits_of(model(**inputs)))
@@ -177,7 +173,7 @@ def _loss_of_parts(
     shard: VocabularyShard,
     logits: Logits,
 ) -> Tensor:
-    """Return the sum, from this rank's part of the vocabulary."""
+    """Return the sum of the losses, computed from this rank's part of the vocabulary."""
     if logits == "own":
         runtime.logits = "own"
         return vocabulary_parallel_cross_entropy_sum(logits_of(model(**inputs)), labels, shard)
@@ -194,9 +190,9 @@ def _loss_of_parts(
 def _wholes(
     plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool
 ) -> list[Tensor]:
-    """Return every rank's gradient of a whole parameter; else one put together from all parts.
+    """Return every rank's gradient of a whole parameter, or one gradient assembled from the parts of all ranks.
 
-    Copies add up, unless each is the sum already.
+    Copies are added up, unless each is the sum already.
     """
     cut = plan.cut_of(name, shape)
     if cut is None:

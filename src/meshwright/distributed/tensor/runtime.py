@@ -1,6 +1,6 @@
-"""Share state among the wrapped modules of one model, and show them plain local parameters.
+"""Share state among the wrapped modules of one model, and give them plain local parameters.
 
-A wrapped forward works on plain tensors, this rank's parts of the parameters, which rest as DTensors.
+A wrapped forward computes with plain tensors, this rank's parts; outside forwards the parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .sequence import Sequence
 
 @dataclass
 class LossRequest:
-    """A loss that the head is to compute itself, in chunks, instead of logits.
+    """A request that the head compute a loss itself, in chunks, instead of logits.
 
     Attributes:
         labels: (rows, seq).
-        loss: of a chunk's logits.
-        chunks: in how many the tokens are cut.
-        weights: (rows, seq), by which the tokens' losses are multiplied.
-        result: the sum, once the head was called.
+        loss: function of a chunk's logits and labels.
+        chunks: number of chunks into which the tokens are cut.
+        weights: (rows, seq) factors of the tokens' losses.
+        result: the summed loss, after the head was called.
     """
 
     labels: Tensor
@@ -46,10 +46,10 @@ class LossRequest:
 
 @dataclass
 class LossSite:
-    """The place where a model's head finds the request for a loss.
+    """The place where a model's head finds a request for a loss.
 
     Attributes:
-        request: a loss, instead of logits.
+        request: the loss to compute instead of logits, or None.
     """
 
     request: LossRequest | None = None
@@ -57,15 +57,15 @@ class LossSite:
 
 @dataclass
 class Runtime(LossSite):
-    """State that the wrapped modules of one model share.
+    """State shared by the wrapped modules of one model.
 
     Attributes:
-        sequence: how activations between the blocks lie.
+        sequence: how activations are laid out between the blocks.
         logits: "whole": the model returns all logits on every rank; "own": those of this rank's part of the vocabulary.
         arriving: this rank's part of the embedding's output, on its way to the first block.
-        deferred: summands that wait for the row-parallel layer that reduces them.
-        own: modules whose parameters nobody sees as plain tensors, since what is wrapped around their forward
-            computes with them.
+        deferred: partial sums that wait for the row-parallel layer that reduces them.
+        own: modules whose parameters are not replaced by plain tensors, since the wrapper of their forward computes
+            with the local parts.
     """
 
     sequence: Sequence = field(kw_only=True)
@@ -80,9 +80,9 @@ class Runtime(LossSite):
         return self.sequence.group
 
     def stand_in(self, part: Tensor) -> Tensor:
-        """Return a tensor of the whole sequence's shape that takes no memory, for code that asks for shapes only.
+        """Return a tensor with the shape of the whole sequence that takes no memory, for code that only reads shapes.
 
-        Its values are not a number.
+        Its values are NaN.
         """
         sequence = self.sequence
         if part.dim() == 2:
@@ -94,30 +94,30 @@ class Runtime(LossSite):
         return made
 
     def forget(self, made: Tensor | None) -> None:
-        """A stand-in is no longer needed."""
+        """Drop a stand-in that is no longer needed."""
         self._standing_for = [pair for pair in self._standing_for if pair[0] is not made]
 
     def behind(self, x: Tensor) -> Tensor:
-        """Return what a stand-in stands for; any other tensor is itself."""
+        """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
         return next((part for made, part in self._standing_for if made is x), x)
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
-    """Return what the wrapped modules of a cut model share; None of one that is not cut."""
+    """Return the shared state of a model's wrapped modules, or None if the model is not cut."""
     return recall(model, Runtime)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """Return this rank's part, differentiable."""
+    """Return this rank's part of a parameter, differentiably."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.compiler.is_compiling():  # which knows to_local and not what a DTensor is made of
+    if torch.compiler.is_compiling():  # the compiler can trace to_local, but not the internals of a DTensor
         return parameter.to_local()
     return _Local.apply(parameter)
 
 
 class _Local(torch.autograd.Function):
-    """``to_local`` in half the time: how the whole's gradient lies is known, and not derived anew."""
+    """``to_local`` in half the time: the layout of the whole gradient is known, and not derived anew."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -131,19 +131,19 @@ class _Local(torch.autograd.Function):
         (gradient,) = grad_outputs
         if gradient is None:
             return None
-        if gradient.stride() != ctx.strides:  # the whole's strides follow from the part's
+        if gradient.stride() != ctx.strides:  # the strides of the whole are derived from the part's
             gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
         return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
 
 
 @dataclass(frozen=True)
 class LocalView:
-    """A parameter that is a plain tensor, this rank's part, while a forward runs.
+    """A parameter of which forwards see this rank's part as a plain tensor.
 
     Attributes:
-        home: the module that has it.
-        summed_over: the group over which its gradient is summed as soon as it is there.
-        gradient_factor: on its gradient.
+        home: the module that has the parameter.
+        summed_over: group over which its gradient is summed in the backward.
+        gradient_factor: factor of its gradient.
     """
 
     home: nn.Module
@@ -160,7 +160,7 @@ class LocalView:
         group: RankGroup | None = None,
         gradient_factor: float = 1.0,
     ) -> list[LocalView]:
-        """Return all parameters of the module itself.
+        """Return views of all parameters of the module itself.
 
         The gradients of those in ``summing`` are summed over ``group``.
         """
@@ -175,13 +175,13 @@ class LocalView:
 
 
 def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = None) -> None:
-    """While its forward runs, every module sees this rank's parts of some parameters as plain tensors.
+    """Show this rank's parts of some parameters as plain tensors to every module while the module's forward runs.
 
-    Those that a forward around this one has in place stay. Those that FSDP has not gathered are left to the unit that
-    gathers them: its forward runs inside this one.
+    Parameters that an outer forward already replaced stay as they are. Parameters that FSDP has not gathered are left
+    to the unit that gathers them: its forward runs inside this one.
 
     Args:
-        views: of which parameters, of this module or of any inside; by default the module's own.
+        views: the parameters, of this module or of modules inside; by default all of the module's own.
     """
     found = tuple(LocalView.of(module) if views is None else views)
 
@@ -205,5 +205,5 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
 
 
 def _is_gathered(parameter: Tensor | None) -> bool:
-    """Tell whether it lies in parts over no axis but the tensor axis."""
+    """Return whether a parameter is cut over no axis but the tensor axis."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1

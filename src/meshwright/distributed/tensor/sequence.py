@@ -15,19 +15,19 @@ from .overlap import Overlap
 
 @dataclass
 class Sequence:
-    """One for each model.
+    """The layout of one model's activations along the sequence.
+
+    The length is not stored but read off the tensors: a stored number would be a constant to torch.compile, and each
+    new length a compilation.
 
     Attributes:
-        group: the ranks.
-        cut: each rank has its part of the sequence; else all have all of it.
-        regather: keep only that part for backward.
+        group: the ranks of the tensor axis.
+        cut: whether each rank has its part of the sequence; else every rank has all of it.
+        regather: save only a rank's part for backward, and gather it again.
         overlap: computes products together with the messages beside them; None: one after the other.
-        deferred: takes the weight gradients that a pipeline puts off.
-        rows: of the batch in the forward that runs.
-        filled: tokens by which the last rank's part of a row is filled up.
-
-    The length itself is read off the tensors: as a number that stands here it would be a constant to torch.compile,
-    and each new one a compilation.
+        deferred: collects the weight gradients that a pipeline defers.
+        rows: number of rows in the batch of the current forward.
+        filled: number of padding tokens at the end of the last rank's part of a row.
     """
 
     group: RankGroup
@@ -39,13 +39,13 @@ class Sequence:
     filled: int = 0
 
     def begin(self, rows: int, length: int) -> None:
-        """A forward begins, of so many rows and tokens in each."""
+        """Begin a forward of ``rows`` rows with ``length`` tokens each."""
         self.rows, self.filled = rows, -length % self.group.size
 
     def shape_of(self, x: Tensor) -> tuple[int | None, int]:
-        """Return what a backward must know of the forward that ``x`` is from.
+        """Return the sizes that the backward of ``x`` must restore.
 
-        The rows only where the shape of ``x`` does not say them.
+        The number of rows is included only if the shape of ``x`` does not give it.
         """
         return self.rows if x.dim() == 2 else None, self.filled
 
@@ -55,17 +55,17 @@ class Sequence:
             self.rows = rows
 
     def length(self, share: int) -> int:
-        """Return the length of the whole sequence, from that of a rank's part."""
+        """Return the length of the whole sequence, from the length of a rank's part."""
         return share * self.group.size - self.filled
 
     def own_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Leading dims of this rank's part of what has the whole sequence: (rows, share) or (rows · share,)."""
+        """Return the leading dims of this rank's part of ``x``: (rows, share) or (rows · share,)."""
         length = x.shape[1] if x.dim() == 3 else x.shape[0] // self.rows
         share = share_of_sequence(length, self.group.size) if self.cut else length
         return (x.shape[0], share) if x.dim() == 3 else (self.rows * share,)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return (rows, share, features), or (rows · share, features) → the same with the whole sequence."""
+        """Gather the whole sequence from (rows, share, features) or (rows · share, features)."""
         if not self.cut:
             return x
         by_row = x if x.dim() == 3 else x.view(self.rows, -1, x.shape[-1])
@@ -73,7 +73,7 @@ class Sequence:
         return gathered if x.dim() == 3 else gathered.reshape(-1, x.shape[-1])
 
     def reduced(self, x: Tensor) -> Tensor:
-        """Summands with the whole sequence → the sum, this rank's part of it where the sequence is cut."""
+        """Sum partial sums of the whole sequence; return this rank's part of the sum if the sequence is cut."""
         if not self.cut:
             return self.group.sum(x.contiguous())
         mine = self.group.scatter(x if x.dim() == 3 else x.reshape(self.rows, -1, x.shape[-1]))
@@ -81,24 +81,21 @@ class Sequence:
         return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))
 
     def _overlapping(self, x: Tensor) -> Overlap | None:
-        """Rows that do not divide must be filled up or cut off between message and product.
-
-        Flat ones lie otherwise than the ranks.
-        """
+        """Return the overlap if it applies: with padding, or with flat rows, the fused operators do not."""
         return self.overlap if self.cut and not self.filled and x.dim() == 3 else None
 
     def whole_and_products(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return ``whole``, and its product with each matrix (features, others)."""
+        """Gather ``x`` as ``whole`` does, and return the product with each matrix (features, others) too."""
         if (overlap := self._overlapping(x)) is not None:
             return overlap.gather_products(x, matrices)
         whole = self.whole(x)
         return whole, [whole @ matrix for matrix in matrices]
 
     def reduced_product(self, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return ``reduced`` of the sum of products x @ matrix, each x with the whole sequence."""
+        """Reduce, as ``reduced`` does, the sum of products x @ matrix, where each x has the whole sequence."""
         x = factors[0][0]
         if (overlap := self._overlapping(x)) is not None:
-            if len(factors) > 1:  # a sum of products is the product of what lies side by side
+            if len(factors) > 1:  # a sum of products is one product of the concatenated factors
                 return overlap.product_scatter(
                     torch.cat([x for x, _ in factors], dim=-1), torch.cat([matrix for _, matrix in factors])
                 )

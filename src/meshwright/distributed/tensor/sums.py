@@ -1,6 +1,6 @@
-"""Sum gradients over the tensor axis: of whole parameters used for a part of the work, and of copied parts.
+"""Sum partial gradients over the tensor axis, for whole parameters and for parts that several ranks hold.
 
-Their sum follows from the plan, and is taken once per optimizer step, in one message.
+The plan tells which gradients to sum. The sum is taken once for each optimizer step, in one message for each dtype.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwright.distributed.weights.shards import pieces
 
 @dataclass(frozen=True)
 class Sums:
-    """Parameters of which several ranks hold the same.
+    """Parameters that several ranks hold.
 
     Attributes:
-        whole: whole on every rank; each finds a summand of their gradients.
-        copied: some parts lie on several ranks, each of which finds a summand.
-        alike: whole, and every rank computes the same gradient. Their mean is taken: kernels that add up in no fixed
-            order would let the ranks drift apart.
+        whole: whole on every rank, with a partial gradient on each.
+        copied: cut, but some parts lie on several ranks, with a partial gradient on each.
+        alike: whole, with the same gradient on every rank. Their mean is taken: kernels that add up in no fixed order
+            would let the ranks drift apart.
     """
 
     whole: list[nn.Parameter]
@@ -37,9 +37,9 @@ class Sums:
 
 @contextmanager
 def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
-    """Sum over ``group``, at the end, what the backwards inside add to gradients.
+    """Sum over ``group``, on exit, the gradients that backwards inside add.
 
-    What was there before is kept beside.
+    Gradients from before are put aside, and added afterwards.
     """
     before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
     for parameter, _ in before:
@@ -59,9 +59,7 @@ def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
 
 
 def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
-    """Return a rank's part of a parameter that is cut along ``dim``: the gradient of what several ranks have is
-    summed over them at once.
-    """
+    """Return a rank's part of a parameter cut along ``dim``, and sum the gradients of copied parts in the backward."""
     return _SummingCopies.apply(x, dim, parts, group)
 
 
@@ -88,7 +86,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _copies(gradient: Tensor | None, group: RankGroup) -> list[tuple[Tensor, int, int]]:
-    """Return (view, number of its slot, slots): ranks that have copies of one part share a slot."""
+    """Return (view, slot, number of slots) for each copied part; ranks with copies of the same part share a slot."""
     assert gradient is not None
     return [
         (piece.local, group.rank // piece.copies, group.size // piece.copies)
@@ -98,7 +96,7 @@ def _copies(gradient: Tensor | None, group: RankGroup) -> list[tuple[Tensor, int
 
 
 def _sum(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
-    """Add up views over the ranks, in one message for each dtype; a view only with those that lie in its slot."""
+    """Add up views over the ranks, in one message for each dtype; a view is added only to views in the same slot."""
     for dtype in dict.fromkeys(view.dtype for view, *_ in places):
         chosen = [entry for entry in places if entry[0].dtype == dtype]
         flat = torch.zeros(

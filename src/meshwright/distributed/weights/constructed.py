@@ -48,7 +48,7 @@ def write_constructed(
     written: set[str] = set()
     for path, build in _builders(model):
         part = _Part(model, path, buffers_only)
-        if all(part.said(name) in written for name in part.tensors):
+        if all(part.full_name(name) in written for name in part.tensors):
             continue
         try:
             recording = record(build, seed)[1]
@@ -98,18 +98,18 @@ class _Part:
         for path, module in self.modules.items():
             if path not in recording.modules and any(tensor is not None for tensor in module._parameters.values()):
                 raise UnsupportedError(
-                    f"{self.said(path)} was put into {type(self.modules['']).__name__} behind its constructor, as"
+                    f"{self.full_name(path)} was put into {type(self.modules['']).__name__} behind its constructor, as"
                     f" adapters are, and is on meta, so its initial values are unknown. Build the model on the CPU"
                     f" with its weights, adapters included"
                 )
 
-    def said(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path and name else self.path or name
 
     def write(self, name: str, value: Tensor) -> None:
         for piece in pieces(self.tensors[name]):
             piece.local.copy_(value[piece.slices])
-        self.written.add(self.said(name))
+        self.written.add(self.full_name(name))
 
     def take(self, twin: nn.Module) -> None:
         """Write the values of an equal model."""
@@ -204,7 +204,7 @@ def _in_blocks(
                 draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, first, draw_on, view.dtype)
             else:
                 steps[0].onto(piece.local, None)
-        part.written.add(part.said(name))
+        part.written.add(part.full_name(name))
     return True
 
 
@@ -214,9 +214,8 @@ def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
     if world > 1 and local == 0:
         size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
         warnings.warn(
-            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on"
-            f" every rank, one of a node after the other, and takes memory for all weights there"
-            f" ({size / 2**30:.1f} GiB)",
+            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on every"
+            f" rank, one of a node after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
             stacklevel=2,
         )
     for turn in range(ranks_per_node()):

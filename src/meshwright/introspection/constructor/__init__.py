@@ -1,1 +1,1 @@
-"""Record what a model's constructor does to its tensors, and repeat it where they are needed."""
+"""Record the operations of a model's constructor on its tensors, and repeat them where the tensors are needed."""

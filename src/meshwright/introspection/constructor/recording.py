@@ -101,7 +101,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
     Raises:
         NotRecordedError: ``build`` does something that cannot be repeated later, or fails on tensors without values.
     """
-    # it imports much of torch, which must not see what is put in place below
+    # created first: it imports much of torch, which must not see the replacements below
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with seeded(seed):
         before = torch.get_rng_state()
@@ -110,7 +110,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
                 model = build()
             except NotRecordedError:
                 raise
-            # whatever it is, it comes again where the constructor runs on real tensors, or it was about these
+            # an error of any kind occurs again when the constructor runs on real tensors, unless fake ones caused it
             except Exception as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 raise NotRecordedError(f"it fails on tensors without values ({why})") from error
@@ -146,21 +146,21 @@ class _ConstructorRecorder(EagerDispatchMode):
         self._recording = ConstructorSteps()
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
-        """A storage that is gone would give its address to another."""
+        """Storages are held: a freed one would give its address to another."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
-            # on meta, what they would be; on a GPU, where they are moved to afterwards
+            # meta: the tensors get the values that they would have; a GPU: they are moved there afterwards
             kwargs["device"] = torch.device("cpu")
         name = name_of(func)
         if name in RESHAPING:
             raise NotRecordedError(f"it gives a tensor other memory ({name})")
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             raise NotRecordedError("it draws from a generator of its own")
-        said = tree_map_only(Tensor, self.view, (args, kwargs))
+        viewed = tree_map_only(Tensor, self.view, (args, kwargs))
         if name in READING:
-            return self._computed(func, said[0], said[1])
+            return self._computed(func, viewed[0], viewed[1])
         known = len(self._numbers)
         result = func(*args, **kwargs)
         results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
@@ -169,16 +169,16 @@ class _ConstructorRecorder(EagerDispatchMode):
             and "dtype" in {argument.name for argument in schema_of(func).arguments}
             and kwargs.get("dtype") is None
         ):
-            said[1]["dtype"] = results[0].dtype  # the default one may be another by then
+            viewed[1]["dtype"] = results[0].dtype  # the default dtype may have changed at the replay
         writes = {
             leaf.storage
-            for argument in _written(schema_of(func), said[0], said[1])
+            for argument in _written(schema_of(func), viewed[0], viewed[1])
             for leaf in tree_leaves(argument)
             if isinstance(leaf, View)
         }
         created = {view.storage for view in results if view.storage >= known}
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        self._note(func, said[0], said[1], results, writes, created, name in OVERWRITING, draws)
+        self._note(func, viewed[0], viewed[1], results, writes, created, name in OVERWRITING, draws)
         return result
 
     def _note(
@@ -233,7 +233,7 @@ class _ConstructorRecorder(EagerDispatchMode):
         return View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a number that the constructor asks for."""
+        """Compute a number that the constructor reads."""
         asked = {leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)}
         steps = [step for step, _ in self._recording.needed(asked, with_stream=False)]
         if any(step.draws for step in steps):

@@ -71,7 +71,7 @@ class Step:
         return self.reads | self.writes | self.creates
 
     def onto(self, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Do to another tensor what the step does to the view that it ``fills``; pass a generator if it draws."""
+        """Fill another tensor as the step fills its view; pass a generator if the step draws."""
         more = {"generator": generator} if self.draws else {}
         self.operator(tensor, *self.args[1:], **{**self.kwargs, **more})
 
@@ -146,7 +146,7 @@ class Values:
                     self.blank.add(view.storage)
 
     def has_unwritten(self, view: View) -> bool:
-        """Tell whether a view has elements that no step wrote."""
+        """Return whether a view has elements that no step wrote."""
         if view.storage not in self.blank:
             return False
         value, mark = self.get(view), _unwritten(view.dtype)

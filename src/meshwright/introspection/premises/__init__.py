@@ -1,1 +1,1 @@
-"""Check on a small copy what a layout assumes of a model: rows that add up, a forward that changes no state."""
+"""Check on a small copy the assumptions of a layout about a model: rows add up, a forward changes no state."""

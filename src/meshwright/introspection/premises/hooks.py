@@ -17,7 +17,7 @@ LARGEST_GRADIENT = 1 << 24
 
 
 def lies_on_mesh(model: nn.Module) -> bool:
-    """Tell whether a model is laid out, at least in part: some of its parameters are DTensors."""
+    """Return whether a model is laid out, at least in part: some of its parameters are DTensors."""
     return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Tell whether a model computes anywhere in a narrower dtype than its own."""
+"""Detect whether a model computes anywhere in a narrower dtype than its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from meshwright.core.names import clean
 from meshwright.introspection.small.copies import copy_of
 
 ROUNDED, LARGEST_ROUNDED = 10.0, 1e-4
-"""Times what weights rounded to fp32 change a result may be off, and no more than the other."""
+"""Limits for models that compute in fp32 inside: a multiple of the change caused by rounding the weights to fp32, and
+the largest relative error.
+"""
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
-    """Tell whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
+    """Return whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
     with _Narrowing() as watch:
         forward()
     return watch.found
@@ -40,7 +42,7 @@ class _Narrowing(TorchFunctionMode):
 def is_rounding(
     errors: Mapping[str, float], largest: float, model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
 ) -> bool:
-    """Tell whether a model that computes in fp32 inside is not exact to more than these errors.
+    """Return whether errors are explained by fp32 arithmetic inside the model.
 
     Args:
         errors: relative, of the loss ("loss") and of gradients.

@@ -115,7 +115,7 @@ def _watched(
             [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for value in ((args, kwargs), output)
         )
-        seen.setdefault(path, (took, gave))  # of several calls the first
+        seen.setdefault(path, (took, gave))  # keeps the first of several calls
 
     yield module.register_forward_pre_hook(enter)
     yield module.register_forward_hook(leave, with_kwargs=True)
@@ -126,11 +126,11 @@ class HeldRandomness(EagerDispatchMode):
 
     Args:
         tokens: the input on which the numbers depend.
-        turned: which of the read numbers is inverted: true becomes false, an integer becomes 0, and 0 becomes 1.
+        turned: the read number to invert: true becomes false, an integer becomes 0, and 0 becomes 1.
         stacks: modules of stacked experts, which share one gradient: reads in them decide over none.
 
     Attributes:
-        decides: a number was read, or an operator gave a tensor whose size depends on the data.
+        decides: whether a number was read, or an operator returned a tensor whose size depends on the data.
         within: paths of the modules whose forwards run, the innermost last.
         reads: numbers that were read: file and line, the module, and the count of reads there so far.
     """
@@ -140,7 +140,7 @@ class HeldRandomness(EagerDispatchMode):
         self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
         self.decides = False
         self._times: dict[tuple, int] = {}
-        self._held: list[Tensor] = []  # memory that is given back would be taken for another tensor's
+        self._held: list[Tensor] = []  # else freed memory could become another tensor's
         self._depends: set[int] = set()
         self._note(tokens)
 
@@ -190,7 +190,7 @@ def _site() -> tuple[str, int]:
 
 
 def _still(func: Any, args: tuple, out: Any) -> Any:
-    """Fill results with values that ignore earlier draws; integers and permutations stay as the seed gave them."""
+    """Fill results with values that ignore earlier draws; integers and permutations keep the values of the seed."""
     name = func.overloadpacket.__name__
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Observe on a small copy, before first use, what a forward does beyond giving each row's tokens their logits.
+"""Observe on a small copy, before first use, the effects of a forward besides the logits of each row's tokens.
 
 Ranks have other rows, microbatches cut them, recomputation and pipelines call a forward more often than one process
 does. None of this matters to a forward that is a function of weights and rows. So the small copy runs in training
@@ -123,7 +123,7 @@ def _on_copies(model: nn.Module) -> Premises:
 
 
 def _set_modes(copied: nn.Module, model: nn.Module) -> None:
-    """Copy the modules' modes; a model in evaluation mode as a whole gets training mode, which will come."""
+    """Copy the modules' modes; a model in evaluation mode as a whole is put in training mode, which will come."""
     evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
     copied.train()
     for path, module in copied.named_modules():
@@ -166,7 +166,7 @@ def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float = DIFFERENT) -> bool:
-    """Tell whether finite values differ beyond rounding of the largest element, or of ``floor`` if larger."""
+    """Return whether finite values differ beyond rounding of the largest element, or of ``floor`` if larger."""
     if found.shape != wanted.shape:
         return True
     if not found.numel():
@@ -234,7 +234,7 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
     for made, tokens, turned in tries[1:]:
         try:
             yield played(made, tokens, turned=turned)
-        except Exception:  # noqa: BLE001  (two tokens may be too few, and a number that is another means another index)
+        except Exception:  # noqa: BLE001  (two tokens may be too few, and an inverted number may be a wrong index)
             continue
 
 
@@ -303,7 +303,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _numbers(model: nn.Module) -> dict[str, float]:
-    """Numbers that modules hold as attributes."""
+    """Return the numbers that modules hold as attributes."""
     return {
         f"{clean(path)}.{name}".lstrip("."): value
         for path, module in model.named_modules()

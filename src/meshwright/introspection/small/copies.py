@@ -30,7 +30,7 @@ def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Modul
     ``copy.deepcopy`` leaves functions as they are: a copied model whose forward is a closure would run the original.
 
     Args:
-        instead: objects to take in place of copies, by the id of what they replace.
+        instead: objects to take in place of copies, by the id of the object that they replace.
     """
     memo: dict[int, Any] = dict(instead or {})
     made = copy.deepcopy(model, memo)
@@ -48,7 +48,7 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     cells = tuple(CellType() for _ in function.__closure__)
     made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = made  # it may hold on to itself
+    memo[id(function)] = made  # it may refer to itself
     for cell, before in zip(cells, function.__closure__, strict=True):
         try:
             cell.cell_contents = _carried(before.cell_contents, memo)

@@ -39,7 +39,7 @@ def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Modul
             memo[id(large.config)] = getattr(small, "config", None)
         return small
     if config_at(large) is not None and type(small) is nn.Linear:
-        return small  # how it is cut does not depend on how it rounds
+        return small  # rounding does not change how it can be cut
     inner = next((module for module in large.modules() if type(module) is type(small)), None)
     if inner is None:
         raise UnlikeError(f"{type(large).__name__} has no {type(small).__name__} inside")

@@ -28,7 +28,7 @@ from .grafted import grafted
 
 ROWS, SEQ = 2, 6
 REPEATED = 16
-"""Number of repetitions of a sample's rows where many features are pushed in one run, each in rows of its own."""
+"""Number of repetitions of a sample's rows if many features are pushed in one run, each in rows of its own."""
 LARGEST = 20_000_000
 """Number of parameters beyond which a model is not measured."""
 
@@ -38,9 +38,9 @@ class Sample:
     """A model to be measured.
 
     Attributes:
-        model: in fp64 on the CPU, in evaluation mode.
+        model: the copy, in fp64 on the CPU, in evaluation mode.
         blocks: paths of the sample's repeated blocks.
-        inputs: keyword arguments of forwards to watch: plain, and (where the model takes one) with a padding mask.
+        inputs: keyword arguments of forwards to watch: plain, and (if the model takes one) with a padding mask.
         heads: ratio of the original model's number of heads to the sample's.
     """
 
@@ -81,14 +81,14 @@ def samples_of(
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
     made = made.double().eval()
     config: Any = getattr(made, "config", None)
-    compute_experts_one_by_one(config)  # a copy's own config
+    compute_experts_one_by_one(config)  # the copy's own config
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(random_like(parameter, generator))
-            parameter.requires_grad_()  # what the model freezes is rehearsed too
+            parameter.requires_grad_()  # frozen parameters are rehearsed too
     tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
-    tokens[:, -1] = tokens[0, 0]  # what a gradient makes of an id that stands there more than once shows
+    tokens[:, -1] = tokens[0, 0]  # an id that occurs twice: its gradients must add up
     return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
 
 
@@ -130,7 +130,7 @@ def _constructed(
                 made = _built_like(model, kind, config)
                 before = {path: type(module) for path, module in made.named_modules()}
                 made.eval()(torch.zeros((1, 2), dtype=torch.int64))
-        except Exception as error:  # noqa: BLE001  (whatever the class wants besides a config, or does not take in one)
+        except Exception as error:  # noqa: BLE001  (the class may need other arguments, or refuse the config)
             failed.append(error)
             continue
         _refuse_replaced(kind, before, made)
@@ -153,8 +153,7 @@ def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], 
         raise UnsupportedError(
             f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
             f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the"
-            f" model so that it is"
-            " built with the modules that it uses."
+            " model so that it is built with the modules that it uses."
         )
 
 
@@ -206,11 +205,9 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
             reset()
         elif module._buffers:
             raise UnsupportedError(
-                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills"
-                f" them, so the structure"
-                f" of {type(model).__name__} cannot be measured; give it one, hand over the function that builds the"
-                f" model, or build it on"
-                " the CPU"
+                f"{type(module).__name__} was built on meta with buffers and has no reset_parameters() that fills them,"
+                f" so the structure of {type(model).__name__} cannot be measured; give it one, hand over the function"
+                " that builds the model, or build it on the CPU"
             )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = next(other for other, p in model.named_parameters(remove_duplicate=False) if p is parameter)

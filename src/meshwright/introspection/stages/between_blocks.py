@@ -16,9 +16,9 @@ EARLIER = "a tensor made before the first block"
 
 
 def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
-    """Describe the first things besides a block's output that the forward reads after it; "" where there are none.
+    """Describe the first things besides a block's output that the forward reads after it; "" if there are none.
 
-    A model's own parameter that the forward reads outside of the modules that it calls is reported too.
+    Parameters of the model itself that the forward reads outside the modules that it calls are reported too.
 
     Args:
         model: a small model, with weights; its forward runs once.
@@ -45,16 +45,16 @@ def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, A
         for handle in handles:
             handle.remove()
     own = [name for name, _ in model.named_parameters(recurse=False)]
-    if own and not watch.said():
+    if own and not watch.description():
         return f"its forward reads the parameter {', '.join(own)} itself, outside of the modules that it calls"
-    return watch.said()
+    return watch.description()
 
 
 class _ReadsBetweenBlocks(TorchFunctionMode):
     def __init__(self, named: dict[int, str]):
         super().__init__()
         self._known = named
-        self._kept: list[Tensor] = []  # so that no id is given twice
+        self._kept: list[Tensor] = []  # held, so that no id is reused
         self._last, self._inside, self._ended = "", 0, False
         self._read: list[str] = []
 
@@ -72,7 +72,7 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
                 if isinstance(given, Tensor):
                     self._learn(given, f"the output of {path}" if is_block else EARLIER)
 
-    def said(self) -> str:
+    def description(self) -> str:
         return f"behind {self._last} its forward reads {', '.join(self._read)}" if self._read else ""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,14 +80,14 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
         if self._inside or self._ended or getattr(function, "__name__", "") == "__get__":
             return result
         for argument in tree_leaves((args, kwargs)):
-            told = self._known.get(id(argument)) if isinstance(argument, Tensor) else None
-            if self._last and told and told != f"the output of {self._last}" and told not in self._read:
-                self._read.append(told)
+            origin = self._known.get(id(argument)) if isinstance(argument, Tensor) else None
+            if self._last and origin and origin != f"the output of {self._last}" and origin not in self._read:
+                self._read.append(origin)
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and made.is_floating_point() and not self._last:
                 self._learn(made, EARLIER)
         return result
 
-    def _learn(self, tensor: Tensor, told: str) -> None:
-        self._known.setdefault(id(tensor), told)
+    def _learn(self, tensor: Tensor, origin: str) -> None:
+        self._known.setdefault(id(tensor), origin)
         self._kept.append(tensor)

@@ -41,7 +41,7 @@ class Flow:
         kinds: kinds of blocks.
         before, behind: modules with parameters of their own, before and after the blocks.
         width: number of features that blocks pass on.
-        counts_tokens_behind: the modules after the blocks cannot take fewer tokens than there are.
+        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
     """
 
     kinds: tuple[BlockFlow, ...]
@@ -52,7 +52,7 @@ class Flow:
 
 
 def flow_of(model: nn.Module, measured: Measured) -> Flow:
-    """Find a model's flow; raise UnsupportedError, naming the block, where blocks do not pass on a single tensor."""
+    """Find a model's flow; raise UnsupportedError, naming the block, if blocks do not pass on a single tensor."""
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
     handles = [
@@ -74,9 +74,9 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         output = outputs.get(path)
         first = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(first, Tensor) or first.dim() != 3:
-            said = type(output).__name__ if path in outputs else "nothing: it is not called in order"
+            what = type(output).__name__ if path in outputs else "nothing: it is not called in order"
             raise UnsupportedError(
-                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {said}, and not the"
+                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {what}, and not the"
                 f" (rows, seq, features) that the next block takes. Set layout.pp = 1."
             )
         linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
@@ -107,8 +107,7 @@ def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
     found = stated_width(model)
     if found is None or stated_width(sample.model) != width:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)})"
-            f" says how many features"
-            f" its blocks hand on. Set layout.pp = 1."
+            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says"
+            f" how many features its blocks hand on. Set layout.pp = 1."
         )
     return found

@@ -1,4 +1,4 @@
-"""Measure on a small copy how tensor-parallel ranks can share a transformer: no names, no list of families."""
+"""Measure on a small copy how tensor-parallel ranks can share a transformer, without names or a list of families."""
 
 from __future__ import annotations
 
@@ -70,15 +70,14 @@ def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> 
                 structure, tried = measure(sample, model)
             except (
                 UnsupportedError
-            ) as error:  # what a small one shows does not hold for the large one: the next is larger
+            ) as error:  # findings on a small copy do not hold for the model: the next copy is larger
                 trouble = error
-            except ConfigError:  # hints name what the model does not have
+            except ConfigError:  # hints name a module or argument that the model lacks
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
                 trouble = UnsupportedError(
-                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy"
-                    f" of it"
-                    f" ({type(error).__name__}: {error})"
+                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of"
+                    f" it ({type(error).__name__}: {error})"
                 )
             else:
                 sizes = {

@@ -95,7 +95,7 @@ def _equal(tensor: Tensor | None, other: Tensor) -> bool:
 
 
 def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
-    """Tell whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
+    """Return whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
     if host is None or host.shape != given.shape:
         return False
     others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]
@@ -128,8 +128,7 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
         if beside and _goes_token_by_token(block.get_submodule(around), taken, given):
             yield (
                 f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not"
-                f" that layer's output"
-                f" and multiples of what pairs of linear layers without bias give"
+                f" that layer's output and multiples of what pairs of linear layers without bias give"
             )
 
 

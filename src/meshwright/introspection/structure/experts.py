@@ -52,10 +52,10 @@ class Stack:
     top_k: int = 0
     width: int = 0
 
-    def arguments(self, said: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def arguments(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return a call's (n, dim) tokens, (n, k) int64 expert numbers and (n, k) weights, by argument name."""
-        rows, weights = said[self.rows].flatten(0, -2), said[self.weights]
-        index = said[self.index].reshape(len(rows), -1)
+        rows, weights = given[self.rows].flatten(0, -2), given[self.weights]
+        index = given[self.index].reshape(len(rows), -1)
         weights = weights.reshape(len(rows), -1)
         return rows, index, weights if weights.shape == index.shape else weights.gather(1, index)
 
@@ -171,18 +171,18 @@ def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
     """Return the roles of a stack's arguments, its top_k and its width, after a proof."""
     module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
     args, kwargs = _call_of(sample, module, path)
-    said = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    tensors = {name: value for name, value in said.items() if isinstance(value, Tensor)}
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     index = [name for name, value in tensors.items() if not value.is_floating_point()]
     others = [name for name in tensors if name not in index]
     if len(index) != 1 or len(others) != 2:
         raise UnsupportedError(
-            f"{path} ({type(module).__name__}) takes {', '.join(said)}, and not tokens, numbers of experts and weights"
+            f"{path} ({type(module).__name__}) takes {', '.join(given)}, and not tokens, numbers of experts and weights"
         )
     roles = {"rows": others[0], "index": index[0], "weights": others[1]}
     full = replace(stack, **roles)
-    _prove(full, module, said, ranks)
-    rows, numbers, _ = full.arguments(said)
+    _prove(full, module, given, ranks)
+    rows, numbers, _ = full.arguments(given)
     return roles | {"top_k": numbers.shape[1], "width": rows.shape[1]}
 
 
@@ -203,12 +203,12 @@ def _call_of(sample: Sample, module: nn.Module, path: str) -> tuple[tuple, dict[
     return calls[0]
 
 
-def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) -> None:
+def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: int) -> None:
     """Compare the whole stack's output and gradients with the sum over its shares."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    x = said[stack.rows].detach().clone().requires_grad_()
-    w = said[stack.weights].detach().clone().requires_grad_()
-    given = dict(said) | {stack.rows: x, stack.weights: w}
+    x = arguments[stack.rows].detach().clone().requires_grad_()
+    w = arguments[stack.weights].detach().clone().requires_grad_()
+    given = dict(arguments) | {stack.rows: x, stack.weights: w}
     wanted = _first(functional_call(module, leaves, kwargs=given))
     rows, index, weights = stack.arguments(given)
     out = torch.zeros_like(rows)
@@ -233,8 +233,7 @@ def _prove(stack: Stack, module: nn.Module, said: dict[str, Any], ranks: int) ->
             what = "its output" if name == "output" else f"the gradient of {name}"
             raise UnsupportedError(
                 f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its"
-                f" {stack.experts} experts out:"
-                f" {what} is another. Set layout.ep = 1."
+                f" {stack.experts} experts out: {what} is another. Set layout.ep = 1."
             )
 
 

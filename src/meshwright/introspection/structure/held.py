@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 PUSHED = 1
 """The token that is pushed: not the first, which attends to nothing but itself, whatever its query."""
 ROUNDING = 1e-9
-"""Relative, in fp64; less is no influence: a token routed elsewhere changes the order in which experts add theirs."""
+"""Relative tolerance, in fp64; smaller changes are no influence: a rerouted token reorders the sums of experts."""
 
 
 class HeldOutputs:
     """The modules of a block whose outputs are held; features of one of them may be pushed."""
 
-    def __init__(self, probe: Probe, held: list[str]):
+    def __init__(self, probe: Probe):
         self.probe = probe
         self.rest: dict[str, Tensor] = {}
         self._pushed: tuple[str, tuple[int, ...], float] | None = None
@@ -40,7 +40,7 @@ class HeldOutputs:
         self._pushed = (path, features if len(features) > 1 else features * self.pairs, times)
 
     def keeps_pairs_apart(self, path: str) -> bool:
-        """Tell whether a push in the first pair of rows moves no other."""
+        """Return whether a push in the first pair of rows moves no other row."""
         if self.pairs == 1:
             return False
         self._pushed = (path, (0,), 1.0)
@@ -53,7 +53,7 @@ class HeldOutputs:
         return dict(self._seen)
 
     def moved(self) -> dict[str, Tensor]:
-        """Run the block: where each module's input is another than without a push; (rows, seq, features)."""
+        """Run the block, and return where inputs of modules differ from those at rest: (rows, seq, features) bool."""
         found: dict[str, Tensor] = {}
         for path, value in self.inputs().items():
             rest = self.rest[path]

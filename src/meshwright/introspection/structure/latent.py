@@ -11,7 +11,7 @@ from .probe import Probe
 
 
 def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> bool:
-    """Tell whether ``fed`` layers' inputs ignore the block's input while outputs of ``begins`` are held."""
+    """Return whether ``fed`` layers' inputs ignore the block's input while outputs of ``begins`` are held."""
     entered: dict[str, Tensor] = {}
 
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -63,8 +63,8 @@ class LocalForm:
     """The changes with which a region runs on one of several ranks.
 
     Attributes:
-        hidden: the container's arguments that its producers take as they are and no other module reads; else none.
-        numbers, arguments: what changes while the region runs.
+        hidden: arguments of the container that its producers take unchanged and no other module reads; else none.
+        numbers, arguments: the numbers and arguments that change while the region runs.
     """
 
     hidden: tuple[int | str, ...] = ()
@@ -141,7 +141,7 @@ class _Rehearsal:
     def succeeds(
         self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False
     ) -> bool:
-        """Tell whether on every rank's copy the consumer's input is that rank's slice of the recorded one."""
+        """Return whether on every rank's copy the consumer's input is that rank's slice of the recorded one."""
         if without_hidden and not self.hidden:
             return False
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
@@ -178,7 +178,7 @@ class _Rehearsal:
                 left = Call.of((), {}, module(*args, **kwargs)).left
             except Exception:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
                 return None
-        if without_hidden and left is not None and left.isnan().any():  # the container adds its input to what it gives
+        if without_hidden and left is not None and left.isnan().any():  # the container adds its input to its output
             return None
         return self.entered
 
@@ -281,9 +281,9 @@ def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> I
 
 @contextmanager
 def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[None]:
-    """Inside, modules count what is on this rank; outside, nobody sees another number.
+    """Give modules their sizes on this rank inside; outside, they keep the model's.
 
-    A config is replaced and never written to.
+    A config object is replaced by a changed copy, and never written to.
     """
     kept: list[tuple[nn.Module, str, Any]] = []
     try:

@@ -36,7 +36,7 @@ def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None
 
 
 def _acts_by_token(probe: Probe, path: str) -> bool:
-    """Tell whether, in training mode, some of the tokens alone give the same outputs as among all."""
+    """Return whether, in training mode, some of the tokens alone give the same outputs as among all."""
     call = probe.calls[path][0]
     assert call.entered is not None and call.left is not None
     half = call.entered.shape[1] // 2
@@ -46,7 +46,7 @@ def _acts_by_token(probe: Probe, path: str) -> bool:
 
 
 def _read_by_nobody_else(probe: Probe, norms: tuple[str, ...], gathers: tuple[tuple[str, ...], ...]) -> bool:
-    """Tell whether the block's output stays the same if norms return nan, and layers after them recorded values."""
+    """Return whether the block's output is unchanged if norms return NaN, and the layers after them recorded values."""
     rest = probe.call.left
     given = {path: probe.output_of(path) for paths in gathers for path in paths}
     given |= {path: torch.full_like(probe.output_of(path), torch.nan) for path in norms}

@@ -54,7 +54,7 @@ class Probe:
         adapted: linear layers with adapters, by path. Their calls are those of the modules around them.
         beside: the adapters' layers, as ``linears``.
         residual: argument of the block that is the residual stream, by name or position; None: found by its shape.
-        wide: a probe of the same block, called with the rows repeated many times, to push many features in one run.
+        wide: a probe of the same block with the rows repeated many times, to push many features in one run.
     """
 
     block: nn.Module
@@ -91,8 +91,7 @@ class Probe:
         given = ", ".join(str(tuple(value.shape)) for value in self.call.tensors.values()) or "no tensors"
         raise UnsupportedError(
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what"
-            f" flows between them"
-            " cannot be cut. Set layout.tp = 1 and layout.pp = 1."
+            " flows between them cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
 
     def _hinted(self, residual: int | str) -> int | str:
@@ -104,8 +103,7 @@ class Probe:
         if found is None:
             raise ConfigError(
                 f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
-                f" their forward takes"
-                f" {', '.join(names)}"
+                f" their forward takes {', '.join(names)}"
             )
         return found
 
@@ -121,14 +119,11 @@ class Probe:
         if (effort := sum(given.values()) * watched) > MOST_EFFORT:
             widest = max(given, key=lambda path: given[path])
             raise UnsupportedError(
-                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)}"
-                f" linear layers,"
-                f" {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort"
-                f" {effort:.1e}, at most"
-                f" {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with the usual names"
-                f" (hidden_size,"
-                " num_attention_heads, num_key_value_heads, head_dim, intermediate_size). Or set layout.tp = 1 and"
-                " layout.pp = 1."
+                f"its blocks ({type(self.block).__name__}) have {sum(given.values()):,} features in {len(given)} linear"
+                f" layers, {given[widest]:,} of them in {widest}: to find out which go together takes minutes (effort"
+                f" {effort:.1e}, at most {MOST_EFFORT:.0e}). A small copy takes a moment: give the model a .config with"
+                " the usual names (hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size)."
+                " Or set layout.tp = 1 and layout.pp = 1."
             )
 
     def module(self, path: str) -> nn.Module:
@@ -179,9 +174,7 @@ class Probe:
         return output[0] if isinstance(output, (tuple, list)) else output
 
     def influence(self, producers: list[str], held: list[str]) -> Influence:
-        """Measure the influence of each output feature of ``producers`` on the inputs of ``held``, whose outputs are
-        kept at recorded values.
-        """
+        """Measure how each output feature of ``producers`` moves the inputs of ``held``, whose outputs are held."""
         if self.wide is not None:
             return self.wide.influence(producers, held)
         found: Influence = {}
@@ -198,18 +191,18 @@ class Probe:
 
     def _behind(self, producer: str, held: list[str]) -> set[str]:
         """Select the modules that a push may reach: linear layers that are called before the producer are not."""
-        plain = [path for path in self.calls if path in self.linears and path not in self.adapted]  # as they are called
+        plain = [path for path in self.calls if path in self.linears and path not in self.adapted]  # by their calls
         before = plain[: plain.index(producer) + 1] if producer in plain else []
         return {path for path in held if path not in before}
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
         """Find, for each dim of a parameter or buffer, how its slices move the inputs of ``held``.
 
-        ``name`` is the producer. The list is empty where the tensor as a whole moves nothing.
+        ``name`` is the producer. The list is empty if the tensor as a whole moves nothing.
         """
         values = tensor.detach() if tensor.dim() else tensor.detach().view(1)
         drawn = torch.rand(values.shape, generator=torch.Generator().manual_seed(0), dtype=values.dtype)
-        amounts = drawn + 0.37  # each another, so that no sum of theirs is zero
+        amounts = drawn + 0.37  # all different, so that no sum of them is zero
         found: list[Influence] = []
         with self._holding(held) as state:
             if not any(places.any() for places in self._moved_by(state, values, amounts).values()):
@@ -230,12 +223,12 @@ class Probe:
             values.copy_(before)
 
     def _note(self, found: Influence, producer: str, features: int, pushed: range, moved: dict[str, Tensor]) -> None:
-        """Record what one run moved.
+        """Record the inputs that one run moved.
 
         Args:
             features: number of the producer's features.
             pushed: the pushed features: one in all rows, or each in a pair of rows of its own.
-            moved: (rows, seq, features) of each consumer's input.
+            moved: (rows, seq, features) bool for each consumer's input.
         """
         for consumer, places in moved.items():
             # (pushes, rows, seq, features)
@@ -252,7 +245,7 @@ class Probe:
                 reach.later[pushed.start : pushed.stop] = by_push[:, :, PUSHED + 1 :].flatten(1).any(1)
 
     def is_linear(self, producer: str, feature: int, consumer: str, held: list[str]) -> bool:
-        """Tell whether twice the push moves the consumer's input twice as far."""
+        """Return whether twice the push moves the consumer's input twice as far."""
         far = []
         with self._holding(held) as state:
             for times in (1.0, 2.0):
@@ -281,8 +274,8 @@ class Probe:
 
     @contextmanager
     def _holding(self, held: list[str]) -> Iterator[HeldOutputs]:
-        """Keep the outputs of ``held`` at what was recorded."""
-        state = HeldOutputs(self, held)
+        """Hold the outputs of ``held`` at their recorded values."""
+        state = HeldOutputs(self)
         handles = [
             self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held
         ]

@@ -36,7 +36,7 @@ class Region:
     """Column-parallel layers, the modules between, and the row-parallel layer that ends the region.
 
     Attributes:
-        kind: attention mixes tokens, a feed-forward does not.
+        kind: "attention" mixes tokens, a "feed_forward" does not.
         container: path of the smallest module around the region ("" is the block itself).
         producers: linear layers that are cut by their output features.
         consumer: the linear layer that ends the region.
@@ -90,11 +90,11 @@ class Region:
 
     @property
     def joint(self) -> int:
-        """Groups of the part with the fewest: for up to that number of ranks, nothing is held twice."""
+        """The number of groups of the part with the fewest; up to as many ranks hold no copies."""
         return min(part.groups for cut in self.cuts for part in cut.parts)
 
     def fits(self, ranks: int) -> bool:
-        """Tell whether ``ranks`` ranks can share the region."""
+        """Return whether ``ranks`` ranks can share the region."""
         return self.groups % ranks == 0 and all(part.fits(ranks) for cut in self.cuts for part in cut.parts)
 
     def cut_of(self, name: str) -> Cut | None:
@@ -120,15 +120,14 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     found = replace(region, cuts=cuts)
     growth = _width(_end(found)) / _width(_end(region))
     for old, new in zip(region.cuts, found.cuts, strict=True):
-        # a few numbers for each head, however large heads are
+        # a tensor with a few numbers for each head does not grow with the size of heads
         legal = (growth, 1) if len(old.parts) == 1 else (growth,)
         for before_part, after_part in zip(old.parts, new.parts, strict=True):
             if (found_growth := _width(after_part) / _width(before_part)) not in legal:
                 raise UnsupportedError(
                     f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices"
-                    f" in a group as in a"
-                    f" small model of the same structure, and the layer behind it {float(growth):g} times: how it is"
-                    f" cut does not follow"
+                    f" in a group as in a small model of the same structure, and the layer behind it {float(growth):g}"
+                    f" times: how it is cut does not follow"
                 )
     return replace(found, groups=_end(found).groups)
 
@@ -152,9 +151,8 @@ def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str
         groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
         if size.denominator > 1 or groups.denominator > 1 or size % groups:
             raise UnsupportedError(
-                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size}"
-                f" fall into {part.groups}"
-                f" groups: how it is cut does not follow from that"
+                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall"
+                f" into {part.groups} groups: how it is cut does not follow from that"
             )
         parts.append(FusedPart(int(size), int(groups)))
     return replace(cut, parts=tuple(parts))

@@ -87,7 +87,7 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
 
 
 def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
-    """Tell whether a module with own parameters takes the very output of a producer and preserves its shape."""
+    """Return whether a module with own parameters takes the very output of a producer and preserves its shape."""
     calls = probe.calls[path]
     if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
         return False
@@ -111,7 +111,7 @@ def _region(
     latent: tuple[str, ...] = (),
     fed: tuple[str, ...] = (),
 ) -> Region | None:
-    """Return the region that a consumer ends, where its input features fall into groups; else None.
+    """Return the region that a consumer ends, if its input features fall into groups; else None.
 
     Args:
         through: norm -> the linear layer before it, for producers that are norms.
@@ -125,7 +125,7 @@ def _region(
     reach = {producer: influence[producer, consumer] for producer in producers}
     size = reach[producers[0]].places.shape[1]
     joint = _components([r.places for r in reach.values()])
-    fine = _components([r.places[~r.later] for r in reach.values()])  # of what acts at its own token only: queries
+    fine = _components([r.places[~r.later] for r in reach.values()])  # acting at their own token only: queries
     rows = _all_rows(reach, joint, fine) if len(fine) > len(joint) and _nested(joint, fine) else None
     if rows is None:
         fine, rows = joint, _all_rows(reach, joint, joint)
@@ -211,9 +211,7 @@ def _all_rows(
 
 
 def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[FusedPart, ...] | None:
-    """Rows that act at later tokens too (keys, values) belong to the joint groups, the others (queries) to the fine
-    ones.
-    """
+    """Divide a producer's rows into parts: those that act at later tokens by joint groups, others by fine ones."""
     size = reach.places.shape[1]
     firsts = [row.nonzero().flatten().tolist()[:1] for row in reach.places]
     found: list[FusedPart] = []
@@ -231,7 +229,7 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
 
 
 def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
-    """Tell whether each coarse group is a run of equally many fine ones."""
+    """Return whether each coarse group is a run of equally many fine ones."""
     if len(fine) % len(coarse):
         return False
     share = len(fine) // len(coarse)
@@ -314,7 +312,7 @@ def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut |
     """Return a cut along the first dim whose slices belong to single groups in order.
 
     Args:
-        reached: of each dim (slices, columns) bool.
+        reached: for each dim, (slices, columns) bool.
     """
     for dim, places in enumerate(reached if len(columns) > 1 else ()):
         of_column = labels_of(columns, places.shape[1])

@@ -99,15 +99,15 @@ class RouterLogits:
 
 
 def asks_for_router_loss(model: nn.Module) -> bool:
-    """Tell whether the config of a transformers model includes its routers' loss in its loss."""
+    """Return whether the config of a transformers model includes its routers' loss in its loss."""
     return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
 
 
 def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
-    """Measure a model's loss for its routers; None if nothing is added, whatever its config states.
+    """Measure a model's loss for its routers; None if nothing is added, whatever its config says.
 
     Raises:
-        UnsupportedError: the loss is another, or could not be tried out.
+        UnsupportedError: the loss has another form, or could not be tried out.
     """
     sample = next(samples_of(model, arguments, 1))
     core = core_of(sample.model)
@@ -118,8 +118,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
             f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be"
-            f" tried out on a small"
-            f" copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
+            f" tried out on a small copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
         ) from error
     if known is None:
         return None
@@ -131,7 +130,7 @@ def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> R
 
 @torch.no_grad()
 def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
-    """Measure the loss with a coefficient of one; None where the switch changes no loss."""
+    """Measure the loss with a coefficient of one; None if the switch changes no loss."""
     legal: set[RouterLoss] | None = None
     for inputs in sample.inputs:
         asked = {**inputs, "labels": inputs[tokens], "return_dict": True}
@@ -161,11 +160,9 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
         legal = fitting if legal is None else legal & fitting
     if not legal:
         raise UnsupportedError(
-            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its"
-            f" loss is not the balance"
-            f" of its routers' choices and probabilities over all tokens: it could not be computed over several"
-            f" ranks. Set {SWITCH} ="
-            f" false to train without it."
+            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its loss"
+            f" is not the balance of its routers' choices and probabilities over all tokens: it could not be computed"
+            f" over several ranks. Set {SWITCH} = false to train without it."
         )
     return min(legal, key=lambda one: one.top_k)
 

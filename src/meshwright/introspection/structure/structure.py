@@ -99,10 +99,8 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
         if called is None:
             raise UnsupportedError(
                 f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids"
-                f" alone: they seem to"
-                " be of images or sounds. Only models whose blocks all take tokens are cut over these axes. Set"
-                " layout.tp = 1 and"
-                " layout.pp = 1."
+                " alone: they seem to be of images or sounds. Only models whose blocks all take tokens are cut over"
+                " these axes. Set layout.tp = 1 and layout.pp = 1."
             )
         kind = _kind(first_probes[called], tuple(paths[key]))
         tried.append(([run[0][called] for run in runs], kind.regions))
@@ -138,7 +136,7 @@ def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
 
 
 def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
-    hidden = probe.hidden  # before what takes long: where there is none, nothing is cut
+    hidden = probe.hidden  # checked first, since the rest takes long
     probe.refuse_slow()
     regions = find_regions(probe)
     gathers = _gathers(probe, regions)
@@ -182,11 +180,11 @@ def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
 
 
 def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
-    """Tell whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
+    """Return whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
     held = {region.consumer: probe.output_of(region.consumer) for region in regions}
 
     def push(hidden: Tensor) -> Tensor:
-        pushed = hidden.clone()  # not by the same for all features: a norm that centres would not see it
+        pushed = hidden.clone()  # not equal for all features: a norm that centres would hide it
         pushed[:, PUSHED] += torch.randn(
             pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0)
         )
@@ -229,7 +227,7 @@ def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
 
 
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:
-    """Tell whether the head's input for the first half of the tokens changes if the last block returns only it."""
+    """Return whether the head's input for the first half of the tokens changes if the last block returns only it."""
     entered: list[Tensor] = []
     half = SEQ // 2
 
@@ -237,7 +235,7 @@ def _counts_tokens_behind(sample: Sample, head: str) -> bool:
         return output[:, :half] if isinstance(output, Tensor) else type(output)((output[0][:, :half], *output[1:]))
 
     def run() -> None:
-        # whatever the model's code raises when its sizes do not fit
+        # the model's code may raise anything if its sizes do not fit
         with (
             contextlib.suppress(Exception),
             torch.no_grad(),

@@ -30,13 +30,13 @@ class TailStep:
     arguments: tuple[float | int | bool | str | None, ...]
 
     def __str__(self) -> str:
-        said = ", ".join(str(value) for value in self.arguments)
-        return f"{self.operation.split('.')[1]}({said})" if said else self.operation.split(".")[1]
+        listed = ", ".join(str(value) for value in self.arguments)
+        return f"{self.operation.split('.')[1]}({listed})" if listed else self.operation.split(".")[1]
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The steps in order; or ``obstacle``: the operation that cannot be applied piece by piece."""
+    """The steps in order, or ``obstacle``: the operation that cannot be applied piece by piece."""
 
     steps: tuple[TailStep, ...] = ()
     obstacle: str = ""
@@ -65,7 +65,7 @@ def find_tail(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
 
 
 class _LogitOperations(EagerDispatchMode):
-    """Notes the operations on what the head gave."""
+    """Records the operations on the head's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _LogitOperations(EagerDispatchMode):
         if name in SHAPELESS and result.shape == source.shape:
             return
         if name == "aten._to_copy.default":
-            return  # another dtype: the loss is at least fp32 inside anyway
+            return  # the loss computes in at least fp32 anyway
         plain = all(value is None or isinstance(value, (int, float, bool)) for value in others) and not kwargs
         if torch.Tag.pointwise in func.tags and plain and len(followed) == 1 and not name.split(".")[1].endswith("_"):
             self.steps_to[id(result)] += (TailStep(name, place, others),)

@@ -79,7 +79,7 @@ def _states(shapes: list[tuple[tuple[int, ...], bool]], optimizer: OptimizerPlan
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
-    """List parameters registered behind the blocks, and tied ones outside them, which are used at both ends."""
+    """List parameters registered after the blocks, and tied ones outside them, which are used at both ends."""
     inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
     last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
     outside = {p.name for p in facts.of_unit("")}
@@ -115,6 +115,6 @@ def _trains_before_blocks(facts: ModelFacts) -> bool:
 
 
 def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:
-    """Tell whether the tensor axis leaves trained parameters whole (False), cuts them (True), or both."""
+    """Return whether the tensor axis leaves trained parameters whole (False), cuts them (True), or both."""
     trained = [p for p in facts.parameters if p.trainable]
     return tuple(sorted({tensor is not None and tensor.cut_of(p.name, p.shape) is not None for p in trained}))

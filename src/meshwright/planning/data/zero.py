@@ -58,16 +58,14 @@ def zero_fits(case: Case) -> Found:
         return
     if t.data_parallel == "ddp":
         yield ConfigError(
-            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps"
-            f" all of it whole."
-            f" Leave one of them out."
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps all"
+            f" of it whole. Leave one of them out."
         )
     if case.data_ranks > 1 and layout.dp_shard == 1:
         yield ConfigError(
             f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]} over layout.dp_shard, which is 1 here beside"
             f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and"
-            f" layout.dp_replicate = 1 (or a"
-            f" part of each), or techniques.zero_stage = 0."
+            f" layout.dp_replicate = 1 (or a part of each), or techniques.zero_stage = 0."
         )
     keeps = t.reshard_after_forward is False
     if keeps != (stage < 3):
@@ -94,7 +92,7 @@ def zero_fits(case: Case) -> Found:
 
 
 def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
-    """Note what a stage means for the layout: the traffic of a step with P parameter elements."""
+    """Note the traffic of a step by stage, with P parameter elements."""
     stage, ranks = requested.zero_stage, shares_of(layout).data_ranks
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"

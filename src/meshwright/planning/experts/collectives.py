@@ -23,9 +23,9 @@ def router_collectives(
 ) -> Iterator[Collective]:
     """List the all-reduces of routers.
 
-    Our routers sum a loss per sequence over ranks that have parts of a sequence, a loss per microbatch over ranks
-    that have others of its sequences, and, once in a step, the load that moves biases. Routers of other models sum
-    the load for the loss of all layers, once in a microbatch.
+    Meshwright's routers sum a loss per sequence over the ranks with other parts of the sequence, a loss per microbatch
+    over the ranks with other sequences of it, and, once in a step, the load that moves biases. Routers of other models
+    sum the load for the loss of all layers, once in a microbatch.
     """
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = shares.size(Axis.TP)
@@ -62,13 +62,13 @@ def expert_collectives(
 ) -> Iterator[Collective]:
     """List the all-to-alls of each stack in a microbatch: token counts per expert, then tokens, there and back.
 
-    Tokens travel in forward and backward. A gradient travels back to the experts where they or something in front of
-    them is trained, and on to the tokens' own ranks where something in front is.
+    Tokens are sent in forward and backward. A gradient is sent back to the experts if they or a module before them is
+    trained, and on to the tokens' own ranks if a module before them is.
 
     Args:
         facts: the parameters, trained or not, in the order of the model.
-        recomputed: block -> paths of the modules recomputed in it: what their forward sends is sent again.
-        begins: the input of the first block follows from the token ids; else another pipeline stage sends it.
+        recomputed: block -> paths of the modules recomputed in it, whose forwards send their messages again.
+        begins: whether the first block's input derives from the token ids; else another pipeline stage sends it.
     """
     axis, ranks = Axis.EP.value, experts.ranks
     for stack in experts.stacks:
@@ -105,5 +105,5 @@ def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
 
 
 def _module_of(path: str, facts: ModelFacts) -> str:
-    """Return the module that holds a stack and its router; the stack itself where that would be the whole block."""
+    """Return the module that holds a stack and its router; the stack itself if that would be the whole block."""
     return path if owner(path) in facts.blocks else owner(path)

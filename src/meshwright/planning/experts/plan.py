@@ -37,7 +37,7 @@ class ExpertPlan:
         return dict(self.mesh)[Axis.EFSDP.value]
 
     def has(self, name: str) -> bool:
-        """Tell whether a parameter belongs to distributed experts."""
+        """Return whether a parameter belongs to distributed experts."""
         return any(owner(name) == stack.path for stack in self.stacks)
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class ExpertPlan:
         )
 
     def only(self, blocks: tuple[str, ...]) -> ExpertPlan | None:
-        """Restrict the plan to some blocks; None where they have no experts."""
+        """Restrict the plan to some blocks; None if they have no experts."""
         stacks = tuple(stack for stack in self.stacks if any(is_within(stack.path, block) for block in blocks))
         return replace(self, stacks=stacks) if stacks else None
 

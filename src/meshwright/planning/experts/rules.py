@@ -29,10 +29,9 @@ def experts_fit(case: Case) -> Found:
     stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
     if not stacks:
         yield ConfigError(
-            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside"
-            f" its blocks (parameters"
-            f" whose first dim is the experts, and a forward that takes tokens, numbers of experts and weights). Set"
-            f" layout.ep = 1."
+            f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its"
+            f" blocks (parameters whose first dim is the experts, and a forward that takes tokens, numbers of experts"
+            f" and weights). Set layout.ep = 1."
         )
         return
     adapted = next(
@@ -42,8 +41,7 @@ def experts_fit(case: Case) -> Found:
     if adapted is not None:
         yield UnsupportedError(
             f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to"
-            f" stacks that are shared"
-            f" out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
+            f" stacks that are shared out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
         )
         return
     least = math.gcd(among, *(stack.experts for stack in stacks.values()))
@@ -66,21 +64,19 @@ def _routers(case: Case) -> list[Router]:
 
 
 def own_loss_of_experts(case: Case) -> Found:
-    """Refuse a router loss of all layers and tokens (transformers) where a rank or stage has a part of them."""
+    """Refuse a router loss over all layers and tokens (transformers) if a rank or stage has only a part of them."""
     if not case.facts.asks_for_router_loss:
         return
-    said = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
+    cause = f"the config of {case.facts.kind} has output_router_logits = true, which adds a loss of its routers"
     if case.reduction == "mean":
         yield UnsupportedError(
-            f"{said}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set"
-            f" output_router_logits ="
-            f" false, or use parallelize(), which takes those of all ranks."
+            f"{cause}: of the tokens that a rank has, where the model computes its loss for a loop of your own. Set"
+            f" output_router_logits = false, or use parallelize(), which takes those of all ranks."
         )
     elif case.layout.pp > 1:
         yield UnsupportedError(
-            f"{said} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several"
-            f" places. Set"
-            f" output_router_logits = false, or layout.pp = 1."
+            f"{cause} that belongs to all layers together, and layout.pp = {case.layout.pp} has them in several places."
+            f" Set output_router_logits = false, or layout.pp = 1."
         )
 
 
@@ -90,8 +86,6 @@ def experts_companions(case: Case) -> Found:
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(
             f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's"
-            f" capacity depends on the"
-            f" whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is dropped), or"
-            f" techniques.sequence_parallel ="
-            f" false."
+            f" capacity depends on the whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is"
+            f" dropped), or techniques.sequence_parallel = false."
         )

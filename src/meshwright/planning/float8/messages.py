@@ -1,8 +1,8 @@
 """List the messages by which tensor-parallel ranks agree on the scales of float8 operands.
 
 An operand of which each rank has a part needs one scale, so the ranks agree on one number for it: its largest
-magnitude. Layers that share a gathered input agree in one message, other layers by themselves. Backward reuses what
-forward agreed on, so that only the gradients of outputs are left for it.
+magnitude. Layers that share a gathered input agree in one message, other layers in one each. Backward reuses the
+numbers of the forward, so only the gradients of outputs need further messages.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Agreements:
         """List the messages of a backward through the block.
 
         Args:
-            flows: the gradient of the block's input is requested.
-            others_train: some parameter outside linear layers is trained.
+            flows: whether the gradient of the block's input is needed.
+            others_train: whether some parameter outside linear layers is trained.
             norms_train: whether a norm is trained.
         """
         sizes: list[int] = []

@@ -26,6 +26,6 @@ COLUMN = OperandParts(weight=True, gradient=True)
 ROW = OperandParts(x=True, weight=True)
 """Some input features; the outputs are summed, and all ranks have that sum's gradient."""
 FEEDING = OperandParts(gradient=True)
-"""A whole weight and input; a rank uses some of the output, or finds a partial gradient of it."""
+"""A whole weight and input; a rank uses some of the output, or computes a partial gradient of it."""
 SUMMAND = OperandParts(x=True)
 """A whole weight; its input is a partial sum, and so is its output."""

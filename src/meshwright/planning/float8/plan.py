@@ -64,8 +64,7 @@ def make_float8_plan(
         if requested.float8 != "none":
             raise ConfigError(
                 f"techniques.float8 = {requested.float8}: layers of this {facts.kind} multiply in float8 already, by"
-                f" {applied.recipe}."
-                f" Leave it out, or give a model to which apply_float8 was not applied."
+                f" {applied.recipe}. Leave it out, or give a model to which apply_float8 was not applied."
             )
         return applied, ()
     if requested.float8 == "none":
@@ -89,16 +88,16 @@ def make_float8_plan(
     }
     chosen = tuple(path for path, reason in reasons.items() if not reason)
     if not chosen:
-        said = "; ".join(_left_out(reasons)) or "it has none"
+        words = "; ".join(_left_out(reasons)) or "it has none"
         raise ConfigError(
             f"techniques.float8 = {requested.float8}: no linear layer in the blocks of {facts.kind} can be converted:"
-            f" {said}"
+            f" {words}"
         )
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
-    told = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
+    notes = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
     return Float8Plan(requested.float8, chosen, device != "cuda", requested.float8_all_gather), tuple(
-        f"float8: {text}" for text in told
+        f"float8: {text}" for text in notes
     )
 
 
@@ -114,12 +113,12 @@ def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: Model
     parts = {path: tensor.local_shape(f"{path}.weight", shapes[f"{path}.weight"]) for path in plan.modules}
     odd = {pattern(path): shape for path, shape in parts.items() if any(size % MULTIPLE for size in shape)}
     if odd:
-        told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
+        layers = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in odd.items())
         request = ", ".join(f'"{name.rpartition(".")[2]}"' for name in odd)
         raise ConfigError(
             f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that"
             f" does not divide by"
-            f" {MULTIPLE}: {told}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
+            f" {MULTIPLE}: {layers}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
         )
 
 
@@ -140,7 +139,7 @@ def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
 
 
 def _obstacle(linear: nn.Linear) -> str:
-    """Say why a layer cannot be converted; "" where it can."""
+    """Return the reason why a layer cannot be converted; "" if it can."""
     if type(linear) is not nn.Linear:
         return f"its class {type(linear).__name__} may compute more than a linear layer does"
     rows, columns = linear.weight.shape
@@ -150,6 +149,6 @@ def _obstacle(linear: nn.Linear) -> str:
 
 
 def _left_out(reasons: dict[str, str]) -> Iterator[str]:
-    """Group layers that are left out by their name in all blocks, and count them."""
+    """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
     for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
         yield f"{name} stays in high precision ({count} of them): {reason}"

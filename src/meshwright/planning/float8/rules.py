@@ -10,7 +10,7 @@ from meshwright.planning.tensor.rules import no_blocks
 from .plan import RECIPES
 
 AROUND = ("float32", "bfloat16", "float16")
-"""Dtypes that may be computed in outside of the products."""
+"""Dtypes allowed for the computation outside the products."""
 
 
 def float8_requested(case: Case) -> Found:
@@ -25,8 +25,7 @@ def float8_requested(case: Case) -> Found:
         if t.float8_all_gather:
             yield ConfigError(
                 "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 ="
-                " none. Set"
-                " techniques.float8 = tensorwise, or techniques.float8_all_gather = false."
+                " none. Set techniques.float8 = tensorwise, or techniques.float8_all_gather = false."
             )
         return
     if case.precision.compute not in AROUND:
@@ -43,11 +42,10 @@ def float8_companions(case: Case) -> Found:
     """Refuse techniques that do not combine with float8."""
     t, done = case.techniques, case.facts.applied_plan(Float8Plan)
     if t.async_tensor_parallel and (t.float8 in RECIPES or done is not None):
-        said = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
+        request = f"techniques.float8 = {t.float8}" if done is None else "apply_float8"
         yield UnsupportedError(
-            f"{said} does not go with techniques.async_tensor_parallel = true, whose products are in"
-            f" {case.precision.compute}."
-            f" Set techniques.async_tensor_parallel = false, or leave float8 out."
+            f"{request} does not go with techniques.async_tensor_parallel = true, whose products are in"
+            f" {case.precision.compute}. Set techniques.async_tensor_parallel = false, or leave float8 out."
         )
 
 
@@ -58,8 +56,7 @@ def float8_gathering(case: Case) -> Found:
     if wanted and t.float8 != "tensorwise":
         yield UnsupportedError(
             f"techniques.float8_all_gather = true gathers a weight with one scale, and techniques.float8 = {t.float8}"
-            f" has one for each row,"
-            f" another in forward than in backward. Set techniques.float8 = tensorwise, or"
+            f" has one for each row, another in forward than in backward. Set techniques.float8 = tensorwise, or"
             f" techniques.float8_all_gather = false."
         )
     if wanted and (case.technique != "fully_shard" or shards == 1):

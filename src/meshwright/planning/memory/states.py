@@ -1,8 +1,8 @@
 """Estimate a rank's bytes of parameters, gradients and optimizer state, before any process group exists.
 
-Activations are not counted, nor what an operation needs while it runs. For P elements over N data ranks, in fp32 with
-AdamW, 16P bytes become 16P (ZeRO-0), 8P + 8P/N (1, while gradients accumulate), 4P + 12P/N (2), 16P/N (3), and what
-is gathered or reduced at a time (arXiv 1910.02054).
+Activations and temporary buffers of operators are not counted. For P elements over N data ranks, in fp32 with AdamW,
+16P bytes become 16P (ZeRO-0), 8P + 8P/N (1, while gradients accumulate), 4P + 12P/N (2), 16P/N (3), plus the parameters
+gathered and the gradients reduced at a time (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ class Memory:
 
     Attributes:
         parameters: parameters at rest, in the master dtype: a rank's shard, or all.
-        gathered: the most parameters that are gathered at a time, in the compute dtype.
+        gathered: largest number of bytes gathered at a time, in the compute dtype.
         gradients: gradients that the last backward leaves for the optimizer.
-        gradients_at_peak: the most gradients during forward and backward, those left at the end included.
-        reducing: input of the reduction that may still be under way.
+        gradients_at_peak: most gradients during forward and backward, those left at the end included.
+        reducing: input of a reduction that may still be under way.
         optimizer: optimizer state after the first step.
-        moving: where only the state rests in host memory, the most of it that is on the device at a time, during the
-            step.
-        kept_between_steps: gradients kept between steps: DDP's buckets.
-        in_host_memory: parameters at rest, reduced gradients and optimizer state are in host memory.
+        moving: most optimizer state on the device at a time during the step, if only the state rests in host memory.
+        kept_between_steps: gradients that stay between steps: DDP's buckets.
+        in_host_memory: whether parameters at rest, reduced gradients and optimizer state are in host memory.
         pipeline_rank: rank of the pipeline that holds these bytes.
     """
 
@@ -75,8 +74,8 @@ def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_paramete
     Args:
         microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan shards
             them.
-        state_tensors_per_parameter: number of tensors like the parameter, in its dtype, that an optimizer of one's own
-            keeps; None: the plan's optimizer, whose state may be low-bit.
+        state_tensors_per_parameter: number of tensors like the parameter, in its dtype, that a user's optimizer keeps;
+            None: the plan's optimizer, whose state may be low-bit.
 
     Raises:
         ConfigError: a number is too small.
@@ -121,7 +120,7 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
 def _optimizer(
     optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None, master: int
 ) -> tuple[int, int]:
-    """Return bytes of state, and the most that move at a time."""
+    """Return the bytes of the state, and the most of them that move at a time."""
     tensors = len(optimizer.row.state)
     elements = sum(unit.rounded_elements for unit in units) if states in (None, tensors) else 0
     total = (sum(unit.state_elements for unit in units) if states is None else states * trained) - tensors * elements
@@ -247,7 +246,7 @@ def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[in
     summed = dtype_bytes(dtypes.reduce)  # gradients that accumulate whole do so in the reduction's dtype
     shards = shard * sum(block.shard for room in rooms for block in (room.root, *room.blocks))
     whole = summed * sum(block.trained for room in rooms for block in (room.root, *room.blocks))
-    apart = new if dtypes.compute != dtypes.reduce else 0  # else a new gradient is added where the old one is
+    apart = new if dtypes.compute != dtypes.reduce else 0  # else a new gradient is added in place
     if plan.pipeline is not None:
         new_at_once = apart * max(
             room.behind + max((block.trained for block in room.blocks), default=0) for room in rooms

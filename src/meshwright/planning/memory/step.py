@@ -1,8 +1,8 @@
-"""Estimate the bytes that a step holds besides model states: activations, logits and messages.
+"""Estimate the bytes of a step besides model states: activations, logits and messages.
 
-The estimate is what a run's first step is found to hold: the most bytes, at a time between two operators, of the
-storages that operators make, other than parameters, gradients and the optimizer's. So inputs saved for backward,
-intermediate results, and gradients of activations count; what an operator needs while it runs does not.
+The estimate stands for a number measured in a run's first step: the most bytes, between two operators, of the storages
+that operators allocate, other than parameters, gradients and optimizer state. So tensors saved for backward,
+intermediate results, and gradients of activations count; temporary buffers of an operator do not.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ class MemoryUse(StrEnum):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """An estimate of what a step holds besides model states.
+    """An estimate of the bytes of a step besides model states.
 
     Attributes:
-        ranks: for each rank of a pipeline (else for one that stands for all), the most bytes at a time of each kind;
-            unknown kinds are left out, and the tuple is empty where nothing is known.
-        why_not: the reason why something is not known.
+        ranks: for each rank of a pipeline (else for one that represents all), the most bytes at a time of each kind;
+            unknown kinds are left out, and the tuple is empty if nothing is known.
+        why_not: the reason why some bytes are unknown.
     """
 
     ranks: tuple[Mapping[MemoryUse, int], ...]
     why_not: str = ""
 
     def of(self, rank: int | None = None) -> Mapping[MemoryUse, int]:
-        """Return what a rank of the pipeline holds; by default the one that holds most."""
+        """Return the bytes of a rank of the pipeline, by kind; by default of the rank with most."""
         if not self.ranks:
             return {}
         return max(self.ranks, key=lambda held: sum(held.values())) if rank is None else self.ranks[rank]
 
 
 def not_estimated(plan: Plan) -> str:
-    """Say why a plan's activations cannot be measured on fake tensors; "" where they can."""
+    """Return the reason why a plan's activations cannot be measured on fake tensors; "" if they can."""
     if plan.compiled:
-        return "what compiled blocks keep is the compiler's choice"
+        return "the compiler chooses what compiled blocks save"
     if plan.experts is not None:
         return (
-            f"how many tokens come to a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
+            f"the number of tokens for a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
             f" choose"
         )
     if plan.tensor is not None and plan.tensor.async_tensor_parallel:
         return "products that overlap with messages (techniques.async_tensor_parallel) are computed in pieces"
     if plan.pipeline is not None and plan.pipeline.splits_backward:
-        return f"the schedule {plan.pipeline.schedule} puts off gradients of weights"
+        return f"the schedule {plan.pipeline.schedule} defers the gradients of weights"
     if plan.activation_checkpointing == "offload" and plan.device == "cuda":
         return "activations wait in host memory (techniques.activation_checkpointing = offload)"
     return ""

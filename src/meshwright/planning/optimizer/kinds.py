@@ -19,9 +19,9 @@ class StateTensor:
 
     Attributes:
         name: key in the parameter's state.
-        signed: values may be negative.
+        signed: whether values may be negative.
         kept_for: parameters that have this tensor; "matrices" have two dims or more, "vectors" fewer.
-        reduced: dim, counted from the end, in which the tensor has size 1 where the parameter is longer; 0: none.
+        reduced: dim, counted from the end, in which the tensor has size 1 if the parameter is longer; 0: none.
     """
 
     name: str
@@ -42,15 +42,15 @@ class OptimizerKind:
 
     Attributes:
         title: its class in ``torch.optim``.
-        state: tensors that it keeps for each parameter, counts of steps aside.
-        arguments: (argument of the class, keys of the section ``optimizer`` that give it; several keys make a tuple).
-            The learning rate is not among them. A key that stands in no row's argument is refused where it is set.
+        state: tensors that it keeps for each parameter, step counts aside.
+        arguments: (argument of the class, keys of the section ``optimizer`` that give its value; several keys make a
+            tuple), without the learning rate. A key that the optimizer's row does not name is refused if it is set.
         verified_with: arguments that ``verify`` steps with: a step far above rounding.
-        whole_matrices: the update of an element depends on more of its parameter than the element's own gradients, so
-            parameters must not be cut over ranks.
+        whole_matrices: whether an element's update depends on more of its parameter than the element's own gradients,
+            so that parameters must not be cut over ranks.
         decayed_dims: least number of dims of a parameter whose weight decays; norms and biases have one.
-        low_bit: torchao has its step with states of 8 and 4 bits, and with stochastic rounding.
-        kernels: which of torch's kernels for many parameters at once the class has for DTensors too, the fastest first.
+        low_bit: whether torchao has its step with states of 8 and 4 bits, and with stochastic rounding.
+        kernels: torch's kernels for many parameters at once that the class supports for DTensors too, fastest first.
     """
 
     title: str
@@ -110,7 +110,7 @@ KINDS = {
 
 
 def kind_of(word: str) -> OptimizerKind:
-    """Return the row of a word. Raises ConfigError where there is none."""
+    """Return the row of a word. Raises ConfigError for an unknown word."""
     if word not in KINDS:
         raise ConfigError(
             f"techniques.optimizer = {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}"

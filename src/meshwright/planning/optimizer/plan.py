@@ -12,22 +12,22 @@ StateWord = Literal["full", "8bit", "4bit"]
 BLOCKS = {"8bit": 256, "4bit": 128}
 """Number of elements that share a scale."""
 LEAST = 4096
-"""Number of elements of a parameter on a rank, below which torchao keeps its state in high precision."""
+"""Number of elements of a parameter on a rank below which torchao keeps its state in high precision."""
 ROOM = 1 << 26
-"""Bytes on the device at a time of state that rests in host memory; a single parameter may have more."""
+"""Bytes on the device at a time of state in host memory; a single parameter may have more."""
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """The optimizer and its state: bits, rounding of new weights, and where the state rests.
+    """The optimizer and its state: bits, rounding of new weights, and memory.
 
     Attributes:
-        state: "full": the moments in the master dtype; "8bit", "4bit": torchao's codes with a scale for each block of
-            a rank's elements.
-        stochastic_rounding: new bfloat16 weights are rounded up or down at random, so that on average nothing is
-            lost.
-        in_host_memory: the state rests in host memory, and comes to the device by portions for the step.
+        state: "full": the moments in the master dtype; "8bit", "4bit": torchao's codes with a scale for each block of a
+            rank's elements.
+        stochastic_rounding: whether new bfloat16 weights are rounded up or down at random, so that on average nothing
+            is lost.
+        in_host_memory: whether the state rests in host memory, and comes to the device by portions for the step.
         kind: word of its row in ``kinds``: the optimizer that ``train`` builds and whose memory is estimated.
     """
 
@@ -60,7 +60,7 @@ class OptimizerPlan:
         return self.state != "full" and elements >= LEAST and elements % BLOCKS[self.state] == 0
 
     def bytes_of_rounded(self, elements: int, tensors: int) -> int:
-        """Count bytes of all states: codes, scales, and each tensor's table of what codes mean."""
+        """Count bytes of all states: codes, scales, and each tensor's code table."""
         bits = int(self.state.removesuffix("bit"))
         codes = elements * bits // 8
         return len(self.row.state) * (

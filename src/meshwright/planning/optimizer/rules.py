@@ -8,13 +8,11 @@ from meshwright.planning.case import Case, Found
 from .kinds import KINDS, kind_of
 
 ROUNDED_FROM = ("float32", "bfloat16")
-"""Dtypes for which torchao's low-bit state may stand: torchao computes the step in float32."""
+"""Dtypes of parameters for which torchao's low-bit state is allowed: torchao computes the step in float32."""
 
 
 def optimizer_fits(case: Case) -> Found:
-    """Require a known optimizer whose settings fit the dtypes at rest, and whose parameters are whole where it needs
-    that.
-    """
+    """Require a known optimizer, settings that fit the dtypes at rest, and whole parameters if it needs them."""
     t, master, layout = case.techniques, case.precision.master, case.layout
     try:
         row = kind_of(t.optimizer)
@@ -26,29 +24,25 @@ def optimizer_fits(case: Case) -> Found:
         sizes = [f"layout.{axis} = {size} cuts parameters over ranks" for axis, size in cut.items() if size > 1]
         why = sizes[0] if sizes else "fully_shard makes parameters DTensors, which torch's class cannot step"
         yield UnsupportedError(
-            f"techniques.optimizer = {t.optimizer}: torch.optim.{row.title} computes an element's update from its"
-            f" whole parameter, and"
-            f" {why}. Use layout.dp_replicate or layout.pp alone, in one dtype, which leave parameters whole, or"
-            f" techniques.optimizer = adamw."
+            f"techniques.optimizer = {t.optimizer}: torch.optim.{row.title} computes an element's update from its whole"
+            f" parameter, and {why}. Use layout.dp_replicate or layout.pp alone, in one dtype, which leave parameters"
+            f" whole, or techniques.optimizer = adamw."
         )
     if not row.low_bit and (t.optimizer_state != "full" or t.stochastic_rounding):
         able = ", ".join(word for word, other in KINDS.items() if other.low_bit)
         yield ConfigError(
             f"techniques.optimizer_state = {t.optimizer_state}, techniques.stochastic_rounding ="
-            f" {str(t.stochastic_rounding).lower()} and"
-            f" techniques.optimizer = {t.optimizer}: torchao has low-bit state and stochastic rounding of {able}. Set"
-            f" optimizer_state ="
-            f" full and stochastic_rounding = false, or techniques.optimizer = {able}."
+            f" {str(t.stochastic_rounding).lower()} and techniques.optimizer = {t.optimizer}: torchao has low-bit state"
+            f" and stochastic rounding of {able}. Set optimizer_state = full and stochastic_rounding = false, or"
+            f" techniques.optimizer = {able}."
         )
     if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:
         yield UnsupportedError(
             f"techniques.optimizer_state = {t.optimizer_state} is computed in float32, and the parameters rest in"
-            f" {master}. Set"
-            f" techniques.precision.master = float32 (or bfloat16), or techniques.optimizer_state = full."
+            f" {master}. Set techniques.precision.master = float32 (or bfloat16), or techniques.optimizer_state = full."
         )
     if t.stochastic_rounding and master != "bfloat16":
         yield ConfigError(
-            f"techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in"
-            f" {master}. Set"
-            f" techniques.precision.master = bfloat16, or leave it out."
+            f"techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in {master}."
+            f" Set techniques.precision.master = bfloat16, or leave it out."
         )

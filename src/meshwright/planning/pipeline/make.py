@@ -19,7 +19,7 @@ from .split import balanced, given_cuts
 def make_pipeline_plan(
     facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
 ) -> PipelinePlan:
-    """Decide stages, ranks and cuts; UnsupportedError says why a model cannot be cut between its blocks."""
+    """Decide stages, ranks and cuts; UnsupportedError tells why a model cannot be cut between its blocks."""
     assert facts.module is not None
     measured = facts.measurements.structure(layout.tp)
     flow = flow_of(facts.module, measured)
@@ -68,7 +68,7 @@ def _cuts(facts: ModelFacts, flow: Flow, requested: Techniques, stages: int) -> 
 
 
 def _tied(facts: ModelFacts, flow: Flow) -> tuple[tuple[str, str], ...]:
-    """List parameters that lie both before and behind the blocks, each by a name on either side."""
+    """List parameters that are used both before and after the blocks, each by a name on either side."""
     found = []
     for p in facts.parameters:
         names = (p.name, *p.aliases)

@@ -1,4 +1,4 @@
-"""Describe a pipeline: which stage has which blocks, on which rank, in which order of work."""
+"""Describe a pipeline: the blocks and the rank of each stage, and the order of work."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PipelinePlan:
         ranks: size of the axis.
         schedule: name of the schedule, or the path of a CSV file.
         stages: the stages in forward order.
-        kinds: kinds of blocks, and how they hand on what travels.
-        before: modules with parameters that lie before the blocks, on the first stage.
-        behind: modules with parameters that lie behind the blocks, on the last stage.
-        counts_tokens_behind: what lies behind the blocks cannot take fewer tokens than the sequence has.
+        kinds: kinds of blocks, and how they pass on their output.
+        before: modules with parameters before the blocks, on the first stage.
+        behind: modules with parameters after the blocks, on the last stage.
         tied: (name on the first stage, name on the last) of each parameter that both have.
-        width: number of features of what travels.
-        dtype: dtype of what travels.
+        width: number of features of the tensor between stages.
+        dtype: dtype of the tensor between stages.
+        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
     """
 
     ranks: int
@@ -77,14 +77,14 @@ class PipelinePlan:
         numbers = self.stages_on(rank)
         ends = [self.stages[number].blocks for number in numbers]
         blocks = ", ".join(b[0] if len(b) == 1 else f"{b[0]} to {b[-1]}" for b in ends)
-        said = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
-        return f"stage{'s' if len(numbers) > 1 else ''} {said} of {len(self.stages)}: {blocks}"
+        listed = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+        return f"stage{'s' if len(numbers) > 1 else ''} {listed} of {len(self.stages)}: {blocks}"
 
     def kind_of(self, block: str) -> BlockFlow:
         return next(kind for kind in self.kinds if block in kind.blocks)
 
     def has(self, stage: int, path: str) -> bool:
-        """Tell whether a stage has the module (or parameter) at ``path``."""
+        """Return whether a stage has the module (or parameter) at ``path``."""
         if any(is_within(path, block) for block in self.blocks):
             return any(is_within(path, block) for block in self.stages[stage].blocks)
         ends = ((0, self.before), (len(self.stages) - 1, self.behind))
@@ -97,12 +97,12 @@ class PipelinePlan:
         return schedule_kind(self.schedule).legal(microbatches, self.ranks)
 
     def order(self, microbatches: int) -> PipelineSchedule:
-        """Order every rank's actions in a step; ConfigError where ``microbatches`` cannot be scheduled."""
+        """Order every rank's actions in a step; ConfigError if ``microbatches`` cannot be scheduled."""
         if self._is_table:
             return read_schedule(self.schedule)
         return schedule_kind(self.schedule).build(self.ranks, microbatches, len(self.stages) // self.ranks)
 
     def rows_per_microbatch(self, rows: int) -> int:
-        """Default to the largest even microbatches, of which a step has two per rank, or as many as it can."""
+        """Return the default rows of a microbatch: two equal microbatches per rank, or as many as the rows allow."""
         wanted = max(self.legal(2 * self.ranks), 1)
         return next((rows // number for number in range(min(wanted, rows), 0, -1) if rows % number == 0), 1)

@@ -40,9 +40,8 @@ def pipeline_requested(case: Case) -> Found:
         most = blocks // (stages // ranks)
         way = f"Legal here: layout.pp = 1 to {most}." if most else "Use 1f1b, which makes one stage for each rank."
         yield ConfigError(
-            f"layout.pp = {ranks} with {t.pipeline_schedule} makes {stages} stages, but {case.facts.kind} has"
-            f" {blocks} blocks, and each"
-            f" stage needs one. {way}"
+            f"layout.pp = {ranks} with {t.pipeline_schedule} makes {stages} stages, but {case.facts.kind} has {blocks}"
+            f" blocks, and each stage needs one. {way}"
         )
 
 
@@ -58,24 +57,21 @@ def pipeline_companions(case: Case) -> Found:
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
     if t.sync_grad_accum is not False and _splits_backward(case):
-        said = (
+        key = (
             f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
             if t.zero_stage == "auto"
             else f"zero_stage = {t.zero_stage}"
         )
         yield UnsupportedError(
-            f"techniques.{said} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
-            f" input and weight"
-            f" gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b or"
-            f" interleaved_1f1b, or"
-            f" techniques.zero_stage = 1."
+            f"techniques.{key} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
+            f" input and weight gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b"
+            f" or interleaved_1f1b, or techniques.zero_stage = 1."
         )
     if t.compile and _splits_backward(case):
         yield UnsupportedError(
-            f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which"
-            f" computes input and weight"
-            f" gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b, or"
-            f" techniques.compile = false."
+            f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
+            f" input and weight gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b,"
+            f" or techniques.compile = false."
         )
 
 
@@ -92,9 +88,8 @@ def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
             blocks = [block for stage in stages for block in plan.stages[stage].blocks]
             raise ConfigError(
                 f"layout.pp = {plan.ranks}: all that rank {rank} of the pipeline has ({blocks[0]} to {blocks[-1]}) is"
-                f" frozen, so an"
-                f" optimizer there would have nothing to train. Cut elsewhere (techniques.pipeline_cuts), or freeze"
-                f" less."
+                f" frozen, so an optimizer there would have nothing to train. Cut elsewhere (techniques.pipeline_cuts),"
+                f" or freeze less."
             )
 
 
@@ -116,23 +111,20 @@ def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> N
     if not plan.schedule.endswith(".csv") and schedule_kind(plan.schedule).multiple(plan.ranks) > 1:
         takes = f"a multiple of {plan.least} microbatches"
     raise ConfigError(
-        f"techniques.pipeline_schedule = {plan.schedule} on layout.pp = {plan.ranks} takes {takes}, but the {rows}"
-        f" rows of a rank make"
-        f" {number} of {size} rows each. Set batch.global_batch to {legal} times batch.microbatch for each data rank,"
-        f" or use 1f1b, which"
-        f" takes any number."
+        f"techniques.pipeline_schedule = {plan.schedule} on layout.pp = {plan.ranks} takes {takes}, but the {rows} rows"
+        f" of a rank make {number} of {size} rows each. Set batch.global_batch to {legal} times batch.microbatch for"
+        f" each data rank, or use 1f1b, which takes any number."
     )
 
 
 def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
-    """Count the stages that the request makes; ConfigError where it cannot be read."""
+    """Count the stages that the request makes; ConfigError if its schedule cannot be read."""
     if t.pipeline_schedule.endswith(".csv"):
         schedule = read_schedule(t.pipeline_schedule)
         if len(schedule.ranks) != ranks:
             raise ConfigError(
-                f"techniques.pipeline_schedule = {t.pipeline_schedule}: it has {len(schedule.ranks)} rows, one for"
-                f" each rank, but"
-                f" layout.pp = {ranks}"
+                f"techniques.pipeline_schedule = {t.pipeline_schedule}: it has {len(schedule.ranks)} rows, one for each"
+                f" rank, but layout.pp = {ranks}"
             )
         return schedule.stages
     kind = schedule_kind(t.pipeline_schedule)
@@ -151,8 +143,7 @@ def _stages_of_size(kind: ScheduleKind, layers: int, ranks: int, blocks: int) ->
         wanted = f"{2 * ranks}" if kind.is_v else f"a multiple of {ranks}" if kind.loops else f"{ranks}"
         raise ConfigError(
             f"techniques.layers_per_stage = {layers} makes {stages} stages of {blocks} blocks, but {kind.name} on"
-            f" layout.pp = {ranks} takes"
-            f" {wanted}"
+            f" layout.pp = {ranks} takes {wanted}"
         )
     return stages
 

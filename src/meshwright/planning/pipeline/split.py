@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from meshwright.core.errors import ConfigError
 
 Cost = Callable[[int, int, int], float]
-"""(stage, first block, block behind its last) -> cost of the stage."""
+"""Cost of a stage: (stage, first block, block after its last) -> number."""
 
 
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int]]:
@@ -30,10 +30,9 @@ def balanced(
     """Cut stages (start, end) with the least work of the slowest, then memory of the largest, then unevenness.
 
     Args:
-        blocks: number of parameter elements of each block, which stand for its memory and its multiplications per
-            token.
-        head: elements that the last stage has besides, which count as multiplications and memory.
-        embedding: elements that the first stage has besides, which are only looked up in.
+        blocks: number of parameter elements of each block, a measure of its memory and its multiplications per token.
+        head: further elements of the last stage, which count as multiplications and memory.
+        embedding: further elements of the first stage, which are only looked up.
     """
     sums = [0.0]
     for size in blocks:
@@ -86,7 +85,6 @@ def given_cuts(cuts: Sequence[int], blocks: int, stages: int) -> list[tuple[int,
     if len(cuts) != stages - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
         raise ConfigError(
             f"techniques.pipeline_cuts = {list(cuts)}: {stages} stages of {blocks} blocks need {stages - 1} rising"
-            f" numbers between 1 and"
-            f" {blocks - 1}, the first block of every stage but the first"
+            f" numbers between 1 and {blocks - 1}, the first block of every stage but the first"
         )
     return list(zip(bounds, bounds[1:], strict=False))

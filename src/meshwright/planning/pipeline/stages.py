@@ -1,4 +1,4 @@
-"""Restrict a plan and model facts to one pipeline stage, and list what the ranks of a pipeline send."""
+"""Restrict a plan and model facts to one pipeline stage, and list the messages of a pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> Mod
 
 
 def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
-    """List everything that a rank of the pipeline axis sends in a step."""
+    """List every collective and send of a rank of the pipeline axis in a step."""
     frozen = set(plan.frozen)
     facts = replace(
         facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
@@ -128,7 +128,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
 
 
 def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:
-    """List a stage's sends: (rows, seq, width) forward, the same of gradients backward; a part of a cut sequence."""
+    """List a stage's sends per token: activations forward, gradients backward; a rank's part of a cut sequence."""
     cut = plan.tensor is not None and plan.tensor.sequence_parallel
     here = pipeline.stages[stage].rank
     for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):

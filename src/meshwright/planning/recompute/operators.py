@@ -50,7 +50,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     """Find torch's operator of a full name (``aten.mm.default``), or all savable forms of one (``aten.mm``).
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no operator of that name.
         UnsupportedError: its results cannot be saved.
     """
     found: Any = torch.ops
@@ -63,8 +63,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
         raise ConfigError(
             f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an"
-            f" operator of torch"
-            f" such as aten.mm.default; or module:function, a policy."
+            f" operator of torch such as aten.mm.default; or module:function, a policy."
         )
     if parts[0] in ("c10d", "_c10d_functional"):
         raise UnsupportedError(
@@ -76,13 +75,12 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
     if not fresh:
         raise UnsupportedError(
             f"{where}: '{name}' writes into its inputs or gives a view of them, so that there is no result of its own"
-            f" to keep. Name the"
-            f" operator that makes the tensor."
+            f" to keep. Name the operator that makes the tensor."
         )
     return fresh
 
 
 def is_fresh(operator: Any) -> bool:
-    """Tell whether an operator's results are new: it writes into no argument, and returns no view of one."""
+    """Return whether an operator's results are new: it writes into no argument, and returns no view of one."""
     schema = schema_of(operator)
     return bool(schema.returns) and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

@@ -20,7 +20,7 @@ ON_BLOCKS = ("full", "every_n", "modules", "selective_op", "offload", "memory_bu
 
 
 def checkpointing_keys(case: Case) -> Found:
-    """Require legal values, and for keys that act with one mode that this mode is set."""
+    """Require legal values, and the right mode for keys that act with one mode only."""
     t = case.techniques
     mode = t.activation_checkpointing
     defaults = {field.name: field.default for field in fields(Techniques)}
@@ -28,17 +28,15 @@ def checkpointing_keys(case: Case) -> Found:
         if getattr(t, key) != defaults[key] and mode != wanted:
             yield ConfigError(
                 f"techniques.{key} acts only with techniques.activation_checkpointing = {wanted}, and here that is"
-                f" {mode}. Leave it out, or"
-                f" set techniques.activation_checkpointing = {wanted}."
+                f" {mode}. Leave it out, or set techniques.activation_checkpointing = {wanted}."
             )
     for key in ("checkpoint_every", "checkpoint_keep_every"):
         if getattr(t, key) < 1:
             yield ConfigError(f"techniques.{key} = {getattr(t, key)}: every n-th one, where n is 1 (every one) or more")
     if not 0 < t.activation_memory_budget < 1:
         yield ConfigError(
-            f"techniques.activation_memory_budget = {t.activation_memory_budget}: a share of what would be kept,"
-            f" above 0 and below 1; for"
-            f" all of it set techniques.activation_checkpointing = none, for nothing full."
+            f"techniques.activation_memory_budget = {t.activation_memory_budget}: a share of what would be kept, above"
+            f" 0 and below 1; for all of it set techniques.activation_checkpointing = none, for nothing full."
         )
     if mode == "selective_op":
         yield from check_kept(t.checkpoint_keep, "techniques.checkpoint_keep")
@@ -54,21 +52,18 @@ def checkpointing_matches(case: Case) -> Found:
     if mode == "selective" and not facts.attentions:
         yield ConfigError(
             f"techniques.activation_checkpointing = selective recomputes attention, but no module of {facts.kind}"
-            f" inside a repeated"
-            f" block is called attention. Use full, or name the module *attention*."
+            f" inside a repeated block is called attention. Use full, or name the module *attention*."
         )
     if mode == "every_n" and t.checkpoint_every > len(facts.blocks):
         yield ConfigError(
             f"techniques.checkpoint_every = {t.checkpoint_every} is more than the {len(facts.blocks)} blocks of"
-            f" {facts.kind}: none would"
-            f" be recomputed"
+            f" {facts.kind}: none would be recomputed"
         )
     if mode == "modules":
         if not t.checkpoint_modules:
             yield ConfigError(
-                "techniques.activation_checkpointing = modules recomputes the modules of"
-                " techniques.checkpoint_modules, and none is"
-                f" named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
+                "techniques.activation_checkpointing = modules recomputes the modules of techniques.checkpoint_modules,"
+                f" and none is named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
             )
         yield from _patterns_match(case)
         yield from _parts_fit(case, checkpointed_modules(facts, t))
@@ -91,13 +86,12 @@ def _patterns_match(case: Case) -> Found:
     for inner, outer in nested[:1]:
         yield ConfigError(
             f"techniques.checkpoint_modules: '{found[inner]}' matches {inner}, which lies in {outer}"
-            f" ('{found[outer]}'): it would be"
-            f" recomputed twice. Leave one of them out."
+            f" ('{found[outer]}'): it would be recomputed twice. Leave one of them out."
         )
 
 
 def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
-    """Refuse to recompute alone a part of what computes together on several ranks."""
+    """Refuse to recompute alone a part of modules that compute together on several ranks."""
     facts, layout = case.facts, case.layout
     inside: dict[str, str] = {}
     if layout.tp > 1 and facts.applied_plan(TensorPlan) is None:
@@ -116,27 +110,24 @@ def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
     for path, axis in list(inside.items())[:1]:
         yield UnsupportedError(
             f"techniques.checkpoint_modules: {path} is a part of what computes together with {axis}, and cannot be"
-            f" recomputed alone. Name"
-            f" blocks, or whole attentions, feed-forwards and stacks of experts."
+            f" recomputed alone. Name blocks, or whole attentions, feed-forwards and stacks of experts."
         )
 
 
 def checkpointing_companions(case: Case) -> Found:
-    """Require what a mode needs beside it, and refuse what it does not combine with."""
+    """Require the settings that a mode needs, and refuse those that it does not combine with."""
     t = case.techniques
     mode = t.activation_checkpointing
     if mode == "memory_budget":
         if not t.compile:
             yield ConfigError(
-                "techniques.activation_checkpointing = memory_budget is a wish to the compiler, which chooses what a"
-                " compiled block keeps:"
-                " it needs techniques.compile = true. Set it, or use selective_op."
+                "techniques.activation_checkpointing = memory_budget is a request to the compiler, which chooses what a"
+                " compiled block keeps: it needs techniques.compile = true. Set it, or use selective_op."
             )
         if (dropout := _dropout_in_blocks(case)) is not None:
             yield UnsupportedError(
                 f"techniques.activation_checkpointing = memory_budget: '{dropout}' drops at random, and the compiler"
-                f" could drop others when"
-                f" it recomputes. Use selective_op or full, or set its p to 0."
+                f" could drop others when it recomputes. Use selective_op or full, or set its p to 0."
             )
         if case.layout.tp > 1:
             yield UnsupportedError(
@@ -146,16 +137,14 @@ def checkpointing_companions(case: Case) -> Found:
             )
     if mode == "offload" and t.compile:
         yield UnsupportedError(
-            "techniques.activation_checkpointing = offload does not go with techniques.compile = true: a compiled"
-            " block keeps what its"
-            " graph says, as one. Set techniques.compile = false, or use memory_budget."
+            "techniques.activation_checkpointing = offload does not go with techniques.compile = true: a compiled block"
+            " keeps what its graph says, as one. Set techniques.compile = false, or use memory_budget."
         )
     if mode == "selective_op" and t.async_tensor_parallel and "collectives" in t.checkpoint_keep:
         yield UnsupportedError(
-            "techniques.async_tensor_parallel = true sends and multiplies at once, so techniques.checkpoint_keep"
-            " cannot keep what was sent"
-            " without the product. Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel"
-            " = false."
+            "techniques.async_tensor_parallel = true sends and multiplies at once, so techniques.checkpoint_keep cannot"
+            " keep what was sent without the product. Leave collectives out of techniques.checkpoint_keep, or set"
+            " async_tensor_parallel = false."
         )
 
 

@@ -1,4 +1,4 @@
-"""List the messages over the tensor axis in a microbatch, counted before anything runs.
+"""List the messages over the tensor axis in a microbatch, before the model runs.
 
 With the sequence cut (arXiv 2205.05198), a column-parallel input is gathered in forward, again in backward, and its
 gradient reduced and scattered; a row-parallel output is reduced and scattered in forward, and its gradient gathered.
@@ -35,8 +35,8 @@ def tensor_collectives(
     """List the collectives of one forward and backward, and the sums of gradients at the end of a step.
 
     Args:
-        recomputed: block -> paths of the modules in it ("": all of it) whose forward runs twice.
-        shards: number of ranks that shard once more what a rank of the tensor axis holds.
+        recomputed: block -> paths of the modules in it ("": the block) whose forward runs twice.
+        shards: number of ranks that shard a tensor rank's part once more.
     """
     return tuple(_found(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
 
@@ -215,7 +215,7 @@ class _BlockWork:
         return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
 
     def _train(self, *paths: str) -> bool:
-        """Tell whether any of these linear layers, or of their adapters, is trained."""
+        """Return whether any of these linear layers, or of their adapters, is trained."""
         return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
 
     def _weight_trains(self, path: str) -> bool:
@@ -225,7 +225,7 @@ class _BlockWork:
         return self.count.trains(f"{self.block}.{path}")
 
     def _is_kept(self, paths: tuple[str, ...]) -> bool:
-        """Tell whether the input of these layers is saved whole for backward, as adapters need it."""
+        """Return whether the input of these layers is saved whole for backward, as adapters need it."""
         return any(len(self._with[path]) > 1 for path in paths)
 
     def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:

@@ -69,7 +69,7 @@ def make_tensor_plan(
             for path, kind in words.kinds.items()
             if not any(is_within(path, other) for other in words.elsewhere)
         }
-        notes += dict.fromkeys(differences(words.own, here, structure, _cut_modules(plan)))
+        notes += dict.fromkeys(differences(words.own, here, _cut_modules(plan)))
     return plan, tuple(notes)
 
 
@@ -149,7 +149,7 @@ LEFT_WHOLE = {
 
 
 def _sequence_obstacle(kind: BlockKind, planned: BlocksPlan, given: GivenStyles | None) -> str:
-    """Say why activations between these blocks cannot be cut along the sequence; "" where they can."""
+    """Return the reason why activations between these blocks cannot be cut along the sequence; "" if they can."""
     name = pattern(kind.blocks[0])
     if kind.mixes_outside:
         return f"tokens meet in {name} outside the layers that are cut"

@@ -1,4 +1,4 @@
-"""Describe tensor parallelism: what is cut, how each region runs on one rank, and what stays whole."""
+"""Describe tensor parallelism: the parts that are cut, how each region runs on one rank, and the parts left whole."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class BlocksPlan:
                     yield cut
 
     def summed_outputs(self) -> Iterator[str]:
-        """Yield modules whose outputs, none or all of one process's, are reduced together by the last of them."""
+        """Yield the modules whose outputs are reduced together by the last one; each alone differs from one process."""
         places = {planned.region.consumer: planned.region.place_of(planned.region.consumer) for planned in self.regions}
         for block in self.blocks:
             for path in self.summed:
                 yield from (f"{block}.{path}", f"{block}.{places.get(path, path)}")
 
     def parts_of(self, path: str) -> OperandParts:
-        """Name the operands of a linear layer of which a rank has a part; ``path`` is within the block."""
+        """Return the operands of a linear layer of which a rank has a part; ``path`` is within the block."""
         for region in (planned.region for planned in self.regions):
             if path == region.consumer:
                 return ROW
@@ -74,7 +74,7 @@ class BlocksPlan:
                     if path in (first, second):
                         ends = adapter.host == region.consumer
                         return (ROW if ends else FEEDING) if path == first else (SUMMAND if ends else COLUMN)
-        return WHOLE  # of a rank's own tokens; one rank may have none (an expert), and would not be there to agree
+        return WHOLE  # a rank's own tokens: a rank without tokens (of an expert) would not take part in an agreement
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,22 @@ class TensorPlan:
         ranks: size of the axis.
         source: origin of the plan, in words.
         blocks: all blocks, in forward order.
-        sequence_parallel: between blocks each rank has only its part of the sequence.
-        regather: gathered activations are not saved for backward but gathered again.
+        sequence_parallel: whether each rank has only its part of the sequence between blocks.
+        regather: whether gathered activations are gathered again in backward instead of saved.
         kinds: kinds of blocks.
-        begins: the first block's input follows from the token ids; else another pipeline stage sends it, cut already.
+        begins: whether the first block's input derives from the token ids; else another pipeline stage sends it, cut
+            already.
         embedding: the module that turns ids into vectors, its rows distributed; "": it stays whole.
-        embedding_is_hidden: nothing lies between it and the first block.
-        gathers_after_blocks: the whole sequence is gathered behind the last block, since what follows counts its
+        embedding_is_hidden: whether its output is the first block's input, unchanged.
+        gathers_after_blocks: whether the whole sequence is gathered after the last block, since later modules count
             tokens; else at the head.
-        before: whole parameters that the first block's input follows from: all ranks compute them alike.
-        head: the layer that gives the logits, its rows distributed; "": it stays whole.
+        before: whole parameters on which the first block's input depends: all ranks compute with them alike.
+        head: the layer that computes the logits, its rows distributed; "": it stays whole.
         tied: other names of the parameters of embedding and head.
-        alike_behind: whole parameters behind the blocks that all ranks use alike, for the whole sequence: all of them
-            where the head is whole.
-        tail: what the model does to the logits.
-        async_tensor_parallel: products overlap with the messages beside them.
+        alike_behind: whole parameters after the blocks that all ranks use alike, for the whole sequence: all of them if
+            the head is whole.
+        tail: the model's operations on the logits.
+        async_tensor_parallel: whether products overlap with the messages beside them.
     """
 
     ranks: int
@@ -144,7 +145,7 @@ class TensorPlan:
         return replace(self, blocks=blocks, kinds=kinds)
 
     def cut_of(self, name: str, shape: Sequence[int]) -> tuple[int, tuple[FusedPart, ...]] | None:
-        """Return (dim, parts) of a parameter of that shape; None where it stays whole."""
+        """Return (dim, parts) of a parameter of that shape; None if it stays whole."""
         path = owner(name)
         if name in self.tied or (path and path in (self.embedding, self.head)):
             return 0, (FusedPart(shape[0], shape[0]),)
@@ -169,7 +170,7 @@ class TensorPlan:
         return (*shape[:dim], size, *shape[dim + 1 :])
 
     def parts_of(self, path: str) -> OperandParts:
-        """Name the operands of a linear layer of which a rank has a part; none where all ranks compute it alike."""
+        """Return the operands of a linear layer of which a rank has a part; none if all ranks compute it alike."""
         name = f"{path}.weight"
         kind, block = next(
             ((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, "")
@@ -179,7 +180,7 @@ class TensorPlan:
         return kind.parts_of(path[len(block) + 1 :])
 
     def is_summed(self, name: str) -> bool:
-        """Tell whether a whole parameter's gradient is the sum of what each rank finds for its part."""
+        """Return whether the ranks' gradients of a whole parameter are partial."""
         if name in self.before or name in self.alike_behind:
             return False
         if self.sequence_parallel:
@@ -195,7 +196,7 @@ class TensorPlan:
 
 
 def _sees_some_groups(region: Region, name: str) -> bool:
-    """Tell whether a region uses a whole parameter for the groups of one rank only."""
+    """Return whether a region uses a whole parameter for the groups of one rank only."""
     return name in region.shared or owner(name) in region.spanning
 
 

@@ -74,8 +74,7 @@ def tensor_companions(case: Case) -> Found:
             why = structure.tail.obstacle
             yield UnsupportedError(
                 f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done"
-                f" piece by piece"
-                f" ({why}). Set techniques.loss_chunks = 1."
+                f" piece by piece ({why}). Set techniques.loss_chunks = 1."
             )
 
 
@@ -99,15 +98,14 @@ def async_tensor_fits(case: Case) -> Found:
 
 
 def no_blocks(request: str, facts: ModelFacts) -> str:
-    """Say why a request that acts on repeated blocks finds none."""
+    """Return the error text for a request that acts on repeated blocks and finds none."""
     lacks = f"{request} acts on repeated blocks, and none was found in {facts.kind}: "
     for parameter in facts.parameters:
         alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
         if alike:  # sibling modules share one weight
             return (
-                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of"
-                f" their own. Give each"
-                f" block a copy, or use the shared module outside the blocks"
+                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their"
+                f" own. Give each block a copy, or use the shared module outside the blocks"
             )
     return (
         f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own, or name them:"

@@ -22,8 +22,8 @@ class StyleMeaning:
     Attributes:
         kind: column and row cut linear layers; whole cuts nothing; sum adds up a module's outputs.
         parts: number of equal parts side by side in the weight.
-        whole_outside: the activation that is cut inside enters or leaves whole.
-        silent: nothing travels; messages are left to the module around.
+        whole_outside: whether the activation that is cut inside enters or leaves whole.
+        silent: whether the module sends no messages, and leaves them to the module around it.
     """
 
     kind: Literal["column", "row", "embedding", "whole", "sum", "mla", "experts"]
@@ -109,26 +109,24 @@ class GivenStyles:
         return {path[len(block) + 1 :]: named.word for path, named in self.named.items() if is_within(path, block)}
 
     def check_alike(self, kind: BlockKind) -> None:
-        """Raise UnsupportedError where a plan treats blocks of one kind differently."""
+        """Raise UnsupportedError if a plan treats blocks of one kind differently."""
         first = self.of_block(kind.blocks[0])
         for block in kind.blocks[1:]:
             if (other := self.of_block(block)) != first:
                 within = min(path for path in {*first, *other} if first.get(path) != other.get(path))
                 raise UnsupportedError(
                     f"tensor plan: {kind.blocks[0]}.{within} and {block}.{within} are given different styles, and"
-                    f" blocks that are made"
-                    f" alike are cut alike. Write {pattern(block)}.{within}."
+                    f" blocks that are made alike are cut alike. Write {pattern(block)}.{within}."
                 )
 
     def cuts(self, block: str, region: Region) -> bool:
-        """Tell whether a region is to be cut; ConfigError where a plan names only a part of its layers."""
+        """Return whether a region is to be cut; ConfigError if a plan names only a part of its layers."""
         for path in (f"{block}.{path}" for path in region.latent):
             if self.kind_at(path) in ("column", "row"):
                 named = self.named[path]
                 raise ConfigError(
                     f"tensor plan: {pattern(path)} ({named.word}, pattern '{named.pattern}') gives what all heads are"
-                    f" made from, so every"
-                    f" rank computes it whole. Legal here: mla_kv_a_proj, replicate."
+                    f" made from, so every rank computes it whole. Legal here: mla_kv_a_proj, replicate."
                 )
         begins, end = [f"{block}.{path}" for path in region.producers], f"{block}.{region.consumer}"
         kinds = {self.kind_at(path) for path in begins}
@@ -137,9 +135,8 @@ class GivenStyles:
         if not {*kinds, self.kind_at(end)} & {"column", "row"}:
             return False
         raise ConfigError(
-            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can"
-            f" only be cut together,"
-            f" and the plan has {self.says([*begins, end])}. Give all of them these styles, or none."
+            f"tensor plan: the layers {', '.join(map(pattern, begins))} (colwise) and {pattern(end)} (rowwise) can only"
+            f" be cut together, and the plan has {self.says([*begins, end])}. Give all of them these styles, or none."
         )
 
     def built(self, kind: BlockKind, ranks: int) -> tuple[Region, ...]:
@@ -183,9 +180,8 @@ class GivenStyles:
             if STYLES[named.word].parts > 1 or f"{block}.{path}" not in self.linears:
                 raise UnsupportedError(
                     f"tensor plan: {pattern(block)}.{path}: the structure of this layer could not be measured, and by"
-                    f" names alone only"
-                    f" torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the layer stays"
-                    f" whole."
+                    f" names alone only torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the"
+                    f" layer stays whole."
                 )
             size = self.linears[f"{block}.{path}"][1 if path == consumer else 0]
             if size % ranks:
@@ -213,9 +209,8 @@ class GivenStyles:
                 found = ", ".join(p for p in (structure.embedding, structure.head) if p) or "none"
                 raise UnsupportedError(
                     f"tensor plan: {path} ({wanted[path].word}, pattern '{wanted[path].pattern}') lies outside the"
-                    f" blocks, where only the"
-                    f" embedding of the tokens and the layer that gives the logits can be cut (found: {found}). Legal"
-                    f" here: replicate."
+                    f" blocks, where only the embedding of the tokens and the layer that gives the logits can be cut"
+                    f" (found: {found}). Legal here: replicate."
                 )
         if structure.head in wanted and wanted[structure.head].kind != "column":
             raise ConfigError(
@@ -231,8 +226,7 @@ class GivenStyles:
                 if whole is not None:
                     raise ConfigError(
                         f"tensor plan: {' and '.join(sorted(both))} are one tied weight, and the plan has"
-                        f" {self.says(sorted(both))}."
-                        f" Give both a style that cuts, or neither."
+                        f" {self.says(sorted(both))}. Give both a style that cuts, or neither."
                     )
                 cut |= both
         return tuple(path if path in cut and path else "" for path in (structure.embedding, structure.head))  # type: ignore[return-value]
@@ -265,8 +259,7 @@ def given_styles(
             known = dict.fromkeys(pattern(path) for path in kinds if path)
             raise ConfigError(
                 f"tensor plan: the pattern '{request.pattern}' names no module of the"
-                f" model.{nearest(request.pattern, known)} A pattern is"
-                f" a module's whole path, with * for an index."
+                f" model.{nearest(request.pattern, known)} A pattern is a module's whole path, with * for an index."
             )
         for path in paths:
             if path in found:
@@ -293,26 +286,24 @@ def _check_kind(request: TensorStyleRequest, path: str, kind: ModuleKind) -> Non
         )
 
 
-def differences(
-    own: Mapping[str, str], kinds: Mapping[str, ModuleKind], structure: Structure, cut: Mapping[str, str]
-) -> Iterator[str]:
+def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], cut: Mapping[str, str]) -> Iterator[str]:
     """Yield notes where the measured structure and a model's own plan disagree.
 
     Args:
         own: patterns -> names of styles.
-        cut: path -> "column", "row" or "embedding" of what is cut as measured.
+        cut: path -> "column", "row" or "embedding", for each module that the measured plan cuts.
     """
-    said: dict[str, str] = {}
+    styled: dict[str, str] = {}
     for wildcard, word in own.items():
         meaning = STYLES[word].kind if word in STYLES else "whole"
         for path in selected(wildcard, kinds):
             if meaning in ("column", "row", "embedding", "experts"):
-                said[path] = word
+                styled[path] = word
             if meaning in ("column", "row", "embedding", "experts") and path not in cut:
                 yield (
                     f"the model's own plan cuts {pattern(path)} ({word}); what was measured does not, and every"
                     f" rank has it whole"
                 )
     for path in cut:
-        if path not in said:
+        if path not in styled:
             yield f"the model's own plan leaves {pattern(path)} whole; it was measured that it can be cut, and it is"

@@ -22,11 +22,11 @@ class Words:
 
     Attributes:
         given: a user's plan; None: the measured structure decides.
-        own: the plan that the model brings along, patterns -> names of styles; the measured structure decides, and
-            notes say where the two differ.
+        own: the model's own plan, patterns -> names of styles; the measured structure decides, and notes report the
+            differences.
         kinds: kinds of the model's modules.
         tied: groups of modules that share their weight.
-        hints: what the model's author says of it.
+        hints: hints of the model's author.
         elsewhere: modules that are distributed over another axis.
     """
 
@@ -39,7 +39,7 @@ class Words:
 
 
 def words_for(facts: ModelFacts, requested: tuple[TensorStyleRequest, ...]) -> Words:
-    """Read the user's plan where there is one, else the regions of the model's hints, else its own plan.
+    """Read the user's plan if there is one, else the regions of the model's hints, else its own plan.
 
     Raises:
         ConfigError, UnsupportedError: the user's plan does not fit the model.

@@ -127,7 +127,7 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a failed allocation by torch, on a GPU or the host."""
+    """Return whether an error is a failed allocation by torch, on a GPU or the host."""
     import torch
 
     words = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")

@@ -109,8 +109,7 @@ def _nothing_to_train(groups: int, frozen: int) -> str:
         return f"nothing to train on this rank: the {groups} parameter group(s) hold no parameters"
     return (
         f"nothing to train on this rank: all {frozen} parameters in {groups} group(s) are frozen (requires_grad is"
-        f" False). "
-        "Unfreeze some, or add adapters, before the optimizer is built"
+        " False). Unfreeze some, or add adapters, before the optimizer is built"
     )
 
 
@@ -136,8 +135,7 @@ def _refuse_repeats(index: int, params: Sequence[nn.Parameter], seen: set[int]) 
         if id(param) in seen:
             raise ConfigError(
                 f"optimizer group {index}: parameter {position}, of shape {tuple(param.shape)}, occurs in the groups"
-                f" twice "
-                "and would be stepped twice. A tied parameter belongs in one group, once"
+                " twice and would be stepped twice. A tied parameter belongs in one group, once"
             )
         seen.add(id(param))
 

@@ -159,9 +159,7 @@ def _check(
     if kind == "wsd" and total_steps > 1 and at_peak + _decay_steps(total_steps, decay_fraction) > total_steps:
         raise ConfigError(
             f"schedule.kind = wsd: reaching the peak takes {at_peak} step(s) and the decay"
-            f" {_decay_steps(total_steps, decay_fraction)}"
-            f" (schedule.decay_fraction = {decay_fraction} of {total_steps}), together more than steps ="
-            f" {total_steps}. Lower"
-            f" schedule.warmup_steps, or set schedule.decay_fraction to at most"
-            f" {(total_steps - at_peak) / total_steps:.4g}"
+            f" {_decay_steps(total_steps, decay_fraction)} (schedule.decay_fraction = {decay_fraction} of"
+            f" {total_steps}), together more than steps = {total_steps}. Lower schedule.warmup_steps, or set"
+            f" schedule.decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
         )

@@ -43,7 +43,7 @@ class Recordings:
                 say(f"{key} = {text} lies behind step {step}, from which the run goes on: nothing is recorded")
 
     def begins_before(self, step: int) -> bool:
-        """Tell whether a recording starts before this step."""
+        """Return whether a recording starts before this step."""
         return bool(self._beginning(step))
 
     def before(self, step: int) -> None:
@@ -53,7 +53,7 @@ class Recordings:
             self._open.append((window, recording))
 
     def ends_after(self, step: int) -> bool:
-        """Tell whether a recording stops after this step."""
+        """Return whether a recording stops after this step."""
         return any(step + 1 not in window for window, _ in self._open)
 
     def after(self, step: int) -> None:
@@ -107,8 +107,7 @@ def check_recordings(logging: Any, device: str) -> None:
     if logging.memory_snapshot and device != "cuda":
         raise UnsupportedError(
             f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and"
-            f" this run is on"
-            f" {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."
+            f" this run is on {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."
         )
 
 

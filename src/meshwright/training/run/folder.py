@@ -121,7 +121,7 @@ class RunFolder:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Tell whether a file in a folder without an identity is anything but the remnant of an interrupted start."""
+    """Return whether a file in a folder without an identity is anything but the remnant of an interrupted start."""
     return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
 
 

@@ -53,8 +53,7 @@ def _take(path: Path) -> int | None:
                 continue
             raise ConfigError(
                 f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints."
-                f" Wait for it or stop it,"
-                f" or leave run empty for a new folder"
+                f" Wait for it or stop it, or leave run empty for a new folder"
             ) from None
         if _is_there(file, path):
             os.truncate(file, 0)
@@ -66,7 +65,7 @@ def _take(path: Path) -> int | None:
 
 
 def _is_there(file: int, path: Path) -> bool:
-    """Tell whether the file that was locked is still the one of that name."""
+    """Return whether the file that was locked is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -52,6 +52,5 @@ def refuse_code(
         values = " and ".join(f"{key} = {shown(value)}" for key, value in found.items())
         raise ConfigError(
             f"{file} holds {values}, which runs code, and no file can allow that, nor an earlier command for this one:"
-            f" read that code, then"
-            f" add {FLAG} to this command, or give another value with --{next(iter(found))}"
+            f" read that code, then add {FLAG} to this command, or give another value with --{next(iter(found))}"
         )

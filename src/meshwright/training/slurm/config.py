@@ -123,8 +123,7 @@ def check_job(config: LaunchConfig) -> None:
     if job.time and seconds_of(job.time) <= job.signal_sec:
         raise ConfigError(
             f"slurm.time = {job.time!r} is {seconds_of(job.time)} s, and slurm.signal_sec = {job.signal_sec}: the job"
-            f" would be told to stop"
-            f" as it starts. Raise slurm.time, or lower slurm.signal_sec."
+            f" would be told to stop as it starts. Raise slurm.time, or lower slurm.signal_sec."
         )
     for flag in job.extra:
         name = flag.partition("=")[0]

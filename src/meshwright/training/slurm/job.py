@@ -56,8 +56,7 @@ def submit(config: LaunchConfig, run: Path) -> str:
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "sbatch is not on PATH, so no job can be submitted from here: run this on a login node of the cluster, or"
-            " add --dry-run to see"
-            " the script without submitting it"
+            " add --dry-run to see the script without submitting it"
         )
     executor = _executor(config, run)
     made = not run.exists()

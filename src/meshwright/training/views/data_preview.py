@@ -69,12 +69,12 @@ def _show(number: int, runs: list[Run], tokenizer: Tokenizer, console: Console) 
 def _documents(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> tuple[str, Iterator[list[Run]]]:
     """Return the task, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
-        return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0), tokenizer)
+        return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
     recipe = TokenisingRecipe(scan, options, tokenizer, 0.0)
     return recipe.task.name, _tokenised(recipe, tokenizer)
 
 
-def _mapped(recipe: IndexingRecipe, tokenizer: Tokenizer) -> Iterator[list[Run]]:
+def _mapped(recipe: IndexingRecipe) -> Iterator[list[Run]]:
     for file in recipe.files:
         ids = file.open()[: 1 << 20]
         recipe.check(file, 0, ids)

@@ -58,7 +58,7 @@ class MemoryWatch:
             self._explain(error)
             raise
 
-    def told(self) -> str:
+    def first_step_report(self) -> str:
         """Return the report on the first step's memory; empty after the first call."""
         account, self._account = self._account, None
         if account is None:
@@ -69,7 +69,7 @@ class MemoryWatch:
         reading = read_memory(self.r.model.device)
         estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")
         table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
-        unknown = f"\n  activations and logits were not foreseen: {estimate.why_not}" if estimate.why_not else ""
+        unknown = f"\n  activations and logits were not estimated: {estimate.why_not}" if estimate.why_not else ""
         return (
             f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
         )

@@ -67,8 +67,7 @@ class Watch:
             if not agree.from_rank_zero(self.folder.trace_check.is_file()):
                 raise ConfigError(
                     f"check_trace = {self.trace.trace.path}: a trace begins at step 0, and this run goes on from step"
-                    f" {step};"
-                    f" leave check_trace out"
+                    f" {step}; leave check_trace out"
                 )
             self.teller.say(f"its first steps were compared with a trace already: {self.folder.trace_check}")
             self.trace = None

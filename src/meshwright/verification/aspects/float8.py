@@ -66,10 +66,9 @@ def refuse_unseen(problem: Problem) -> None:
     ):
         raise UnsupportedError(
             "verify cannot tell techniques.float8 = tensorwise with techniques.compile = true from a fault where the"
-            " model has experts:"
-            " with the scales of other rows rounding moves tokens to other experts, and routing inside compiled"
-            " blocks is not seen. Verify"
-            " it with techniques.compile = false, or with techniques.float8 = rowwise."
+            " model has experts: with the scales of other rows rounding moves tokens to other experts, and routing"
+            " inside compiled blocks is not seen. Verify it with techniques.compile = false, or with techniques.float8"
+            " = rowwise."
         )
 
 

@@ -55,8 +55,7 @@ class Nature:
         if self.undrawn is not None:
             found.append(
                 f"compared in evaluation mode: with all dropout layers switched off, the output of"
-                f" {_called(self.undrawn)} still changes"
-                f" from forward to forward in training mode"
+                f" {_called(self.undrawn)} still changes from forward to forward in training mode"
             )
         if self.is_rare:
             found.append(
@@ -81,10 +80,8 @@ def nature(problem: Problem) -> Nature:
         if always is not None:
             raise IntegrityError(
                 f"two forwards of the same rows in one process differ, in evaluation mode too (first: the output of"
-                f" {_called(always)}), so"
-                f" nothing can be compared: the model draws random numbers in every forward. Draw them only where"
-                f" self.training is true,"
-                f" or from a torch.Generator that is seeded in the forward"
+                f" {_called(always)}), so nothing can be compared: the model draws random numbers in every forward."
+                f" Draw them only where self.training is true, or from a torch.Generator that is seeded in the forward"
             )
     is_rare = _equal_rows(one.rows()[0].get(ROOT), other.rows()[0].get(ROOT)) > 0
     return Nature(drawn, undrawn, is_rare, one.shapes)

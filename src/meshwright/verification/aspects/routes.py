@@ -55,7 +55,7 @@ def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
 
 
 def put_together(
-    said: Sequence[tuple[tuple[int, int], TokensOfRank, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]
+    by_rank: Sequence[tuple[tuple[int, int], TokensOfRank, Routes]], rows: int, seq: int, nowhere: Mapping[str, int]
 ) -> Routes:
     """Assemble the routes of a batch of ``rows`` × ``seq`` tokens, in stacks that each token meets once.
 
@@ -63,19 +63,19 @@ def put_together(
     show what was chosen.
 
     Args:
-        said: for every rank, its place among ranks with other rows, its tokens of each row where it has a part of
+        by_rank: for every rank, its place among ranks with other rows, its tokens of each row where it has a part of
             them, and the routes of its own tokens.
         nowhere: by stack, the number that stands for no expert.
     """
     found: Routes = {}
-    for path in dict.fromkeys(path for *_, routes in said for path in routes):
+    for path in dict.fromkeys(path for *_, routes in by_rank for path in routes):
         by_rows: dict[int, list[tuple[TokensOfRank, Tensor]]] = {}
-        own_rows = rows // said[0][0][1]
-        for (rank, _), tokens, routes in said:
+        own_rows = rows // by_rank[0][0][1]
+        for (rank, _), tokens, routes in by_rank:
             if path in routes and len(routes[path]) % own_rows == 0:
                 by_rows.setdefault(rank, []).append((tokens, routes[path].unflatten(0, (own_rows, -1))))
         shares = [_row(parts, seq) for _, parts in sorted(by_rows.items())]
-        if len(shares) == said[0][0][1] and all(share is not None for share in shares):
+        if len(shares) == by_rank[0][0][1] and all(share is not None for share in shares):
             whole = torch.cat(shares)  # type: ignore[arg-type]
             is_none = whole == nowhere[path]
             if torch.equal(is_none.any(-1), is_none.all(-1)):

@@ -62,9 +62,9 @@ def counterpart(ours: DecoderConfig, kind: str, end: int | None = None) -> Causa
         if ours.rope_scaling is not None:
             made = config_class(**sizes, rope_parameters=_scaled(ours, made, kind))
     except (TypeError, ValueError, AttributeError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise UnsupportedError(
-            f"--like = {kind}: its config does not take the sizes of the run's model: {said}"
+            f"--like = {kind}: its config does not take the sizes of the run's model: {message}"
         ) from error
     if others := {kind for kind in getattr(made, "layer_types", None) or () if kind != "full_attention"}:
         raise UnsupportedError(
@@ -80,12 +80,12 @@ def knows(config: Any, keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if key in known)
 
 
-def unsaid(ours: DecoderConfig, config: Any) -> tuple[str, ...]:
+def missing_keys(ours: DecoderConfig, config: Any) -> tuple[str, ...]:
     """Return our mixture keys that are not at their defaults and that a config of transformers cannot express."""
-    said = {} if ours.moe is None else _mixture(ours)
+    mixture = {} if ours.moe is None else _mixture(ours)
     return tuple(
         key
-        for key, theirs in said.items()
+        for key, theirs in mixture.items()
         if getattr(ours.moe, key) != getattr(MoEConfig, key) and not knows(config, theirs)
     )
 
@@ -97,8 +97,8 @@ def _more_sizes(ours: DecoderConfig, default: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"use_qk_norm": ours.qk_norm}
     if ours.moe is not None:
         found |= {"moe_intermediate_size": ours.expert_dim}
-        for said in _mixture(ours).values():
-            found |= said
+        for theirs in _mixture(ours).values():
+            found |= theirs
     found = {key: found[key] for key in knows(default, found)}
     return (
         found

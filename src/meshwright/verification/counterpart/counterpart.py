@@ -29,7 +29,7 @@ from meshwright.training.run.convert import Counterpart
 from meshwright.training.tokenizer import own_tokenizer
 from meshwright.verification.shrink import shrunk
 
-from .config import counterpart, unsaid
+from .config import counterpart, missing_keys
 
 LIMIT = 1e-6
 """Largest relative difference of logits in float64, as models with norms, angles and routers in float32 cause it."""
@@ -76,8 +76,7 @@ def of_decoder(folder: Path, config: Config, kind: str) -> Counterpart:
     if ours.moe is not None and ours.moe.capacity_factor:
         raise UnsupportedError(
             f"--like = {kind}: the run's model.moe.capacity_factor is {ours.moe.capacity_factor:g}: experts that are"
-            f" full drop tokens,"
-            f" and those of transformers drop none. A run with capacity_factor = 0 can be converted"
+            f" full drop tokens, and those of transformers drop none. A run with capacity_factor = 0 can be converted"
         )
     prove(shrunk(ours), kind)
     source = counterpart(ours, kind, tokenizer.end_of_document)
@@ -117,8 +116,10 @@ def matched(ours: DecoderConfig, source: CausalLM) -> dict[str, tuple[str, ...]]
             for names, whose in ((lost, "the run's parameters"), (strangers, f"the parameters of {there.kind}"))
             if names
         ]
-        said = "; ".join([*sides, *_unsaid(ours, source)])
-        raise UnsupportedError(f"{there.kind} is not built like the run's model: {said}. Name another type with --like")
+        differences = "; ".join([*sides, *_missing_keys(ours, source)])
+        raise UnsupportedError(
+            f"{there.kind} is not built like the run's model: {differences}. Name another type with --like"
+        )
     return found | zeros
 
 
@@ -148,9 +149,9 @@ def _matched_unit(mine: Shapes, theirs: Shapes) -> dict[str, tuple[str, ...]]:
     """Map theirs to ours of the same shape: first tensors with words of their own, then the others in order."""
     found: dict[str, tuple[str, ...]] = {}
     by_words = {names: words for names, words in WORDS.items() if mine.keys() >= set(names)}
-    unsaid = [name for name in theirs if not by_words or not any(_says(name, words) for words in WORDS.values())]
-    candidates = {names: [name for name in theirs if _says(name, words)] for names, words in by_words.items()}
-    candidates |= {(own,): unsaid for own in mine if not any(own in names for names in by_words)}
+    unnamed = [name for name in theirs if not by_words or not any(_ends_with(name, words) for words in WORDS.values())]
+    candidates = {names: [name for name in theirs if _ends_with(name, words)] for names, words in by_words.items()}
+    candidates |= {(own,): unnamed for own in mine if not any(own in names for names in by_words)}
     for names, others in candidates.items():
         shape = _joined([mine[name] for name in names])
         chosen = next((name for name in others if theirs[name] == shape and name not in found), None)
@@ -164,14 +165,14 @@ def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return (*first[:-2], first[-2] + sum(shape[-2] for shape in others), first[-1]) if others else first
 
 
-def _says(name: str, words: tuple[str, ...]) -> bool:
-    """Tell whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
-    said = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
-    return any(said[-len(text.split()) :] == text.split() for text in words)
+def _ends_with(name: str, words: tuple[str, ...]) -> bool:
+    """Return whether the words of a name end with one of ``words``; "proj" and "weight" do not count."""
+    parts = [word for word in re.split(r"[._]", name) if word not in ("proj", "weight")]
+    return any(parts[-len(text.split()) :] == text.split() for text in words)
 
 
-def _unsaid(ours: DecoderConfig, source: CausalLM) -> list[str]:
-    keys = ", ".join(f"model.moe.{key}" for key in unsaid(ours, source.config))
+def _missing_keys(ours: DecoderConfig, source: CausalLM) -> list[str]:
+    keys = ", ".join(f"model.moe.{key}" for key in missing_keys(ours, source.config))
     return [f"its config has no key for {keys}"] if keys else []
 
 
@@ -201,18 +202,17 @@ def prove(ours: DecoderConfig, kind: str) -> float:
         try:
             other: Tensor = theirs(input_ids=tokens).logits
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             raise UnsupportedError(
-                f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {said}"
+                f"{type(theirs).__name__} cannot compute in the sizes of the run's model: {message}"
             ) from error
     error = relative_errors({"logits": other}, {"logits": one})["logits"]
     if not error <= LIMIT:
         far = f"the logits are {error:.1e} (relative) apart, and {LIMIT:.0e} is rounding"
-        said = "; ".join([far, *_unsaid(ours, source)])
+        differences = "; ".join([far, *_missing_keys(ours, source)])
         raise UnsupportedError(
             f"{type(theirs).__name__} does not compute what the run's model does: on a small copy with equal weights"
-            f" {said}. Nothing was"
-            f" written; name another type with --like"
+            f" {differences}. Nothing was written; name another type with --like"
         )
     return error
 

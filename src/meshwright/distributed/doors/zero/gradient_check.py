@@ -17,7 +17,7 @@ from meshwright.distributed.torch_private import local_part
 
 
 class GradientCheck:
-    """A check that raises on all ranks after a backward if a gradient that it reduces is not finite on any.
+    """Raises, on all ranks after a backward, if a gradient that the backward reduces is not finite on any rank.
 
     Gradients of a microbatch that wait for the next one are not checked: an error in them is in the sum.
 

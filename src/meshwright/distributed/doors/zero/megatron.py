@@ -37,7 +37,7 @@ SPELLINGS = {
 }
 """meshwright's argument -> its names in versions; the other arguments have the same names."""
 POLICY, POLICY_MEMBERS = "mixed_precision_policy", ("grad_reduce_in_fp32", "preserve_fp32_weights")
-"""Since 0.5 one object says these two."""
+"""Since version 0.5 one object has these two fields."""
 
 
 def lay_out(
@@ -59,7 +59,7 @@ def lay_out(
     """
     package = package or import_module("megatron_fsdp")
     function: Callable[..., Any] = package.fully_shard_model if optimizer is None else package.fully_shard
-    wanted = {"module": model, **places(device_mesh), **said(options, units)}
+    wanted = {"module": model, **places(device_mesh), **arguments_of(options, units)}
     if optimizer is not None:
         wanted["optimizer"] = optimizer
     arguments = bind(function, wanted, package)
@@ -68,7 +68,7 @@ def lay_out(
     return function(**arguments)
 
 
-def said(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
+def arguments_of(options: ZeroOptions, units: list[type]) -> dict[str, Any]:
     """Return the options, with the strategy by its current name."""
     found = {key: getattr(options, key) for key in options.__dataclass_fields__}
     return {**found, "data_parallel_sharding_strategy": options.strategy, "nvfsdp_unit_modules": units}
@@ -89,7 +89,7 @@ def places(device_mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> dict[str, Any]:
-    """Name the arguments by a function's signature; a switch that is off may be lacking.
+    """Name the arguments by a function's signature; a missing one is left out if it is False.
 
     Raises:
         UnsupportedError: the function lacks another argument.
@@ -111,7 +111,6 @@ def bind(function: Callable[..., Any], wanted: dict[str, Any], package: Any) -> 
             version = getattr(package, "__version__", "that is installed")
             raise UnsupportedError(
                 f"{key} = {value!r}: megatron-fsdp {version} has no such argument ({', '.join(known)}). Leave it out,"
-                f" or use"
-                f" fsdp2_strategy_parallelize."
+                f" or use fsdp2_strategy_parallelize."
             )
     return found

@@ -19,16 +19,14 @@ class OptimizerSwap:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         if optimizer.state and all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} makes its state as it is made, of the whole parameters. Leave"
-                f" optimizer out, and"
-                f" make it from the parameters of the model that is returned."
+                f"optimizer: {type(optimizer).__name__} creates its state in its constructor, for whole parameters."
+                f" Leave optimizer out, and make it from the parameters of the model that is returned."
             )
         if optimizer.state:
             raise ConfigError(
                 f"optimizer: this {type(optimizer).__name__} has the state of {len(optimizer.state)} parameters"
-                f" already, which are whole"
-                f" and would have to be cut. Lay the model out before the first step, or load the state afterwards"
-                f" (meshwright.load)."
+                f" already, which are whole and would have to be cut. Lay the model out before the first step, or load"
+                f" the state afterwards (meshwright.load)."
             )
         names = {parameter: clean(name) for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
@@ -36,9 +34,8 @@ class OptimizerSwap:
         for number, group in enumerate(optimizer.param_groups):
             if any(parameter not in names for parameter in group["params"]):
                 raise ConfigError(
-                    f"optimizer: its group {number} holds a parameter that is not one of this"
-                    f" {type(model).__name__}'s. Make it from"
-                    f" model.parameters(), of the model that is given."
+                    f"optimizer: its group {number} holds a parameter that is not one of this {type(model).__name__}'s."
+                    f" Make it from model.parameters(), of the model that is given."
                 )
             self.names.append([names[parameter] for parameter in group["params"]])
 

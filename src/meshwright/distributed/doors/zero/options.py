@@ -43,13 +43,13 @@ class ZeroOptions:
     @property
     def strategy(self) -> str:
         """One of the four strategies; raises ConfigError for another name."""
-        said = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
-        if said not in STRATEGIES:
+        name = ALIASES.get(self.data_parallel_sharding_strategy, self.data_parallel_sharding_strategy)
+        if name not in STRATEGIES:
             legal = [*STRATEGIES, *ALIASES]
             raise ConfigError(
-                f"data_parallel_sharding_strategy = {said!r}: legal are {', '.join(legal)}.{nearest(str(said), legal)}"
+                f"data_parallel_sharding_strategy = {name!r}: legal are {', '.join(legal)}.{nearest(str(name), legal)}"
             )
-        return said
+        return name
 
     @property
     def stage(self) -> int:
@@ -61,14 +61,12 @@ class ZeroOptions:
         if self.calculate_per_token_loss and self.average_in_collective:
             raise ConfigError(
                 "calculate_per_token_loss = True sums gradients over data ranks, and average_in_collective = True"
-                " averages them. Leave one"
-                " of them out."
+                " averages them. Leave one of them out."
             )
         if self.disable_bucketing and self.nvfsdp_unit_modules is not None:
             raise ConfigError(
                 "disable_bucketing = True makes every module with parameters a unit, and nvfsdp_unit_modules names"
-                " others. Leave one of"
-                " them out."
+                " others. Leave one of them out."
             )
 
     def check_native(self) -> None:
@@ -76,7 +74,6 @@ class ZeroOptions:
         for key in ELSEWHERE:
             if getattr(self, key):
                 raise UnsupportedError(
-                    f"{key} = True is about buffers of megatron-fsdp, which is not in use here (HAVE_NVFSDP = False:"
-                    f" it needs the package"
-                    f" and a CUDA device). Leave it out."
+                    f"{key} = True is about buffers of megatron-fsdp, which is not in use here (HAVE_NVFSDP = False: it"
+                    f" needs the package and a CUDA device). Leave it out."
                 )

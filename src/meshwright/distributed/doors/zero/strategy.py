@@ -214,8 +214,7 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
     if not can_merge_data(device_mesh):
         raise ConfigError(
             f"data_parallel_sharding_strategy = no_shard replicates over all data ranks, but this mesh shards over"
-            f" dp_shard = {shards}."
-            f" Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
+            f" dp_shard = {shards}. Make it with dp_replicate = {replicas * shards} and dp_shard = 1."
         )
     return with_data_on(device_mesh, Axis.DP_REPLICATE)
 
@@ -223,15 +222,13 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
 def _check(plan: Plan, options: ZeroOptions) -> None:
     if options.calculate_per_token_loss and plan.experts is not None:
         raise UnsupportedError(
-            f"calculate_per_token_loss = True does not go with experts that are shared out (ep ="
-            f" {plan.experts.ranks}): their gradients are"
-            f" averaged where tokens come back. Use parallelize(), which sums."
+            f"calculate_per_token_loss = True does not go with experts that are shared out (ep = {plan.experts.ranks}):"
+            f" their gradients are averaged where tokens come back. Use parallelize(), which sums."
         )
     if not options.overlap_grad_reduce and plan.device == "cuda" and plan.size(Axis.DP_REPLICATE) > 1:
         raise UnsupportedError(
-            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for"
-            " those over dp_replicate ="
-            f" {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
+            "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for those"
+            f" over dp_replicate = {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
         )
 
 
@@ -240,16 +237,16 @@ def _configure(model: nn.Module, plan: Plan, options: ZeroOptions) -> None:
     stacks = {unit.name for unit in plan.units if unit.experts}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and clean(name) not in stacks and not options.average_in_collective:
-            module.set_force_sum_reduction_for_comms(True)  # torch then divides behind the reduction, by all data ranks
+            module.set_force_sum_reduction_for_comms(True)  # torch then divides after the reduction, by all data ranks
             if options.calculate_per_token_loss:
                 module.set_gradient_divide_factor(1.0)
     for module in sharded_modules(model):
         if not options.overlap_param_gather:
             module.set_modules_to_forward_prefetch([])
-            # an empty list would be torch's own choice: the one before
+            # torch takes an empty list for its default, the previous unit
             module.set_modules_to_backward_prefetch([module])
         if not options.overlap_grad_reduce:
-            module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (what torch asks for is not public)
+            module.set_custom_reduce_scatter(_Waiting())  # type: ignore[arg-type]  (torch's type is not public)
 
 
 class _Waiting:

@@ -36,8 +36,7 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
     if plan.tensor is not None or plan.experts is not None:
         raise UnsupportedError(
             f"{key}: beside tensor or expert parallelism the units are the repeated blocks"
-            f" ({', '.join(facts.blocks[:2])} …), whose"
-            f" modules use each other's parameters. Leave it out."
+            f" ({', '.join(facts.blocks[:2])} …), whose modules use each other's parameters. Leave it out."
         )
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
@@ -56,8 +55,8 @@ def unit_classes(model: nn.Module, facts: ModelFacts, options: ZeroOptions) -> l
 
 
 def classes_of(options: ZeroOptions) -> list[type]:
-    said = options.nvfsdp_unit_modules or ()
-    return [one if isinstance(one, type) else import_classes_from_paths([one])[0] for one in said]
+    requested = options.nvfsdp_unit_modules or ()
+    return [one if isinstance(one, type) else import_classes_from_paths([one])[0] for one in requested]
 
 
 def _of_classes(model: nn.Module, facts: ModelFacts, classes: list[type]) -> tuple[str, ...]:
@@ -83,7 +82,7 @@ def _holders(model: nn.Module, facts: ModelFacts) -> list[str]:
         for name, module in model.named_modules()
         if name and next(module.parameters(recurse=False), None) is not None
     ]
-    # it calls no child
+    # its forward calls no child
     read = [clean(name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     holding = [name for name in holding if not any(is_within(name, outer) and name != outer for outer in read)]
     nested = {outer for outer in holding for inner in holding if inner != outer and is_within(inner, outer)}

@@ -25,7 +25,7 @@ def spans_of(schedule: PipelineSchedule, timeline: Timeline) -> list[list[Span]]
 def text_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
     """Draw each rank's actions: F B I W with the microbatch's last digit; dots are waits.
 
-    Stages above the first loop are in lower case. A column is a unit of time where they fit into a terminal.
+    Stages after a rank's first are in lower case. A column is a unit of time if they all fit into a terminal.
     """
     unit = max(timeline.makespan / CELLS, min(end - begin for begin, end in timeline.spans.values()) / 2)
     rows = []
@@ -62,7 +62,7 @@ def facts_of(schedule: PipelineSchedule, timeline: Timeline) -> str:
 
 
 def svg_of(title: str, ranks: Iterable[Iterable[Span]]) -> str:
-    """Draw the spans of ranks as SVG; pointing at an action shows what it is."""
+    """Draw the spans of ranks as SVG, with a tooltip for each action."""
     rows = [list(spans) for spans in ranks]
     begin = min((first for spans in rows for _, first, _ in spans), default=0.0)
     length = max((last for spans in rows for *_, last in spans), default=1.0) - begin or 1.0

@@ -30,10 +30,10 @@ class ScheduleKind:
 
     Attributes:
         order: function that orders the actions of one rank.
-        loops: a rank may have several stages, ``ranks`` apart; else one, or (``is_v``) two.
-        is_v: rank r has the stages r and 2 · ranks - 1 - r.
-        splits_backward: input and weight gradients are computed apart.
-        multiple: (ranks) -> the number of microbatches must be a multiple of this number.
+        loops: whether a rank may have several stages, ``ranks`` apart; else one, or (``is_v``) two.
+        is_v: whether rank r has the stages r and 2 · ranks - 1 - r.
+        splits_backward: whether input and weight gradients are computed apart.
+        multiple: (ranks) -> the number microbatches must be a multiple of.
         least: (ranks) -> the least number of microbatches.
     """
 
@@ -63,7 +63,7 @@ class ScheduleKind:
         )
 
     def build(self, ranks: int, microbatches: int, per_rank: int) -> PipelineSchedule:
-        """Build the schedule; ConfigError where it cannot do this number of microbatches."""
+        """Build the schedule; ConfigError if it does not exist for this number of microbatches."""
         if (legal := self.legal(microbatches, ranks)) != microbatches or microbatches < 1:
             raise ConfigError(
                 f"schedule {self.name} on {ranks} ranks: {microbatches} microbatches cannot be scheduled; the next"
@@ -212,8 +212,7 @@ def _dualpipe_v(rank: int, ranks: int, microbatches: int, per_rank: int) -> list
 def with_weight_gradients(schedule: PipelineSchedule) -> PipelineSchedule:
     """Add W to an order that has only F and I: each rank defers the first few, and does the rest as it goes.
 
-    Later ranks defer more. The number deferred is the one that takes the shortest time where F, I and W last equally
-    long.
+    Later ranks defer more. The deferred number is the one with the shortest total time if F, I and W take equal time.
     """
     per_rank = schedule.stages // len(schedule.ranks)
     tried = [_delayed(schedule, delay) for delay in range(2 * per_rank + 1)]

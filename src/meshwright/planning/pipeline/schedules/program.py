@@ -1,8 +1,8 @@
-"""Place a schedule's messages: what each rank computes, sends and receives, in an order all ranks agree on.
+"""Place a schedule's messages: list each rank's computations, sends and receives, in an order all ranks agree on.
 
-Messages are placed where they fall in a simulation of the schedule: a rank sends as soon as it has computed, and its
-peer begins to receive at the same moment. So both sides of every pair of ranks name their messages in the same order,
-which back ends without tags need.
+A simulation of the schedule gives the places: a rank sends as soon as it has computed, and its peer begins to receive
+at the same moment. So both sides of every pair of ranks name their messages in the same order, which back ends without
+tags need.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Message(NamedTuple):
     """A message to a stage.
 
     Attributes:
-        stage: the stage that receives it.
-        microbatch: the microbatch that it belongs to.
+        stage: the receiving stage.
+        microbatch: the microbatch of the tensor.
     """
 
     content: Content
@@ -71,7 +71,7 @@ def message_before(action: Action, stages: int) -> Message | None:
 
 
 def programs(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
-    """List the steps of each rank; between stages on the same rank there is no message."""
+    """List the steps of each rank; stages on the same rank exchange no messages."""
     spans = simulate(schedule).spans
     timed: list[list[tuple[float, int, Step]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):

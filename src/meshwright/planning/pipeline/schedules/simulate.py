@@ -1,7 +1,7 @@
 """Simulate a schedule: when each action begins and ends, how long ranks wait, how many activations live.
 
-Ranks take their actions in order; a forward waits for the stage before it, a backward for the stage behind it.
-Messages take no time.
+Ranks take their actions in order; a forward waits for the previous stage, a backward for the next one. Messages take no
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNITS = {Work.FORWARD: 1.0, Work.BACKWARD: 2.0, Work.INPUT: 1.0, Work.WEIGHT: 1.
 
 
 def unit_cost(action: Action) -> float:
-    """Return an action's cost where forward, input gradient and weight gradient last equally long."""
+    """Return an action's cost if forward, input gradient and weight gradient take equal time."""
     return UNITS[action.work]
 
 
@@ -44,7 +44,7 @@ class Timeline:
 
 
 def needs(action: Action, schedule: PipelineSchedule) -> tuple[Action, ...]:
-    """List the actions that must have ended before; of alternatives, the schedule contains one."""
+    """List the actions that must end before this one; of alternatives, the schedule contains one."""
     stage, work, m = action
     if work is Work.FORWARD:
         return (Action(stage - 1, work, m),) if stage else ()
@@ -56,7 +56,7 @@ def needs(action: Action, schedule: PipelineSchedule) -> tuple[Action, ...]:
 
 
 def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
-    """Simulate a schedule; ConfigError where ranks wait for each other forever, naming what each waits for."""
+    """Simulate a schedule; ConfigError, naming the actions, if ranks would wait for each other forever."""
     everything = {action for actions in schedule.ranks for action in actions}
     spans: dict[Action, tuple[float, float]] = {}
     places, clocks = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
@@ -115,8 +115,7 @@ def check_whole(schedule: PipelineSchedule) -> None:
                     )
                     raise ConfigError(
                         f"schedule {schedule.name}: stage {stage} needs {stage}F{m} and either {stage}B{m} or both"
-                        f" {stage}I{m} and"
-                        f" {stage}W{m}; rank {rank} has {here}"
+                        f" {stage}I{m} and {stage}W{m}; rank {rank} has {here}"
                     )
     simulate(schedule)
 
