@@ -156,6 +156,8 @@ CUT: dict[str, Case] = {
     "rows cut, halo, full": (MODEL, ROWS_CUT, {"context_parallel_method": "halo", **FULL}, 1),
     "rows cut, selective": (MODEL, ROWS_CUT, {"activation_checkpointing": "selective_op"}, 1),
     "llama, rows cut": (family("llama"), ROWS_CUT, {}, 1),
+    "lfm2, rows cut": (family("lfm2", layer_types=["conv", "full_attention"] * 2), ROWS_CUT, {}, 1),
+    "jamba, rows cut, full": (family("jamba"), ROWS_CUT, FULL, 1),
     "1F1B": (MODEL, STAGES, {}, 4),
     "GPipe": (MODEL, STAGES, {"pipeline_schedule": "gpipe"}, 4),
     "interleaved": (MODEL, STAGES, {"pipeline_schedule": "interleaved_1f1b"}, 4),

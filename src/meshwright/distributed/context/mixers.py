@@ -19,7 +19,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, ranges, take
 from meshwright.core.record import wrap
-from meshwright.core.torch_private import tree_flatten_with_path, tree_unflatten
+from meshwright.core.torch_private import FakeTensor, tree_flatten_with_path, tree_unflatten
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.values import Mixer
 from meshwright.introspection.structure.local_form import counting_locally, share_of
@@ -82,23 +82,37 @@ def _whole(
     return _with_leaves(forward(*args, **kwargs), own)
 
 
-def _with_leaves(value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+def _with_leaves(value: Any, change: Callable[[str, Tensor], Tensor | None]) -> Any:
     """Return a value with the tensors inside it changed, by their paths."""
     found, structure = tree_flatten_with_path(value)
     made = [change("".join(map(str, path)), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in found]
     return tree_unflatten(made, structure)
 
 
-def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGroup) -> Tensor:
+def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tensor | None:
+    """Return the padding mask of whole rows for the end of one, which models take who count a rank's tokens.
+
+    Raises:
+        UnsupportedError: the tensor is another one.
+    """
+    if isinstance(leaf, FakeTensor) and leaf.dim() == 2:
+        return None  # models leave out a mask that is all ones where they see its values
+    padding = torch.ones((len(leaf), rows.length), device=leaf.device) if rows.padding is None else rows.padding
+    end = padding[:, rows.length - leaf.shape[1] :].to(leaf)
+    if leaf.dim() != 2 or not torch.equal(leaf, end):
+        raise UnsupportedError(
+            f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, which it was not given when it"
+            f" was measured"
+        )
+    return padding.to(leaf)
+
+
+def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGroup) -> Tensor | None:
     """Return one argument for whole rows."""
     own, known = rows.counts[rows.rank], {each.key: each for each in mixer.inputs}
     if key not in known:
-        if leaf.dim() > 1 and own in leaf.shape[1:] and rows.length not in leaf.shape[1:]:
-            raise UnsupportedError(
-                f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, which it was not given when"
-                f" it was measured. Set layout.cp = 1"
-            )
-        return leaf
+        has_tokens = leaf.dim() > 1 and own in leaf.shape[1:] and rows.length not in leaf.shape[1:]
+        return _whole_padding(leaf, key, mixer, rows) if has_tokens else leaf
     dim = known[key].dim
     if leaf.shape[dim] != own:
         return leaf  # of whole rows already, such as a padding mask
@@ -173,7 +187,8 @@ class _Traded:
         """Tell whether there are no other tensors than those that were there when heads were measured."""
         known = {each.key for each in self.planned.mixer.inputs}
         found, _ = tree_flatten_with_path((args, kwargs))
-        return all("".join(map(str, path)) in known for path, leaf in found if isinstance(leaf, Tensor))
+        given = [("".join(map(str, path)), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
+        return all(key in known or isinstance(leaf, FakeTensor) for key, leaf in given)
 
     def _arguments(
         self, args: tuple, kwargs: dict[str, Any], rows: CutRows

@@ -33,7 +33,7 @@ class CutRows:
         positions: (rows, length) int64, the whole rows' positions; None where the batch has none.
         segments: (rows, length) int64, the runs of consecutive positions; None where each row is one.
         documents: (rows, length) int64, the whole rows' documents; None where the batch has none.
-        has_mask: the batch brings a padding mask of its own.
+        padding: (rows, length), the batch's own padding mask, 0 for padding; None where it brings none.
         has_documents: rows were cut by their documents.
     """
 
@@ -44,10 +44,15 @@ class CutRows:
     positions: Tensor | None = None
     segments: Tensor | None = None
     documents: Tensor | None = None
-    has_mask: bool = False
+    padding: Tensor | None = None
     has_documents: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """For each mask of the microbatch, what follows from it and from where the tokens lie."""
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the batch brings a padding mask of its own."""
+        return self.padding is not None
 
     @property
     def most(self) -> int:
@@ -141,7 +146,8 @@ def cut_rows(
             places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
     has_documents = parted is not None
     where = (rank, length, places.to(device), counts, positions, segments, documents)
-    return CutRows(*where, MASK in batch, has_documents)
+    padding = batch[MASK].to(device) if MASK in batch else None
+    return CutRows(*where, padding, has_documents)
 
 
 def _by_documents(row: Tensor, ranks: int, cut: Cut) -> tuple[Runs, ...]:
