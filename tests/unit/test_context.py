@@ -194,11 +194,6 @@ def test_experts_that_count_whole_sequences_are_refused(key, value):
         plan(config, Layout(dp_shard=1, cp=2))
 
 
-def test_whole_parameters_are_refused():
-    with pytest.raises(ConfigError, match="shards parameters over dp_shard × cp"):
-        plan(DECODER, Layout(dp_shard=1, dp_replicate=2, cp=2), techniques={"data_parallel": "ddp"})
-
-
 def test_callers_of_a_large_model_have_its_sizes_and_layers():
     large = replace(DECODER, dim=512, n_layers=5, n_heads=8, n_kv_heads=4)
     made = plan(large, Layout(dp_shard=1, cp=2)).context

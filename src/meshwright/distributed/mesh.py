@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
-from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
+from meshwright.planning.shares import BATCH, SAMPLES, SHARDS, Shares
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -156,14 +156,22 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 
 
+def replica_axis(device_mesh: DeviceMesh, shares: Shares) -> DeviceMesh | None:
+    """Return the axes along which dense parameters are replicated, as one; None if none is larger than 1."""
+    large = [axis.value for axis in shares.replica_axes if _is_large(device_mesh, axis)]
+    if len(large) > 1:
+        return flattened(device_mesh[tuple(large)], "_".join(large))
+    return device_mesh[large[0]] if large else None
+
+
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the sharding axes of dense parameters, dp_shard flattened with cp, if larger than 1; else None."""
     return sharding_axis(device_mesh) if any(_is_large(device_mesh, axis) for axis in SHARDS) else None
 
 
-def sharding_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the sharding axis of any size; None if the mesh has none of that name."""
-    large = [axis.value for axis in SHARDS if _is_large(device_mesh, axis)]
+def sharding_axis(device_mesh: DeviceMesh, axes: tuple[Axis, ...] = SHARDS) -> DeviceMesh | None:
+    """Return the sharding axis of any size, several as one; None if the mesh has none of that name."""
+    large = [axis.value for axis in axes if _is_large(device_mesh, axis)]
     if len(large) > 1:
         return flattened(device_mesh[tuple(large)], "_".join(large))
     return (

@@ -21,7 +21,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import COPIES, TOKENS
+from meshwright.planning.shares import TOKENS
 
 from .context.context_parallel import runtime_of
 from .data import accumulation, fully_sharded, replicated
@@ -73,7 +73,7 @@ class ParallelModel:
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
-        self._copy_groups = groups_of(mesh, *COPIES)
+        self._copy_groups = groups_of(mesh, *plan.shares.copies)
         self._row_groups = groups_of(mesh, *TOKENS)
         self._token_groups = groups_of(mesh, *plan.shares.routed)
         self._routers = routing.routers_of(self.parts)

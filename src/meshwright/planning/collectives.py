@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.core.axes import Axis
 
 from .experts.plan import ExpertPlan
-from .shares import BATCH, COPIES, Shares
+from .shares import BATCH, REPLICAS, Shares
 from .values import Collective, DataParallel, PrecisionPlan, Unit
 
 COUNT_ELEMENTS = 6
@@ -71,7 +71,7 @@ def step_norm(precision: PrecisionPlan, shares: Shares, trained_cuts: tuple[bool
 
 def step_agreement(shares: Shares):
     """List one number per axis of copies: the norm by which all copies clip, or that the step is skipped."""
-    for axis in COPIES:
+    for axis in shares.copies:
         if (ranks := shares.size(axis)) > 1:
             yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
 
@@ -128,8 +128,7 @@ def sharded_units(
                     dtype=precision.reduce,
                     per=scatter_per,
                 )
-        if shares.replicas > 1 and unit.trainable_elements:
-            own, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
-            yield Collective(
-                "all_reduce", axis, shares.replicas, unit.name or "root", own, precision.reduce, reduce_per
-            )
+        replicas = shares.replicas if own is None else shares.size(*REPLICAS)
+        if replicas > 1 and unit.trainable_elements:
+            kept, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
+            yield Collective("all_reduce", axis, replicas, unit.name or "root", kept, precision.reduce, reduce_per)

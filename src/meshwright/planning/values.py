@@ -102,7 +102,8 @@ class DataParallel:
     keep torch's averaging). ``gathers_per_step``: parameters that stay gathered after a forward stay so through all
     microbatches of a step. ``idle``: trained parameters that some ranks may leave without a gradient; after a
     backward the ranks exchange which of them have one. ``own_units``: the model's own ``fully_shard(**options)``
-    decides what travels together.
+    decides what travels together. ``replicates_tokens``: fully_shard leaves parameters whole on the ranks of the
+    context axis.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -114,6 +115,7 @@ class DataParallel:
     gathers_per_step: bool = False
     idle: tuple[str, ...] = ()
     own_units: bool = False
+    replicates_tokens: bool = False
 
 
 @dataclass(frozen=True)

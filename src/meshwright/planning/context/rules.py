@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import UnsupportedError
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
 
 
 def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
-    ranks = case.layout.cp
-    if ranks == 1:
-        return
-    if case.technique != "fully_shard":
-        yield ConfigError(
-            f"layout.cp = {ranks} shards parameters over dp_shard × cp, and techniques.data_parallel ="
-            f" {case.technique} keeps them whole. Set techniques.data_parallel = fully_shard."
-        )
-    yield from _routers(case)
+    if case.layout.cp > 1:
+        yield from _routers(case)
 
 
 def _routers(case: Case) -> Found:
