@@ -23,7 +23,7 @@ from . import notes
 from .case import Case
 from .collectives import step_collectives
 from .context.collectives import context_collectives
-from .context.plan import context_plan
+from .context.plan import ContextPlan, context_plan
 from .data.units import trained_cuts, units_of
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
@@ -163,7 +163,7 @@ def _assemble(
         compiled=facts.blocks if requested.compile else (),
         compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
-        context=context_plan(facts, layout, requested, precision),
+        context=facts.applied_plan(ContextPlan) or context_plan(facts, layout, requested, precision),
         pipeline=pipeline,
         experts=experts,
         loss=loss,

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.record import recall
+from meshwright.core.record import recall, remember
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
@@ -26,6 +26,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
     )
     wrap_modules(model, context, ranks, checks)
+    remember(model, context)
     return model
 
 

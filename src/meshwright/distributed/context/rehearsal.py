@@ -17,7 +17,7 @@ from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks, small_copy
+from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -45,7 +45,7 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
     """
     known = facts.measurements.refused
     if plan not in known and facts.module is not None:
-        model = small_copy(facts.module)
+        model = copy_of(facts.measurements.small())
         found = {kind: _why_wrong(facts, plan, model, kind, batch) for kind, batch in rehearsed(model).items()}
         for kind in ("plain", "packed"):
             if why := found.pop(kind, ""):

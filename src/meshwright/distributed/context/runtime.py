@@ -55,11 +55,13 @@ class ContextRuntime:
     Attributes:
         group: the ranks of the context axis.
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
+        in_backward: the same, where a backward behind the block of a user's own loop set it.
     """
 
     def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks):
         self.group, self.plan, self.mixing, self._checks = group, plan, plan.mixing, checks
         self.rows: CutRows | None = None
+        self.in_backward: CutRows | None = None
         self._reaches = Reaches(group)
         # rows change with each microbatch, and a graph would hold on to those of the first
         outside_of_graphs: Any = torch.compiler.disable
