@@ -136,7 +136,8 @@ PIPELINES = [
 CASES = [
     refuse(
         *("context_companions", CAPPED, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
-        "model.moe.capacity_factor = 1.0 with layout.cp = 2: it is about whole sequences, of which a rank has a part.",
+        "model.moe.capacity_factor = 1.0 with layout.cp = 2: who is over an expert's capacity depends on the whole"
+        " sequence, of which a rank has a part.",
     ),
     refuse(
         *("experts_companions", STACKED, Layout(dp_shard=1, cp=2, ep=2), {"data_parallel": "ddp"}, UnsupportedError),

@@ -15,9 +15,9 @@ def context_companions(case: Case) -> Found:
 
 def _routers(case: Case) -> Found:
     routers = [] if case.facts.module is None else [m for m in case.facts.module.modules() if isinstance(m, Router)]
-    for key in ("capacity_factor", "sequence_loss"):
-        if value := next((getattr(r.config, key) for r in routers if getattr(r.config, key)), 0):
-            yield UnsupportedError(
-                f"model.moe.{key} = {value} with layout.cp = {case.layout.cp}: it is about whole sequences, of which a"
-                f" rank has a part. Set model.moe.{key} = 0, or layout.cp = 1."
-            )
+    if value := next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0):
+        yield UnsupportedError(
+            f"model.moe.capacity_factor = {value} with layout.cp = {case.layout.cp}: who is over an expert's capacity"
+            f" depends on the whole sequence, of which a rank has a part. Set model.moe.capacity_factor = 0 (no token"
+            f" is dropped), or layout.cp = 1."
+        )
